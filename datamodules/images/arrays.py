@@ -1,7 +1,5 @@
-"""Images in memory and their labels: arrays, NumPy files, and CSV with a pixel in each column (Kaggle's form)."""
+"""Images in memory and their labels: arrays and NumPy files."""
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.folders import PARTS, ImageTree, part_of
-from datamodules.images.known_sets import EMNIST
+from datamodules.images.folders import ImageTree
 from datamodules.images.labels import IGNORED
 from datamodules.images.lists import class_order, find_images, holds_images
 
@@ -164,110 +161,23 @@ def _read_npz(path: Path) -> ImageTree:
     return images_from_arrays(parts, path.name, str(path))
 
 
-def _first_row(path: Path) -> list[str]:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            # A row of 784 pixels has a tenth of it.
-            return [cell.strip().strip('"') for cell in file.readline(1 << 16).split(",")]
-    except (OSError, UnicodeDecodeError):
-        return []
+def _archives(place: Path) -> list[Path]:
+    """The NumPy files in a folder, or such a file itself."""
+    return [place] if place.suffix.lower() == ".npz" else sorted(place.glob("*.npz")) if place.is_dir() else []
 
 
-def _is_number(cell: str) -> bool:
-    return cell.replace(".", "", 1).isdigit()
+def holds_own_images(place: Path) -> bool:
+    """Whether this is a NumPy file, a list of images, an archive, or a folder that holds one, or image files."""
+    return bool(_archives(place)) or holds_images(place)
 
 
-def _label_column(row: list[str]) -> int | None:
-    """Where the label stands in a table with this first row; None where there is none, or no column for each pixel."""
-    side = math.isqrt(max(0, len(row) - 1))
-    if side < 8 or side * side != len(row) - 1:
-        return None
-    if all(map(_is_number, row)):
-        return 0
-    return next((column for column, name in enumerate(row) if name.lower() in ("label", "class", "target")), None)
-
-
-def _find_pixel_tables(place: Path) -> dict[str, Path]:
-    """The tables of "train", "val" and "test" in a folder by their names; or a file, and those beside a file of train.
-
-    Raises:
-        UserError: a folder holds several of a part.
-    """
-    if place.suffix.lower() != ".csv" and not place.is_dir():
-        return {}
-    files = sorted(place.glob("*.csv")) if place.is_dir() else [place]
-    if place.is_file() and "train" in place.stem.lower():
-        files += [place.with_name(re.sub("train", part, place.name, flags=re.IGNORECASE)) for part in ("val", "test")]
-    found: dict[str, Path] = {}
-    for file in files:
-        if _label_column(_first_row(file)) is None:
-            continue
-        part = (part_of(file.stem) if len(files) > 1 else "") or "train"
-        if part in found:
-            raise UserError(f"{place} holds both {found[part].name} and {file.name}; pass one of them")
-        found[part] = file
-    return {part: found[part] for part in PARTS if part in found} if "train" in found else {}
-
-
-def _read_pixel_table(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The images of a table, of shape (n, side, side), and their labels, whole numbers or names of shape (n,).
-
-    Of files called emnist-..., the images are turned as they were written down, and the labels are letters.
-
-    Raises:
-        UserError: a cell is no number, or a row has another length.
-    """
-    row = _first_row(path)
-    column = _label_column(row)
-    assert column is not None, path
-    header = 0 if all(map(_is_number, row)) else 1
-    try:
-        how: dict[str, Any] = {"comments": None, "delimiter": ",", "quotechar": '"', "encoding": "utf-8-sig"}
-        values = np.loadtxt(path, np.float32, skiprows=header, ndmin=2, **how)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; expected a label and {len(row) - 1} pixels in each row") from error
-    labels, pixels = values[:, column], np.delete(values, column, 1)
-    side = math.isqrt(pixels.shape[1])
-    images = pixels.reshape(-1, side, side)
-    # Whole numbers are from 0 to 255, others from 0 to 1.
-    images = images if (images % 1).any() else images.astype(np.int32)
-    known = next((name for name in EMNIST if path.stem.lower().startswith(f"{name}-")), None)
-    if known is None:
-        return images, labels
-    numbers = labels.astype(np.int64) - (known == "emnist-letters")
-    if not 0 <= numbers.min() <= numbers.max() < len(EMNIST[known]):
-        raise UserError(f"{path} holds the labels {labels.min():g} to {labels.max():g}, expected those of {known}")
-    return images.transpose(0, 2, 1), np.array(list(EMNIST[known]))[numbers]
-
-
-def _archives(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*.npz") if file.is_file()) if folder.is_dir() else []
-
-
-def holds_own_images(place: str | Path) -> bool:
-    """Whether this is a NumPy file, a list of images, or a folder that holds either, pixels in CSV or image files."""
-    place = Path(place)
-    return place.suffix.lower() == ".npz" or bool(_archives(place) or _find_pixel_tables(place)) or holds_images(place)
-
-
-def read_own_images(place: str | Path) -> ImageTree:
-    """The images in class folders, of lists of files, of a NumPy file, or of CSV with a pixel in each column.
+def read_own_images(place: Path) -> ImageTree:
+    """The images in class folders, of lists of files, or of a NumPy file.
 
     Raises:
         UserError: there are none, or what is there cannot be used; the message says what was found.
     """
-    place = Path(place)
-    archives = [place] if place.suffix.lower() == ".npz" else _archives(place)
+    archives = _archives(place)
     if len(archives) > 1:
         raise UserError(f"{place} holds {len(archives)} NumPy files; pass one of them, such as {archives[0]}")
-    if archives:
-        if not archives[0].is_file():
-            raise UserError(f"there is no file {archives[0]}")
-        return _read_npz(archives[0])
-    if not (tables := _find_pixel_tables(place)):
-        return find_images(place)
-    pixels = {part: _read_pixel_table(path) for part, path in tables.items()}
-    tree = images_from_arrays(pixels, "", str(place))
-    names = ", ".join(f"{part} of {path.name}" for part, path in tables.items())
-    tree.notes.append(f"{place} has a pixel in each column: {names}")
-    return tree
+    return _read_npz(archives[0]) if archives else find_images(place)

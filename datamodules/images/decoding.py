@@ -1,15 +1,13 @@
 """An image file of any kind as bytes of pixels: the same in every process, or refused with the reason.
 
-Pixels of more than 8 bits are scaled by a known range and never by the image's own; HEIC, the photographs of
-telephones, is read with the package pillow-heif.
+Pixels of more than 8 bits are scaled by a known range and never by the image's own.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from torch import Tensor
 from datamodules.errors import UserError
 
 __all__ = [
-    "HEIC",
     "Source",
     "UnreadableImage",
     "decoders",
@@ -41,8 +38,6 @@ Source = str | Path | bytes | Image.Image
 _RULES = 3  # Of this file, by which the same content has the same pixels.
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
-HEIC = (".heic", ".heif", ".hif")
-_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _RANGES = {"I;16": (65535,), "I": (255, 65535), "F": (1, 255)}
 """The full ranges that pixels of 16 bits, of whole numbers of 32 bits and of floats are known to have."""
 
@@ -56,19 +51,6 @@ def unreadable(name: str, reason: str) -> UnreadableImage:
     return UnreadableImage(f"{name} cannot be read as an image: {reason}")
 
 
-@cache
-def reads_heic() -> bool:
-    """Whether pillow-heif is installed."""
-    return find_spec("pillow_heif") is not None
-
-
-@cache
-def _register_heic() -> None:
-    import pillow_heif
-
-    pillow_heif.register_heif_opener()
-
-
 def ending(file: str | Path) -> str:
     """The ending of a file's name, in small letters; a pathlib.Path takes several times longer."""
     return os.path.splitext(file)[1].lower()  # noqa: PTH122
@@ -76,8 +58,7 @@ def ending(file: str | Path) -> str:
 
 def is_image(file: str | Path) -> bool:
     """Whether a file is an image that can be read, by its ending."""
-    suffix = ending(file)
-    return suffix in _SUFFIXES or (suffix in HEIC and reads_heic())
+    return ending(file) in _SUFFIXES
 
 
 def _in_bytes(image: Image.Image) -> Image.Image:
@@ -127,21 +108,6 @@ def without_alpha(image: Image.Image) -> Image.Image:
     return image.convert("L") if image.mode == "F" else image
 
 
-def _why_unidentified(content: bytes) -> str:
-    """Why Pillow does not open a content: the reason of the format whose signature it has."""
-    for kind in Image.ID if content else ():
-        factory, accept = Image.OPEN[kind]
-        if accept is not None and accept(content[:16]) is True:
-            try:
-                factory(BytesIO(content), "")
-            # Plugins raise exceptions of many kinds.
-            except Exception as error:
-                return f"it is a {kind} file that is damaged or of a kind that Pillow does not read ({error})"
-    if content[4:8] == b"ftyp" and content[8:12] in _HEIC_BRANDS:
-        return "its content is HEIC: " + ("name it .heic" if reads_heic() else "pip install pillow-heif to read it")
-    return "its content is not an image" if content else "the file is empty"
-
-
 @contextmanager
 def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]:
     """Open an image, and give it with its content, which is empty for one in memory.
@@ -157,8 +123,6 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
     """
     content = b""
     try:
-        if ending(name) in HEIC and reads_heic():
-            _register_heic()
         if isinstance(source, Image.Image):
             yield source, content
             return
@@ -168,7 +132,7 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
             yield image, content
         return
     except UnidentifiedImageError:
-        reason = _why_unidentified(content)
+        reason = "its content is not an image" if content else "the file is empty"
     except OSError as error:
         reason = error.strerror or str(error)
     # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
@@ -180,13 +144,7 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
 @cache
 def decoders() -> str:
     """What the pixels of an image depend on besides its file, for the names of caches."""
-    found = [str(_RULES)]
-    for package in ("pillow", "pillow-heif", "torch", "torchvision"):
-        try:
-            found.append(version(package))
-        except PackageNotFoundError:
-            found.append("")
-    return " ".join(found)
+    return " ".join([str(_RULES), *map(version, ("pillow", "torch", "torchvision"))])
 
 
 def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +38,9 @@ class FileTable(Sequence[str]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, row: int) -> str: ...
-    @overload
-    def __getitem__(self, row: slice) -> "FileTable": ...
-
     @override
-    def __getitem__(self, row: int | slice) -> "str | FileTable":
+    def __getitem__(self, row: Any) -> Any:
         """The name of a file, as it is shown to people."""
-        if isinstance(row, slice):
-            return self.select(torch.arange(len(self))[row])
         return self._root + self._names[self._rows[row]]
 
     @override

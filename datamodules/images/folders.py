@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.decoding import HEIC, ending, is_image
+from datamodules.images.decoding import ending, is_image
 from datamodules.images.file_table import FileTable, Folder, files_below, list_folder, open_archive
-from datamodules.loading.archives import ARCHIVES
 from datamodules.loading.randomness import permutation
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "find_parts",
     "images_below",
     "is_archive",
-    "left_out_by_ending",
     "open_place",
     "part_of",
     "scan_tree",
@@ -45,7 +43,7 @@ def part_of(name: str) -> str:
     """The part that a name is of by one of its words, and "" where it is of none, or of several.
 
     Example:
-        >>> [part_of(name) for name in ("seg_train", "TestSet", "testset", "val-0-of-1.parquet", "train_val")]
+        >>> [part_of(name) for name in ("seg_train", "TestSet", "testset", "val-0-of-1", "train_val")]
         ['train', 'test', 'test', 'val', '']
     """
     words = {word.removesuffix("set").removesuffix("data") for word in _words(name)}
@@ -77,33 +75,20 @@ class ImageTree:
 
 def is_archive(file: str | Path) -> bool:
     """Whether a file is an archive that can be read in place, by its ending."""
-    return ending(file) in ARCHIVES
+    return ending(file) == ".zip"
 
 
-def left_out_by_ending(files: Sequence[str]) -> dict[str, int]:
-    """Files that are no images, counted by their endings, the most frequent first.
-
-    Example:
-        >>> left_out_by_ending(["a/1.xyz", "a/2.XYZ", "notes"])
-        {'.xyz': 2, 'no ending': 1}
-    """
+def _by_ending(files: Sequence[str]) -> dict[str, int]:
+    """Files that are no images, counted by their endings, the most frequent first."""
     return dict(Counter(ending(file) or "no ending" for file in files).most_common())
 
 
-def describe_left_out(files: Sequence[str], shown: int = 6) -> str:
-    """Files that are no images, as in "2 .heic (pip install pillow-heif to read them), 1 .txt, such as a/1.heic".
-
-    Args:
-        shown: how many endings are named.
-    """
-    counts = left_out_by_ending(files)
-    named = []
-    for suffix, count in list(counts.items())[:shown]:
-        named.append(f"{count:,} {'without an ending' if suffix == 'no ending' else suffix}")
-        if suffix in HEIC:
-            named[-1] += " (pip install pillow-heif to read them)"
-    if len(counts) > shown:
-        named.append(f"{sum(list(counts.values())[shown:]):,} with other endings")
+def describe_left_out(files: Sequence[str]) -> str:
+    """Files that are no images, as in "2 .xyz, 1 without an ending, such as a/1.xyz"; six endings are named."""
+    counts = list(_by_ending(files).items())
+    named = [f"{n:,} {'without an ending' if suffix == 'no ending' else suffix}" for suffix, n in counts[:6]]
+    if len(counts) > 6:
+        named.append(f"{sum(n for _, n in counts[6:]):,} with other endings")
     return f"{', '.join(named)}, such as {files[0]}"
 
 
@@ -126,13 +111,10 @@ def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
     return list(table.select(torch.tensor(images, dtype=torch.int64))), others
 
 
-def find_parts(folder: Folder, flat: bool = False) -> dict[str, Folder]:
+def find_parts(folder: Folder) -> dict[str, Folder]:
     """The folders of "train", "val" and "test" by their names; none where `folder` holds the classes.
 
     Of names such as training_set and seg_test, which a class may have too, there must be two parts.
-
-    Args:
-        flat: whether they are parts without folders of classes, too.
 
     Raises:
         UserError: there are two folders of a part, or none to train on.
@@ -141,9 +123,9 @@ def find_parts(folder: Folder, flat: bool = False) -> dict[str, Folder]:
     by_word = {part: [here for here in inner if part_of(here.name) == part] for part in PARTS}
     found: dict[str, Folder] = {}
     for part, names in PARTS.items():
-        places = [here for name in names for here in inner if here.name.lower() == name and (here.folders or flat)]
+        places = [here for name in names for here in inner if here.name.lower() == name and here.folders]
         if not places and by_word["train"] and (by_word["val"] or by_word["test"]):
-            places = [here for here in by_word[part] if here.folders or flat]
+            places = [here for here in by_word[part] if here.folders]
         if len(places) > 1:
             raise UserError(f"{folder.path} holds both {places[0].name} and {places[1].name}; keep one of them")
         if places:
@@ -163,10 +145,10 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
     if place.is_dir():
         return list_folder(place)
     if not is_archive(place) or not place.is_file():
-        what = "is neither a folder nor an archive" if place.is_file() else "does not exist"
+        what = "is neither a folder nor a .zip archive" if place.is_file() else "does not exist"
         raise UserError(
-            f"data_dir={str(place)!r} {what}; pass a folder that holds a folder of images for each class, or a .zip or"
-            " an uncompressed .tar of it"
+            f"data_dir={str(place)!r} {what}; pass a folder that holds a folder of images for each class, or a .zip of"
+            " it"
         )
     folder, table = open_archive(place)
     while len(folder.folders) == 1 and not find_parts(folder):
@@ -177,18 +159,9 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
     return folder, table
 
 
-def _class_images(part: str, place: Folder, pattern: str | None) -> tuple[dict[str, list[int]], list[str], list[str]]:
+def _class_images(part: str, place: Folder) -> tuple[dict[str, list[int]], list[str], list[str]]:
     """The numbers of the images of each class, the files that are not used, and remarks on empty classes."""
     found: dict[str, list[int]] = {}
-    if pattern is not None:
-        ignored = []
-        for path, number in files_below(place).items():
-            match = re.search(pattern, os.path.basename(path)) if is_image(path) else None  # noqa: PTH119
-            if match:
-                found.setdefault(match[1], []).append(number)
-            else:
-                ignored.append(path)
-        return found, ignored, []
     # As in seg_train/seg_train/CLASS.
     while [part_of(name) for name in place.folders] == [part] and next(iter(place.folders.values())).folders:
         place = next(iter(place.folders.values()))
@@ -236,7 +209,7 @@ def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored:
     classes, notes = sorted(found["train"]), []
     expected = (
         "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
-        " a table as data_dir='train.csv', or where files' names tell the class label_pattern='^(.+?)[._][0-9]'"
+        " a table as data_dir='train.csv'"
     )
     if not classes:
         instead = f" (found {describe_left_out(ignored)})" if ignored else ""
@@ -259,32 +232,28 @@ def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored:
     return notes
 
 
-def scan_tree(
-    place: str | Path, opened: tuple[Folder, FileTable] | None = None, label_pattern: str | None = None
-) -> ImageTree:
+def scan_tree(place: Path, folder: Folder, table: FileTable) -> ImageTree:
     """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
 
     Args:
-        place: a folder on disk, or a .zip or .tar archive.
-        opened: what `open_place` made of it.
-        label_pattern: a regular expression with one group, which is the class in a file's name; not the folder then.
+        place: a folder on disk, or a .zip archive.
+        folder, table: what `open_place` made of it.
 
     Raises:
         UserError: there is no such folder, there are fewer than two classes, or val or test has one that train lacks.
     """
-    folder, table = opened or open_place(Path(place))
     found: dict[str, dict[str, list[int]]] = {}
     ignored: list[str] = []
     notes: list[str] = []
-    of_parts = find_parts(folder, flat=label_pattern is not None)
+    of_parts = find_parts(folder)
     for beside in folder.folders.values():
         if of_parts and beside not in of_parts.values():
             notes.append(f"{beside.path} is not used: it is no folder train, val or test with class folders")
     for part, inner in (of_parts or {"train": folder}).items():
-        found[part], others, empty = _class_images(part, inner, label_pattern)
+        found[part], others, empty = _class_images(part, inner)
         ignored += others
         notes += empty
-    notes += _check_classes(Path(place), found, ignored)
+    notes += _check_classes(place, found, ignored)
     loose, others = [file for file in ignored if is_image(file)], [file for file in ignored if not is_image(file)]
     if loose:
         notes.append(f"left out {len(loose):,} images that are in no folder of a class, such as {loose[0]}")
@@ -293,12 +262,12 @@ def scan_tree(
     classes = tuple(sorted(found["train"]))
     parts: dict[str, tuple[FileTable, Tensor]] = {}
     for part, by_class in found.items():
-        if not by_class:  # As of a folder test whose files' names tell no class.
+        if not by_class:
             continue
         rows = [torch.tensor(by_class.get(name, []), dtype=torch.int64) for name in classes]
         targets = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(of_class) for of_class in rows]))
         parts[part] = (table.select(torch.cat(rows)), targets)
-    return ImageTree(classes, parts, notes, left_out_by_ending(ignored))
+    return ImageTree(classes, parts, notes, _by_ending(ignored))
 
 
 def split_by_class(

@@ -20,7 +20,7 @@ from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree, split_by_class
 from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
-from datamodules.ranges import COUNT, check_choice, check_ranges
+from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 __all__ = ["ImageDataModule", "balanced_class_weights", "describe_classes"]
 
@@ -45,21 +45,16 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
     return torch.where(counts > 0, counts.sum() / (present * counts), 0.0).float()
 
 
-def describe_classes(names: Sequence[str], counts: Sequence[int], shown: int = 10) -> str:
-    """A line on the classes and how many samples each has, which a run prints before it trains.
-
-    Args:
-        names: of all classes.
-        counts: samples of each class.
-        shown: how many classes are named.
+def describe_classes(names: Sequence[str], counts: Sequence[int]) -> str:
+    """A line on the classes and how many samples each has, which a run prints before it trains; ten are named.
 
     Example:
-        >>> describe_classes(["ants", "bees"], [1204, 121]), describe_classes(["a", "b", "c"], [5, 6, 7], shown=1)
-        ('2 classes: ants (1,204), bees (121)', '3 classes: a (5), and 2 more')
+        >>> describe_classes(["ants", "bees"], [1204, 121])
+        '2 classes: ants (1,204), bees (121)'
     """
-    named = [f"{name} ({count:,})" for name, count in zip(names[:shown], counts)]
-    if len(names) > shown:
-        named.append(f"and {len(names) - shown:,} more")
+    named = [f"{name} ({count:,})" for name, count in zip(names[:10], counts)]
+    if len(names) > 10:
+        named.append(f"and {len(names) - 10:,} more")
     return f"{len(names):,} classes: {', '.join(named)}"
 
 
@@ -93,12 +88,15 @@ class ImageDataModule(BaseDataModule):
         self._names: dict[str, Sequence[str]] = {}
         self._unreadable: Mapping[int, str] = {}
         self._unclear: Mapping[int, str] = {}
-        self._no_download: Exception | None = None
 
-    def _check(self, dataset: str, data_dir: str | None, balance: str, *sizes: int) -> str | None:
+    def _check(
+        self, dataset: str, data_dir: str | None, balance: str, sizes: tuple[int, int], shares: tuple[float, float]
+    ) -> str | None:
         """Check parameters that both data modules have, and give ``data_dir`` as it is saved."""
         check_choice("dataset", dataset, ("auto", *self._sets))
         check_choice("balance", balance, ("none", "sampling", "loss"))
+        share = Range(0, 1, below=True)
+        check_ranges(val_fraction=(shares[0], share), test_fraction=(shares[1], share))
         check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
         if dataset == "digits" and data_dir is not None:
             raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
@@ -128,9 +126,7 @@ class ImageDataModule(BaseDataModule):
     @override
     def num_classes(self) -> int:
         """The number of classes; your own images are listed for it."""
-        if self._is_own and not self._classes:
-            return len(self._own_images().classes)
-        return len(self.info.classes) or self.info.num_classes
+        return len((self._own_images() if self._is_own and not self._classes else self.info).classes)
 
     @property
     @override
@@ -208,24 +204,6 @@ class ImageDataModule(BaseDataModule):
         return split_by_class(labels.cpu(), self.info.classes, fractions, self.hparams.seed)
 
     @abstractmethod
-    def _download(self) -> None:
-        """Download what is missing of a set that torchvision knows."""
-
-    @override
-    def prepare_data(self) -> None:
-        """Download what is missing. Lightning calls this in one process per node.
-
-        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
-        """
-        if self.info.torchvision_name is None or (self.trainer is not None and self.trainer.state.fn == "predict"):
-            return
-        try:
-            self._download()
-        # A missing network, a damaged archive, a full disk: each has its own exception, and set-up fails all the same.
-        except Exception as error:
-            self._no_download = error
-
-    @abstractmethod
     def _decide(self) -> None:
         """Replace ``dataset="auto"`` by what it stands for, and log where that is not what was looked for."""
 
@@ -285,19 +263,6 @@ class ImageDataModule(BaseDataModule):
         names = self.class_names or [str(number) for number in range(self.num_classes)]
         counts = labels.bincount(minlength=len(names)).tolist()
         self._note(f"{self.title}: training on {describe_classes(names, counts)}")
-
-    def _note_balance(self) -> None:
-        """Log the sizes of the classes and what ``balance`` does about them, where it does something."""
-        labels = self._training_labels
-        if self.hparams.balance == "none" or labels is None:
-            return
-        counts = labels.bincount()
-        sizes = counts[counts > 0]
-        share = f"{len(labels) / len(sizes):,.0f}"
-        sampled = self.hparams.balance == "sampling"
-        how = f"each drawn {share} times an epoch" if sampled else f"weighted in the training loss by {share} / size"
-        classes = f"{len(sizes)} classes of {int(sizes.min()):,} to {int(sizes.max()):,} samples"
-        self._note(f"balance={self.hparams.balance!r}: {classes}, {how}")
 
     @override
     def preprocessing(self) -> Normalise:

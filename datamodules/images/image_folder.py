@@ -1,4 +1,4 @@
-"""Images in class folders, CIFAR, or the bundled digits, for fine-tuning.
+"""Images in class folders or lists, or the bundled digits, for fine-tuning.
 
 Images leave the workers as bytes and are normalised on the device. What a run sees does not depend on how many
 workers or devices there are, on how often it was interrupted, or on whether decoded images are kept in memory.
@@ -7,7 +7,6 @@ workers or devices there are, on how often it was interrupted, or on whether dec
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,8 +21,8 @@ from datamodules.images.decoding import is_small
 from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree
 from datamodules.images.image_data import ImageDataModule, warn
-from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, colour_digits, read_torchvision
-from datamodules.images.lists import check_columns, find_images
+from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, colour_digits
+from datamodules.images.lists import find_images
 from datamodules.images.reading import BatchReader, Crop, ImageFiles
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
@@ -39,20 +38,20 @@ def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.
 
 
 class ImageFolderDataModule(ImageDataModule):
-    """Images in class folders, or one of some known sets, exact on any number of devices and workers.
+    """Images in class folders or lists, or the bundled digits, exact on any number of devices and workers.
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
     train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. A .zip
-    or an uncompressed .tar of such a folder is read in place, to the same batches. Lists do the same: train.txt and
-    val.txt with a path and a label in each line, or tables with columns such as path,label.
+    of such a folder is read in place, to the same batches. Lists do the same: train.txt and val.txt with a path and a
+    label in each line, or tables with columns called path and label.
 
     Args:
-        dataset: which set; "auto" takes the folder where one is given, else the bundled digits.
-        data_dir: folder with a folder of images for each class, or a .zip or .tar of it; or a folder with lists of
-            images (train.csv, train.txt), or such a list; where the known sets are, "data" by default.
-        image_size: side of the network's inputs in pixels; by default 32 for CIFAR and digits, 224 for others, and the
-            size of a folder's files where they are smaller.
+        dataset: "folder" or "digits"; "auto" takes the folder where one is given, else the bundled digits.
+        data_dir: folder with a folder of images for each class, or a .zip of it; or a folder with lists of images
+            (train.csv, train.txt), or such a list.
+        image_size: side of the network's inputs in pixels; by default 32 for digits, 224 for others, and the size of a
+            folder's files where they are smaller.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
@@ -65,14 +64,11 @@ class ImageFolderDataModule(ImageDataModule):
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
         num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU
             none.
-        cache_gb: disk space for decoded images, in GiB, from which later epochs and runs read them; 0 keeps none.
+        cache_gb: disk space for the decoded images of each part, in GiB, from which later epochs and runs read them; 0
+            keeps none.
         pixel_mean: what is subtracted from the pixels, which are from 0 to 1, by channel; by default that of the
             pretrained weights, else the data set's; of a folder, ImageNet's, or measured below 64 pixels.
         pixel_std: what they are divided by then.
-        columns: the columns of path and label in a table of images, by name or by number from 1, as in "id,breed"; by
-            default their names or what they hold tell.
-        label_pattern: regular expression with one group, which is the class in the name of a file, as in "^(.+)_" for
-            Abyssinian_12.jpg; folders are no classes then.
         on_corrupt: what to do about a file that cannot be read, and about wrong lines of a list: end with an error, or
             skip them with a warning.
         seed: seed of the split, the shuffling and the augmentation.
@@ -85,11 +81,11 @@ class ImageFolderDataModule(ImageDataModule):
     _colour: ClassVar = True
     _sets: ClassVar = IMAGE_SETS
     _own_name: ClassVar = "folder"
-    _own_forms: ClassVar = ", a .zip or .tar of it, or a list"
+    _own_forms: ClassVar = ", a .zip of it, or a list"
 
     def __init__(
         self,
-        dataset: Literal["auto", "folder", "cifar10", "cifar100", "digits"] = "auto",
+        dataset: Literal["auto", "folder", "digits"] = "auto",
         data_dir: str | None = None,
         image_size: int | None = None,
         batch_size: int = 32,
@@ -104,8 +100,6 @@ class ImageFolderDataModule(ImageDataModule):
         cache_gb: Free[float] = 2.0,
         pixel_mean: Rare[Sequence[float] | None] = None,
         pixel_std: Rare[Sequence[float] | None] = None,
-        columns: list[str] | str | None = None,
-        label_pattern: str | None = None,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 1,
         predict_inputs: OneCall[Sequence[str] | None] = None,
@@ -113,10 +107,9 @@ class ImageFolderDataModule(ImageDataModule):
         super().__init__()
         check_choice("augment", augment, ("auto", *AUGMENTATIONS))
         check_choice("on_corrupt", on_corrupt, ("error", "skip"))
-        for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 <= share < 1:
-                raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.1")
-        if val_fraction + test_fraction >= 1:
+        sizes, shares = (batch_size, eval_batch_size), (val_fraction, test_fraction)
+        data_dir = self._check(dataset, data_dir, balance, sizes, shares)
+        if sum(shares) >= 1:
             raise UserError("`val_fraction` and `test_fraction` leave nothing to train on; pass 0.1 for each")
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),
@@ -128,14 +121,11 @@ class ImageFolderDataModule(ImageDataModule):
         for name, numbers, least in (("pixel_mean", pixel_mean, 0), ("pixel_std", pixel_std, 1e-6)):
             if numbers is not None and (len(numbers) != 3 or not all(least <= number <= 1 for number in numbers)):
                 raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
-        columns = check_columns(columns, label_pattern)
-        data_dir = self._check(dataset, data_dir, balance, batch_size, eval_batch_size)
         pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         self.save_hyperparameters()
         if dataset == "auto":
             self.dataset = "folder" if data_dir else "digits"
-        self._caches: dict[Path, int] = {}
         self._restored: dict[str, Any] = {}
         # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
@@ -160,7 +150,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     @cached_property
     def _size_of_files(self) -> int | None:
-        """The size that follows from a folder's files; None where they are large, or the data set is known."""
+        """The size that follows from a folder's files; None where they are large, or there is no folder."""
         if self.dataset != "folder" or self.hparams.data_dir is None:
             return None
         files = self._source("train")[0]
@@ -257,30 +247,12 @@ class ImageFolderDataModule(ImageDataModule):
         return max(1, self.trainer.num_devices) if self.trainer else 1
 
     @override
-    def _download(self) -> None:
-        read_torchvision(self.dataset, "train", self._folder, download=True)
-
-    @override
     def _list(self) -> ImageTree:
-        options = self.hparams
-        return find_images(options.data_dir, options.on_corrupt, options.columns, options.label_pattern)
+        return find_images(self.hparams.data_dir, self.hparams.on_corrupt)
 
     @override
     def _load(self, part: str) -> tuple[FileTable | Tensor, Tensor]:
-        if self._is_own:
-            return self._own_images().parts[part]
-        if self.dataset == "digits":
-            return colour_digits(part)
-        try:
-            images, targets, classes = read_torchvision(self.dataset, part, self._folder, download=False)
-        except (RuntimeError, OSError) as error:
-            reason = f"could not be downloaded ({self._no_download})" if self._no_download else str(error)
-            raise UserError(
-                f"{self.title} is not in {self._folder}, and {reason}; pass the `data_dir` of torchvision's copy of"
-                " it, or your own class folders with dataset='folder'"
-            ) from error
-        self._classes = tuple(classes)
-        return images, targets
+        return self._own_images().parts[part] if self._is_own else colour_digits(part)
 
     @override
     def _take(self, part: str, images: FileTable | Tensor, labels: Tensor, rows: Tensor) -> None:
@@ -290,7 +262,7 @@ class ImageFolderDataModule(ImageDataModule):
         self._rows[part] = torch.arange(len(rows))
 
     def _open(self, images: FileTable | Sequence[Any] | Tensor, crop: str) -> ImageFiles | Tensor:
-        return reading.open_images(images, crop, self.image_size, int(self.hparams.cache_gb * 2**30), self._caches)
+        return reading.open_images(images, crop, self.image_size, int(self.hparams.cache_gb * 2**30))
 
     @override
     def setup(self, stage: str) -> None:
@@ -323,17 +295,13 @@ class ImageFolderDataModule(ImageDataModule):
 
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
-        options, files = self.hparams, self._names["train"]
-        if isinstance(files, FileTable):
-            reading.check_variety(files, self.title)
-        reader = self._reader("train", self.augment)
-        self._note_balance()
+        options, reader = self.hparams, self._reader("train", self.augment)
         loader = WorkerTrainLoader(
             reader,
             **self._training_order(),
             skip_unreadable=options.on_corrupt == "skip",
             transform=self._augmentation(self.augment),
-            names=files,
+            names=self._names["train"],
             mix=Mixing(options.mixup, options.cutmix, self.num_classes, options.seed) if self._mixing else None,
             **self._options(reader),
         )

@@ -1,4 +1,4 @@
-"""MNIST and its relatives as one uint8 tensor, on the training device where it fits.
+"""MNIST and Fashion-MNIST as one uint8 tensor, on the training device where it fits.
 
 Decoding, collating and normalising image by image costs a stock loader seconds per epoch; indexing one tensor and
 augmenting batch-wise costs hundredths of a second (``python -m benchmarks input_pipeline``).
@@ -26,13 +26,9 @@ from datamodules.ranges import COUNT, Range, check_ranges
 
 __all__ = ["MNISTDataModule"]
 
-_Emnist = Literal[
-    "emnist-balanced", "emnist-bymerge", "emnist-byclass", "emnist-letters", "emnist-digits", "emnist-mnist"
-]
-
 
 class MNISTDataModule(ImageDataModule):
-    """MNIST and its relatives, scikit-learn's bundled digits or your own, exact on any number of devices.
+    """MNIST and Fashion-MNIST, scikit-learn's bundled digits or your own, exact on any number of devices.
 
     Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
     the training device. A part of the training set is held out for validation; the test set is read by ``test`` only.
@@ -40,10 +36,9 @@ class MNISTDataModule(ImageDataModule):
     Args:
         dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
             empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
-            QMNIST and the sets of EMNIST are read by their published file names, and are not downloaded.
-        data_dir: folder of the images: your own in class folders, lists (train.csv, train.txt), a NumPy file (.npz) or
-            CSV with a pixel in each column, which may be given itself; or the idx or idx.gz files, flat or in
-            torchvision's layout, and downloads, by default "data".
+        data_dir: folder of the images: your own in class folders, lists (train.csv, train.txt) or a NumPy file (.npz),
+            which may be given itself; or the idx or idx.gz files, flat or in torchvision's layout, and downloads, by
+            default "data".
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
@@ -73,7 +68,7 @@ class MNISTDataModule(ImageDataModule):
 
     def __init__(
         self,
-        dataset: Literal["auto", "mnist", "fashion-mnist", "kmnist", "qmnist", _Emnist, "digits", "custom"] = "auto",
+        dataset: Literal["auto", "mnist", "fashion-mnist", "digits", "custom"] = "auto",
         data_dir: str | None = None,
         batch_size: int = 256,
         eval_batch_size: int = 500,
@@ -91,17 +86,17 @@ class MNISTDataModule(ImageDataModule):
     ) -> None:
         super().__init__()
         check_ranges(
-            val_fraction=(val_fraction, Range(0, 1, below=True)),
-            test_fraction=(test_fraction, Range(0, 1, below=True)),
             num_classes=(num_classes, COUNT),
             shift=(shift, Range(0, 28)),
             rotation=(rotation, Range(0, 180)),
             scale=(scale, Range(0, 1, below=True)),
         )
-        data_dir = self._check(dataset, data_dir, balance, batch_size, eval_batch_size)
+        sizes, shares = (batch_size, eval_batch_size), (val_fraction, test_fraction)
+        data_dir = self._check(dataset, data_dir, balance, sizes, shares)
         # An open number is no hyper-parameter: Lightning refuses one that differs from the network's.
         self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
         self._num_classes = num_classes
+        self._no_download: Exception | None = None
 
     @classmethod
     def from_arrays(
@@ -165,7 +160,7 @@ class MNISTDataModule(ImageDataModule):
         if self.dataset != "auto":
             return self.dataset == "custom"
         given = self.hparams.data_dir is not None
-        return given and known_sets.known_set(self._folder, given) is None and holds_own_images(self._folder)
+        return given and known_sets.find_files("mnist", self._folder) is None and holds_own_images(self._folder)
 
     @property
     @override
@@ -180,14 +175,24 @@ class MNISTDataModule(ImageDataModule):
         return self.info.classes if len(self.info.classes) == self.num_classes else ()
 
     @override
-    def _download(self) -> None:
+    def prepare_data(self) -> None:
+        """Download what is missing. Lightning calls this in one process per node.
+
+        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
+        """
         name = "mnist" if self.dataset == "auto" else self.dataset
-        if not self.hparams.download or known_sets.find_files(name, self._folder):
+        predicts = self.trainer is not None and self.trainer.state.fn == "predict"
+        if predicts or not self.hparams.download or not self.info.torchvision_name:
             return
         # Only an empty folder is one to download into without being asked by dataset="mnist".
         asked = self.dataset != "auto" or self.hparams.data_dir is None
-        if asked or not known_sets.holds_other_files(self._folder):
-            known_sets.download_files(name, self._folder)
+        try:
+            if not known_sets.find_files(name, self._folder) and (
+                asked or not known_sets.holds_other_files(self._folder)
+            ):
+                known_sets.download_files(name, self._folder)
+        except (UserError, OSError) as error:
+            self._no_download = error
 
     def _missing(self, name: str) -> str:
         return known_sets.describe_missing(name, self._folder) + (f"; {self._no_download}" if self._no_download else "")
@@ -209,9 +214,8 @@ class MNISTDataModule(ImageDataModule):
             return
         choices, given = (*known_sets.DATASETS, "none"), self.hparams.data_dir is not None
         # Only the default folder is replaced by other data than it holds.
-        chosen = known_sets.known_set(self._folder, given) or (
-            "custom" if self._is_own else "none" if given else "digits"
-        )
+        chosen = "custom" if self._is_own else "none" if given else "digits"
+        chosen = "mnist" if known_sets.find_files("mnist", self._folder) else chosen
         if self.trainer is not None:
             number = choices.index(chosen) if self.trainer.is_global_zero else 0
             mine = torch.tensor(number, device=self.trainer.strategy.root_device)
@@ -243,7 +247,7 @@ class MNISTDataModule(ImageDataModule):
         elif found := known_sets.read_part(self.dataset, part, self._folder):
             images, labels, source = found
         else:
-            first = known_sets.file_names(self.dataset)["train"][0]
+            first = known_sets.FILES["train"][0]
             raise UserError(
                 f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {first}[.gz] and the other three"
                 " files, or dataset='digits'"
@@ -279,18 +283,13 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def train_dataloader(self) -> TrainLoader:
-        images, labels = self._parts["train"]
-        if int(images.min()) == int(images.max()):
-            shade = f"all pixels of the train images of {self.title} are {int(images.min())} of 255"
-            raise UserError(f"{shade}; expected light digits on dark, or dark ones on light")
-        transform = self._training_transform()
-        loader = TrainLoader(images, labels, transform=transform, device=self._device, **self._training_order())
+        how = {"transform": self._training_transform(), "device": self._device, **self._training_order()}
+        loader = TrainLoader(*self._parts["train"], **how)
         # A loader that is refused is not described.
         self._note_classes()
         augmentation = {"shift": self.hparams.shift, **self._augmentation}
         settings = ", ".join(f"{name}={value}" for name, value in augmentation.items())
         self._note(f"{self.title}: augmented by {settings}")
-        self._note_balance()
         return loader
 
     @override

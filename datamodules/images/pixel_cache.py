@@ -5,11 +5,14 @@ belongs to a file that has changed since, is decoded again, so a crash or a seco
 """
 
 import contextlib
+import fcntl
 import logging
 import mmap
 import os
 import re
-from collections.abc import Collection, Iterator
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,21 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.loading.randomness import derive_seed_at
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["PixelCache", "cache_folder", "make_room", "stamp_of"]
+__all__ = ["PixelCache", "cache_folder", "delete_unused"]
 
 log = logging.getLogger("lightning_recipes")
 
 # Where an image lies, its shape, which file it is of, and the sum of its bytes.
 _ENTRY = np.dtype([("start", "<i8"), ("height", "<i4"), ("width", "<i4"), ("stamp", "<u8"), ("sum", "<u8")])
-_FILES = ("used", "lock", "pixels", "index")
+_FILES = ("lock", "pixels", "index")
 _NAME = re.compile(r"[0-9a-f]{24}-\d+")
+_UNUSED = 30 * 24 * 3600  # Seconds.
 
 
 def cache_folder(*names: str) -> Path:
@@ -58,52 +55,12 @@ def _sum(content: np.ndarray[Any, Any]) -> int:
     return (int(total) + int.from_bytes(content[words:].tobytes(), "little") + len(content)) % 2**64
 
 
-def stamp_of(*numbers: int) -> int:
-    """What a cache knows a file by, such as its size and the time of its last change: a number below 2^64.
-
-    Example:
-        >>> stamp_of(1024, 3) == stamp_of(1024, 3) != stamp_of(1024, 4)
-        True
-    """
-    return derive_seed_at(0, *numbers)
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def _is_cache(entry: Path) -> bool:
-    """Whether a folder is a cache by its name and by what it holds: the folder of caches may hold anything else."""
-    return (
-        bool(_NAME.fullmatch(entry.name))
-        and entry.is_dir()
-        and not entry.is_symlink()
-        and {*_FILES}.issuperset(os.listdir(entry))  # noqa: PTH208
-    )
-
-
-def make_room(folder: Path, wanted: int, limit: int, keep: Collection[str]) -> None:
-    """Delete the caches in a folder that were used least recently, until others of `wanted` bytes fit in the limit.
-
-    Caches that a process uses stay, and so does all that is no cache.
-
-    Args:
-        folder: with a folder for each cache.
-        keep: the names of those that room is made for.
-    """
+def delete_unused(folder: Path) -> None:
+    """Delete the caches in a folder, by their names, that no process has opened for 30 days; all else stays."""
     with contextlib.suppress(OSError):
-        others = [entry for entry in folder.iterdir() if entry.name not in keep and _is_cache(entry)]
-        others.sort(key=lambda entry: entry.stat().st_mtime)
-        total = wanted + sum(map(_size, others))
-        for entry in others:
-            if total <= limit:
-                return
-            with (entry / "used").open("ab") as file, contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                total -= _size(entry)
-                for name in _FILES:
-                    (entry / name).unlink(missing_ok=True)
-                entry.rmdir()
+        for entry in folder.iterdir():
+            if _NAME.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - _UNUSED:
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 class PixelCache:
@@ -113,21 +70,20 @@ class PixelCache:
         folder: of this cache; it is made where there is none.
         rows: how many images there may be.
         limit: bytes of images that are kept.
-        beside: folders of other caches whose images count towards the limit.
 
     Copies in other processes, forked or not, open the files for themselves.
     """
 
-    def __init__(self, folder: Path, rows: int, limit: int, beside: Collection[Path] = ()) -> None:
-        self.folder, self.rows, self.limit, self.beside = folder, rows, limit, beside
+    def __init__(self, folder: Path, rows: int, limit: int) -> None:
+        self.folder, self.rows, self.limit = folder, rows, limit
         self._process = 0
         self._files: contextlib.ExitStack | None = None
-        self._full = fcntl is None
+        self._full = False
         # Where the image of a row lay when its bytes were last verified in this process.
         self._verified = np.full(rows, -1, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = {"folder", "rows", "limit", "beside", "_full", "_verified"}
+        plain = {"folder", "rows", "limit", "_full", "_verified"}
         return {**{name: self.__dict__[name] for name in plain}, "_process": 0, "_files": None}
 
     def _open(self) -> bool:
@@ -136,16 +92,13 @@ class PixelCache:
             return self._files is not None
         # A lock belongs to an open file, which a forked process would share.
         self._process, self._files = os.getpid(), None
-        if fcntl is None:
-            return False
         stack = contextlib.ExitStack()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.utime(self.folder)
-            used, self._lock, self._pixels, index = (
+            self._lock, self._pixels, index = (
                 stack.enter_context(_open_to_write(self.folder / name)) for name in _FILES
             )
-            fcntl.flock(used, fcntl.LOCK_SH)
             with self._locked():
                 if os.fstat(index.fileno()).st_size != (size := self.rows * _ENTRY.itemsize):
                     index.truncate(size)
@@ -160,12 +113,6 @@ class PixelCache:
             return False
         self._files = stack
         return True
-
-    def close(self) -> None:
-        """Close the files in this process; the next call opens them again."""
-        if self._process == os.getpid() and self._files is not None:
-            self._files.close()
-        self._process, self._files = 0, None
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -214,7 +161,7 @@ class PixelCache:
             with self._locked():
                 # Appended, so that two processes never write to the same place.
                 start = os.fstat(self._pixels.fileno()).st_size
-                self._full = start + len(content) + self._bytes_beside() > self.limit
+                self._full = start + len(content) > self.limit
                 if self._full:
                     return
                 os.ftruncate(self._pixels.fileno(), start + len(content))
@@ -226,11 +173,3 @@ class PixelCache:
             log.info("no more decoded images are kept in %s: %s", self.folder, error.strerror or error)
             return
         self._index[row] = (start, height, width, stamp, _sum(content))
-
-    def _bytes_beside(self) -> int:
-        total = 0
-        for folder in self.beside:
-            if folder != self.folder:
-                with contextlib.suppress(FileNotFoundError):
-                    total += (folder / "pixels").stat().st_size
-        return total

@@ -8,23 +8,20 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from statistics import median
-from typing import Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.errors import UserError
 from datamodules.images.decoding import UnreadableImage, decoders, is_small, load_image, resized, unreadable
 from datamodules.images.file_table import FileTable
-from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room, stamp_of
-from datamodules.loading.randomness import uniform
+from datamodules.images.pixel_cache import PixelCache, cache_folder, delete_unused
+from datamodules.loading.randomness import derive_seed_at, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
 __all__ = [
@@ -32,7 +29,6 @@ __all__ = [
     "Crop",
     "ImageFiles",
     "centre_square",
-    "check_variety",
     "cores",
     "crop_box",
     "held_in_memory",
@@ -80,7 +76,7 @@ class ImageFiles:
         if self.cache is None:
             return self._read(self.files, row)
         try:
-            stamp = stamp_of(*self.files.stamp(row))
+            stamp = derive_seed_at(0, *self.files.stamp(row))
         except OSError:
             return self._read(self.files, row)
         place = self.files.place(row)
@@ -201,11 +197,7 @@ class Crop:
 
 
 def open_images(
-    images: FileTable | Sequence[str | Image.Image] | Tensor,
-    crop: str,
-    size: int,
-    limit: int,
-    caches: dict[Path, int],
+    images: FileTable | Sequence[str | Image.Image] | Tensor, crop: str, size: int, limit: int
 ) -> ImageFiles | Tensor:
     """Images by number, decoded as large as they are needed; files of large ones are kept in a cache on disk.
 
@@ -215,8 +207,7 @@ def open_images(
     Args:
         crop: the name of the augmentation.
         size: of the network's inputs, in pixels.
-        limit: of the caches together, in bytes; 0 keeps none.
-        caches: the bytes of those that are in use, by folder; another is added.
+        limit: of the cache, in bytes; 0 keeps none.
     """
     if isinstance(images, Tensor):
         return images
@@ -225,11 +216,8 @@ def open_images(
         return ImageFiles(images, side)
     folder, whole = cache_folder("images"), images.whole()
     key = hashlib.sha256(f"{whole.digest()} {decoders()}".encode()).hexdigest()
-    place = folder / f"{key[:24]}-{side}"
-    # A photograph has a half more pixels than a square.
-    caches[place] = int(4.5 * side * side) * len(whole)
-    make_room(folder, min(limit, sum(caches.values())), limit, {each.name for each in caches})
-    return ImageFiles(images, side, PixelCache(place, len(whole), limit, beside=caches))
+    delete_unused(folder)
+    return ImageFiles(images, side, PixelCache(folder / f"{key[:24]}-{side}", len(whole), limit))
 
 
 def cores() -> int:
@@ -266,14 +254,6 @@ def held_in_memory(images: ImageFiles | Tensor, crop: Crop, copies: int) -> Tens
     return held
 
 
-class Images(Protocol):
-    """Images by number: a tensor of all, or `ImageFiles`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> Tensor: ...
-
-
 class BatchReader:
     """Makes batches of images of one size: read and cropped.
 
@@ -284,7 +264,7 @@ class BatchReader:
         crop: applied to each image.
     """
 
-    def __init__(self, images: Images, targets: Tensor, crop: Crop) -> None:
+    def __init__(self, images: ImageFiles | Tensor, targets: Tensor, crop: Crop) -> None:
         self.images, self.targets, self.crop = images, targets, crop
 
     @property
@@ -327,14 +307,6 @@ def _evenly(count: int, most: int) -> list[int]:
     return list(range(0, count, -(-count // most)))
 
 
-def _some(files: FileTable, size: int, most: int) -> Iterator[Tensor]:
-    """At most `most` images, evenly spaced, without those that cannot be read: the loaders report them."""
-    images = ImageFiles(files, size)
-    for row in _evenly(len(images), most):
-        with contextlib.suppress(UnreadableImage):
-            yield images[row]
-
-
 def usual_size(files: FileTable) -> int | None:
     """The median of the short sides of some files, rounded up to a multiple of 8; None from 224 pixels on.
 
@@ -349,37 +321,23 @@ def usual_size(files: FileTable) -> int | None:
     return None if size >= _LARGEST * 7 / 8 else max(8, -(-size // 8) * 8)
 
 
-def check_variety(files: FileTable, title: str) -> None:
-    """Refuse files whose pixels are all alike: of a hundred, only as many are read as it takes to find two shades.
-
-    Raises:
-        UserError: there is one shade.
-    """
-    shades = set[int]()
-    for image in _some(files, 64, _LOOKED_AT):
-        shades.update(image.unique().tolist())
-        if len(shades) > 1:
-            return
-    if shades and len(files) > 1:
-        raise UserError(
-            f"all pixels of {title} are {shades.pop()} of 255, as of {files[0]}; expected images with contents: look at"
-            " them, and scale them to 0 to 255 before they are saved with 8 bits"
-        )
-
-
 def pixel_statistics(files: FileTable, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The mean and the standard deviation of the pixels, from 0 to 1, of some images, by channel, to 4 digits.
+
+    Those that cannot be read are left out; the loaders report them.
 
     Args:
         size: of the square in the middle that evaluation sees.
     """
     total = torch.zeros(3, dtype=torch.int64)
     squares, count = total.clone(), 0
-    for image in _some(files, size, _MEASURED):
-        pixels = centre_square(image, size).flatten(1).long()
-        total += pixels.sum(1)
-        squares += (pixels * pixels).sum(1)
-        count += pixels.shape[1]
+    images = ImageFiles(files, size)
+    for row in _evenly(len(files), _MEASURED):
+        with contextlib.suppress(UnreadableImage):
+            pixels = centre_square(images[row], size).flatten(1).long()
+            total += pixels.sum(1)
+            squares += (pixels * pixels).sum(1)
+            count += pixels.shape[1]
     mean = total.double() / max(1, count)
     std = (squares.double() / max(1, count) - mean * mean).clamp(min=1).sqrt()
     return tuple((mean / 255).round(decimals=4).tolist()), tuple((std / 255).round(decimals=4).tolist())

@@ -1,4 +1,4 @@
-"""Files in zip and tar archives, listed by `zipfile` and `tarfile`, and each read in place by its number.
+"""Files in zip archives, listed by `zipfile`, and each read in place by its number.
 
 The bytes of a file are taken from the archive where the listing says, by any number of processes at once. Nothing is
 unpacked.
@@ -7,7 +7,6 @@ unpacked.
 import os
 import stat
 import struct
-import tarfile
 import weakref
 import zipfile
 import zlib
@@ -20,13 +19,9 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-__all__ = ["ARCHIVES", "Archive", "list_archive"]
+__all__ = ["Archive", "list_archive"]
 
-ARCHIVES = (".zip", ".tar")
-"""The endings of archives that can be read in place."""
-
-_IN_TAR = -1  # In place of the method of a zip archive's file.
-_LOCAL = struct.Struct("<26xHH")  # The header before a file in a zip archive.
+_LOCAL = struct.Struct("<26xHH")  # The header before a file in an archive.
 
 
 class Archive:
@@ -34,8 +29,8 @@ class Archive:
 
     Args:
         path: of the archive.
-        members: int64 of shape (n, 5): the byte where a file begins, with its header in a zip archive, its bytes in the
-            archive, the bytes that it holds, the CRC-32 of these in a zip archive, and the method of compression.
+        members: int64 of shape (n, 5): the byte where a file begins with its header, its bytes in the archive, those
+            that it holds, the CRC-32 of these, and the method of compression.
         state: its size in bytes and the time of its last change in nanoseconds, when it was listed.
     """
 
@@ -66,8 +61,6 @@ class Archive:
             OSError: the archive is missing, has changed or is damaged there.
         """
         start, packed, _, check, method = self.members[row].tolist()
-        if method == _IN_TAR:
-            return os.pread(self._descriptor(), packed, start)
         # How long the header is only the header says.
         header = os.pread(self._descriptor(), _LOCAL.size, start).ljust(_LOCAL.size)
         data = os.pread(self._descriptor(), packed, start + _LOCAL.size + sum(_LOCAL.unpack(header)))
@@ -111,29 +104,19 @@ def _zip_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield _zip_name(member), (member.header_offset, *sizes, member.CRC, member.compress_type)
 
 
-def _tar_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    with tarfile.open(path, "r:") as archive:
-        for member in archive:
-            if member.isdir():
-                yield f"{member.name}/", ()
-            elif member.isreg() and not member.issparse():
-                yield member.name, (member.offset_data, member.size, member.size, 0, _IN_TAR)
-
-
 def list_archive(path: Path) -> tuple[list[str], Archive]:
     """The names of an archive's files, and the files by their place among these; folders end with a slash.
 
-    Links and special files are left out.
+    Links are left out.
 
     Raises:
-        UserError: it is missing, damaged or truncated, compressed as a whole, or holds files that are encrypted.
+        UserError: it is missing, damaged or truncated, or holds files that are encrypted.
     """
     try:
         with path.open("rb") as opened:
             state = _state(opened.fileno())
-        read = _zip_members if path.suffix.lower() == ".zip" else _tar_members
-        found = list(read(path))
-    except (OSError, zipfile.BadZipFile, tarfile.TarError) as error:
+        found = list(_zip_members(path))
+    except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read: {error}; copy or download it again") from error
     members = torch.tensor([member or (0,) * 5 for _, member in found], dtype=torch.int64).view(-1, 5)
     return [name for name, _ in found], Archive(str(path), members, state)

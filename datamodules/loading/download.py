@@ -1,9 +1,4 @@
-"""Files from the network: verified, with a time limit, once per node, never half a file.
-
-pooch does not replace this: it has no lock between processes and no list of mirrors, compares complete digests where
-torchvision's file names hold the first eight digits, overwrites a file that differs, and leaves what a killed download
-has written under a random name. Its HTTP downloader needs requests, and would replace twenty lines.
-"""
+"""Files from the network: verified, with a time limit, once per node, never half a file."""
 
 import contextlib
 import hashlib
@@ -83,7 +78,6 @@ def download(
     """
     if path.exists():
         return
-    new_folders = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
     part = path.with_name(f".{path.name}.part")
@@ -107,7 +101,4 @@ def download(
             # While it is held, so that the next process makes a new one; Windows removes it by itself.
             with contextlib.suppress(OSError):
                 lock.unlink()
-    with contextlib.suppress(OSError):
-        for folder in new_folders:
-            folder.rmdir()
     raise DownloadError(f"could not download {path.name} ({'; '.join(reasons)})")

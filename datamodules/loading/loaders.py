@@ -7,22 +7,21 @@ training device. Lightning leaves these loaders alone, since they are no ``DataL
 read (`datamodules.loading.worker_loaders`) use them too.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from datamodules.loading.fingerprint import fingerprint
-from datamodules.loading.resumable import ResumableLoader, Spans
+from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order, evaluation_spans, weighted_order
+from datamodules.ranges import COUNT, check_ranges
 
-__all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform", "note_whole_set"]
-
-log = logging.getLogger("lightning_recipes")
+__all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform", "sample_numbers"]
 
 Transform = Callable[[Tensor, Tensor, int], Tensor]
 """What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time.
@@ -38,25 +37,6 @@ class _SampleLoader(ABC):
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         """The samples at these positions of `order`; see `Transform` for numbers above those of all samples."""
-
-
-def note_whole_set(at_once: int, count: int, items: str) -> None:
-    """Log once per loader that a batch on each rank would hold more than the training set.
-
-    Args:
-        items: what the set has, in words.
-    """
-    if at_once > count:
-        # Workers that are started afresh import this module, and would pay seconds for Lightning.
-        from lightning.pytorch.utilities import rank_zero_only
-
-        text = "note: a batch of %s holds the whole training set of %s %s: an epoch is one step"
-        rank_zero_only(log.warning)(text, f"{at_once:,}", f"{count:,}", items)
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise UserError(f"a batch holds one sample at least, found {batch_size}; pass batch_size=64")
 
 
 def _check_weights(weights: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -88,10 +68,9 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         inputs: Tensor | None = None,
         names: Iterable[str] = (),
     ) -> None:
-        _check_batch_size(batch_size)
+        check_ranges(batch_size=(batch_size, COUNT))
         if len(rows) == 0:
             raise UserError("there is no sample to train on: the training set is empty")
-        note_whole_set(batch_size * world_size, len(rows), "samples")
         super().__init__(len(rows), batch_size, rank, world_size)
         self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
         self._samples = len(targets)
@@ -126,7 +105,7 @@ class EvaluationSampling(_SampleLoader):
     """Every sample once, in the order of the rows."""
 
     def __init__(self, rows: Tensor, batch_size: int, rank: int, world_size: int) -> None:
-        _check_batch_size(batch_size)
+        check_ranges(batch_size=(batch_size, COUNT))
         self.rows, self.batch_size, self.rank, self.world_size = rows, batch_size, rank, world_size
 
     def _spans(self) -> list[tuple[int, int]]:
@@ -258,3 +237,23 @@ class EvaluationLoader(EvaluationSampling, _Tensors):
     ) -> None:
         super().__init__(rows.to(inputs.device), batch_size, rank, world_size)
         self._set_tensors(inputs, targets, transform, device)
+
+
+def sample_numbers(loader: Any) -> Tensor | None:
+    """The numbers of the samples that an evaluation's loader has yielded on this rank, int64, in their order.
+
+    Those of the batches that it did not come to follow. They are known of the loaders of this package, and of a
+    `DataLoader` that takes its data set in order; None is returned for others.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> sample_numbers(DataLoader(range(3))), sample_numbers(DataLoader(range(3), shuffle=True))
+        (tensor([0, 1, 2]), None)
+    """
+    if isinstance(loader, EvaluationSampling):
+        return loader.sample_numbers()
+    batches: Any = getattr(loader, "batch_sampler", None)
+    # Another sampler may draw another order the next time.
+    if type(getattr(batches, "sampler", None)) is not SequentialSampler and type(batches) is not list:
+        return None
+    return torch.tensor([number for batch in batches for number in batch], dtype=torch.int64)

@@ -7,7 +7,6 @@ arithmetic, which gives the same bits on every device.
 """
 
 import hashlib
-import math
 import operator
 
 import torch
@@ -17,7 +16,6 @@ __all__ = [
     "alternating_flips",
     "derive_seed",
     "derive_seed_at",
-    "normal",
     "permutation",
     "random_bits",
     "signed",
@@ -113,13 +111,6 @@ def uniform(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) 
     """
     bits = (random_bits(seed, purpose, epoch, index, draws) >> 40) & ((1 << 24) - 1)
     return bits.to(torch.float32) * (1.0 / (1 << 24))
-
-
-def normal(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -> Tensor:
-    """Standard normal float32 numbers of shape (n, draws) (Box and Muller, 1958). Arguments as in `random_bits`."""
-    pairs = uniform(seed, purpose, epoch, index, 2 * draws)
-    radius = torch.sqrt(-2.0 * torch.log1p(-pairs[:, :draws]))
-    return radius * torch.cos(2.0 * math.pi * pairs[:, draws:])
 
 
 def permutation(n: int, seed: int, purpose: str, epoch: int = 0) -> Tensor:

@@ -4,21 +4,49 @@ Lightning tells the loader the epoch, and saves and restores its state with the 
 for every training loader here, whatever its batches are made of.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
+from torch import Tensor
+
 from datamodules.errors import UserError
 from datamodules.loading.sampling import Division, Step
 
-__all__ = ["ResumableLoader", "Spans"]
+__all__ = ["ResumableLoader", "Spans", "fingerprint"]
 
 Batch = TypeVar("Batch")
 
 Spans = Sequence[tuple[int, int]]
 """Batches as positions ``[start, stop)`` in an epoch's order."""
+
+_MOST = 1 << 26  # Bytes of a tensor that are looked at.
+
+
+def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
+    """A hash of whole numbers, and of the names of files without their folders; 32 letters.
+
+    Of floating-point numbers only the shape counts: another machine may compute them with another rounding. Of a tensor
+    of more than 64 MiB every k-th row counts.
+
+    Example:
+        >>> import torch
+        >>> numbers, moved = torch.arange(3), ["b/1.jpg"]
+        >>> fingerprint([numbers], ["a/1.jpg"]) == fingerprint([numbers], moved) != fingerprint([numbers + 1], moved)
+        True
+    """
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tuple(tensor.shape)}".encode())
+        if not tensor.is_floating_point():
+            step = max(1, -(-tensor.numel() * tensor.element_size() // _MOST))
+            found.update(tensor[::step].cpu().contiguous().view(-1).numpy().data)
+    for name in names:
+        found.update(name.rpartition("/")[2].encode("utf-8", "surrogateescape") + b"\0")
+    return found.hexdigest()[:32]
 
 
 class ResumableLoader(ABC, Generic[Batch]):

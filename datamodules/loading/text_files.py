@@ -4,7 +4,6 @@ Files are read and decompressed piece by piece, so that a corpus of many gigabyt
 """
 
 import bz2
-import codecs
 import contextlib
 import csv
 import gzip
@@ -25,12 +24,9 @@ from datamodules.errors import UserError
 __all__ = [
     "NOT_UTF8",
     "Faults",
-    "aligned_texts",
-    "column_place",
     "csv_rows",
     "decoded_lines",
     "iter_lines",
-    "read_lines",
     "text_suffix",
 ]
 
@@ -64,11 +60,11 @@ class Faults:
         if numbers:
             self.lines.setdefault(reason, []).extend(numbers)
 
-    def describe(self, shown: int = 5) -> str:
-        """How many lines for which reasons, with the numbers of the first `shown` of each."""
+    def describe(self) -> str:
+        """How many lines for which reasons, with the numbers of the first five of each."""
         parts = []
         for reason, numbers in self.lines.items():
-            first = ", ".join(map(str, sorted(numbers)[:shown])) + (", ..." if len(numbers) > shown else "")
+            first = ", ".join(map(str, sorted(numbers)[:5])) + (", ..." if len(numbers) > 5 else "")
             parts.append(f"{len(numbers):,} {reason} (line{'s' if len(numbers) > 1 else ''} {first})")
         return "; ".join(parts)
 
@@ -102,36 +98,17 @@ def _records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return [record for record in records if not any(part[0] in "_." for part in Path(record.filename).parts)]
 
 
-def aligned_texts(path: Path) -> tuple[str, str] | None:
-    """Source and target in a zip archive of OPUS, such as Books.de-en.de and Books.de-en.en; None in all others."""
-    with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
-        names = [record.filename for record in _records(archive)]
-        for source, target in itertools.permutations(names, 2):
-            stem, of_source = source.rpartition(".")[::2]
-            if target.startswith(f"{stem}.") and stem.endswith(f".{of_source}-{target.removeprefix(f'{stem}.')}"):
-                return source, target
-    return None
-
-
-def _text_record(archive: zipfile.ZipFile, path: Path, member: str | None) -> zipfile.ZipInfo:
-    if member is not None:
-        return archive.getinfo(member)
-    if {"[Content_Types].xml", "mimetype"}.intersection(archive.namelist()):
-        raise UserError(f"{path} is an Excel, Word or OpenDocument file; expected text: save it as CSV (UTF-8)")
-    records = _records(archive)
-    if len(records) != 1:
-        listed = ", ".join(record.filename for record in records[:5]) or "none"
-        raise UserError(f"{path} holds {len(records)} files, expected one: {listed}; unpack it and pass one")
-    return records[0]
-
-
-def _open(path: Path, member: str | None, opened: ExitStack) -> IO[bytes]:
-    """A stream of the bytes of a file, of a compressed file, or of the one text in a zip archive, or that of a name."""
+def _open(path: Path, opened: ExitStack) -> IO[bytes]:
+    """A stream of the bytes of a file, of a compressed file, or of the one text in a zip archive."""
     file = opened.enter_context(path.open("rb"))
     start = file.peek(6)
     if start.startswith(b"PK\x03\x04"):
         archive = opened.enter_context(zipfile.ZipFile(file))
-        return opened.enter_context(archive.open(_text_record(archive, path, member)))
+        records = _records(archive)
+        if len(records) != 1:
+            listed = ", ".join(record.filename for record in records[:5]) or "none"
+            raise UserError(f"{path} holds {len(records)} files, expected one text: {listed}; unpack it and pass one")
+        return opened.enter_context(archive.open(records[0]))
     for magic, opener in _OPENERS.items():
         if start.startswith(magic):
             stream: IO[bytes] = opener(file)
@@ -139,21 +116,18 @@ def _open(path: Path, member: str | None, opened: ExitStack) -> IO[bytes]:
     return file
 
 
-def iter_lines(path: Path, member: str | None = None) -> Iterator[str | None]:
-    """The lines of a UTF-8 file (or UTF-16 with its mark), one after the other; None where one is not UTF-8.
+def iter_lines(path: Path) -> Iterator[str | None]:
+    """The lines of a UTF-8 file, one after the other; None where one is not UTF-8.
 
-    A line ends with LF or CRLF, as in Windows, or with CR in files that have no LF. Nothing else ends a line, such as
-    U+0085 and U+2028, so that aligned files stay aligned. Lines may hold NUL characters.
-
-    Args:
-        member: the text to read in a zip archive of several.
+    A line ends with LF or CRLF, as in Windows. Nothing else ends a line, such as U+0085 and U+2028, so that aligned
+    files stay aligned. Lines may hold NUL characters.
 
     Raises:
         UserError: the file is missing, damaged, empty or no text: half of its first lines hold NUL characters.
     """
     try:
         with ExitStack() as opened:
-            yield from decoded_lines(_open(path, member, opened), str(path))
+            yield from decoded_lines(_open(path, opened), str(path))
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
@@ -164,30 +138,17 @@ def iter_lines(path: Path, member: str | None = None) -> Iterator[str | None]:
         raise UserError(f"{path} is damaged: {error}") from error
 
 
-def read_lines(path: Path) -> list[str | None]:
-    """The lines of a file, see `iter_lines`."""
-    return list(iter_lines(path))
-
-
 def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
     """The lines of a stream, see `iter_lines`; `where` names it in errors."""
     buffered = io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK)
-    start = buffered.peek()
-    is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    with_nul = [b"\0" in line for line in start.split(b"\n")]
-    if not is_utf16 and 2 * sum(with_nul) >= len(with_nul):
+    with_nul = [b"\0" in line for line in buffered.peek().split(b"\n")]
+    if 2 * sum(with_nul) >= len(with_nul):
         raise UserError(f"{where} is no text file; expected lines of UTF-8")
-    encoding, errors = ("utf-16", "strict") if is_utf16 else ("utf-8-sig", "surrogateescape")
     blank = True
-    try:
-        for number, text in enumerate(io.TextIOWrapper(buffered, encoding, errors, newline="\n")):
-            line = text.removesuffix("\n").removesuffix("\r")
-            # Files of the classic Mac OS end lines with CR.
-            for each in line.split("\r") if number == 0 and not text.endswith("\n") else [line]:
-                blank = blank and not each.strip()
-                yield None if _NOT_DECODED.search(each) else each
-    except UnicodeDecodeError:
-        raise UserError(f"{where} is no text file; expected lines of UTF-8") from None
+    for text in io.TextIOWrapper(buffered, "utf-8-sig", "surrogateescape", newline="\n"):
+        line = text.removesuffix("\n").removesuffix("\r")
+        blank = blank and not line.strip()
+        yield None if _NOT_DECODED.search(line) else line
     if blank:
         raise UserError(f"{where} is empty")
 
@@ -209,59 +170,28 @@ def text_suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if packed else path.suffix.lower()
 
 
-def _delimiter(first: Sequence[str | None]) -> str:
-    """What separates the values: what cuts the first lines into equally many, two or more."""
-    texts = [line for line in first if line and line.strip()]
-    for mark in ",;\t":
-        with contextlib.suppress(csv.Error):  # It is raised again, with its line, where the rows are read.
-            if len(counts := {len(row) for row in csv.reader(texts, delimiter=mark)}) == 1 and max(counts) > 1:
-                return mark
-    return ","
-
-
-def column_place(column: str, names: Sequence[str], where: str | Path) -> int:
-    """The place of a column by its name in the first row, in any case, or by its number from 1.
-
-    Raises:
-        UserError: there is none.
-
-    Example:
-        >>> column_place("Label", ["path", "label"], "a.csv"), column_place("1", ["path", "label"], "a.csv")
-        (1, 0)
-    """
-    lower = [name.strip().lower() for name in names]
-    if column.strip().lower() in lower:
-        return lower.index(column.strip().lower())
-    if column.isascii() and column.isdigit() and 1 <= int(column) <= len(names):
-        return int(column) - 1
-    raise UserError(
-        f"{where} has no column {column!r}; its first line is {', '.join(map(repr, names[:10]))}: pass two names from"
-        ' it, or numbers from 1, such as columns=["1", "2"]'
-    )
-
-
 def csv_rows(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
     """The rows of comma-separated values (RFC 4180), each with the number of its first line, counted from 1.
 
-    Cells may be quoted, and then hold line breaks, which become spaces. Values that are separated by semicolons or tabs
-    are read, too.
+    Cells may be quoted, and then hold line breaks, which become spaces. Values are separated by what the first line has
+    most of: commas, semicolons or tabs.
 
     Args:
         lines: None where one is not UTF-8.
         faults: gets the lines of rows that cannot be read.
     """
     lines = iter(lines)
-    first = list(itertools.islice(lines, 30))
+    first = next(lines, "")
     last_undecoded = 0
 
     def texts() -> Iterator[str]:
         nonlocal last_undecoded
-        for at, line in enumerate(itertools.chain(first, lines), 1):
+        for at, line in enumerate(itertools.chain([first], lines), 1):
             if line is None:
                 last_undecoded = at
             yield f"{line or ''}\n"
 
-    reader = csv.reader(texts(), delimiter=_delimiter(first), strict=True)
+    reader = csv.reader(texts(), delimiter=max(",;\t", key=(first or "").count), strict=True)
     number = 1
     while True:
         try:

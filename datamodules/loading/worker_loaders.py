@@ -106,9 +106,8 @@ def _start_worker(number: int) -> None:
     connection by which it fetches a tensor.
     """
     sys.excepthook = lambda *_: None
-    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Workers:
@@ -221,13 +220,13 @@ class _Workers:
 
     def _in_workers(self, requests: list[BatchRequest]) -> Iterator[LoadedBatch]:
         batches: Any = None
-        for number, request in enumerate(requests):
+        for _ in requests:
             try:
                 batches = self._start(requests) if batches is None else batches
                 batch: LoadedBatch | _Packed = next(batches)
                 received = batch.unpack() if isinstance(batch, _Packed) else batch
             except (EOFError, OSError, RuntimeError) as error:
-                failure = self._failure(number, request, error)
+                failure = self._failure(error)
                 self._kill()
                 if failure is error:
                     raise
@@ -260,8 +259,8 @@ class _Workers:
         batches._worker_pids_set = False
         return batches
 
-    def _failure(self, number: int, request: BatchRequest, error: Exception) -> Exception:
-        """What to raise where batch `number` of this epoch did not come from the workers."""
+    def _failure(self, error: Exception) -> Exception:
+        """What to raise where a batch did not come from the workers."""
         if os.strerror(errno.ENOSPC) in str(error):
             return UserError(
                 f"/dev/shm has no room for the batches of {self.num_workers} workers; pass num_workers=0, or start the"
@@ -273,16 +272,11 @@ class _Workers:
         if not dead:
             # A worker that lives and has no file descriptor left for its tensors closes the connection.
             return OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if isinstance(error, EOFError) else error
-        worker = number % self.num_workers if number % self.num_workers in dead else dead[0]
-        code = processes[worker].exitcode
+        code = processes[dead[0]].exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        hint = "pass num_workers=0 to see where"
-        if code == -getattr(signal, "SIGKILL", 9):
-            hint = "the system may have run out of memory: pass fewer `num_workers`"
-        rows = ", ".join(map(str, request.rows[:3])) + ", ..." * (len(request.rows) > 3)
         return RunFailedError(
-            f"worker {worker} (process {processes[worker].pid}) {how}, while batch {number + 1} (samples {rows}) was"
-            f" awaited; {hint}"
+            f"worker {dead[0]} (process {processes[dead[0]].pid}) {how}; the system may have run out of memory: pass"
+            " fewer `num_workers`, or num_workers=0 to see where"
         )
 
     def _kill(self) -> None:

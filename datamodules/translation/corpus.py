@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -31,7 +31,6 @@ from datamodules.translation.text import (
     Normalisation,
     Vocabulary,
     build_vocabulary,
-    normalise,
     normalise_lines,
 )
 
@@ -86,7 +85,7 @@ class CorpusFilter:
 
     normalisation: Normalisation = "unicode"
     max_length: int | None = None
-    prefixes: Sequence[str] | str | None = None
+    prefixes: Literal["tutorial"] | None = None
     on_bad_lines: Choice = "error"
     whole: bool = False
 
@@ -140,27 +139,15 @@ class Corpus:
             self.target.spelt(spellings(target, self.target_tokens)),
         )
 
-    def source_sentences(self, rows: Tensor) -> list[str]:
-        return [_as_text(self.source[row], self.source_tokens) for row in rows.tolist()]
+    def sentences(self, rows: Tensor, side: int) -> list[str]:
+        """The normalised sentences of the source, side 0, or of the target, side 1."""
+        packed, tokens = ((self.source, self.source_tokens), (self.target, self.target_tokens))[side]
+        return [" ".join(tokens[n] for n in packed[row] if n not in (SOS, EOS)) for row in rows.tolist()]
 
-    def target_sentences(self, rows: Tensor) -> list[str]:
-        return [_as_text(self.target[row], self.target_tokens) for row in rows.tolist()]
-
-    def source_texts(self, rows: Tensor) -> list[str]:
-        return self._written(rows, self.source_sentences(rows), 0)
-
-    def target_texts(self, rows: Tensor) -> list[str]:
-        return self._written(rows, self.target_sentences(rows), 1)
-
-    def _written(self, rows: Tensor, sentences: list[str], side: int) -> list[str]:
-        return [
-            self.texts[row][side] if row in self.texts else sentence
-            for row, sentence in zip(rows.tolist(), sentences, strict=True)
-        ]
-
-
-def _as_text(numbers: list[int], tokens: list[str]) -> str:
-    return " ".join(tokens[number] for number in numbers if number not in (SOS, EOS))
+    def written(self, rows: Tensor, side: int) -> list[str]:
+        """The sentences as they were written, where they are held out."""
+        found = zip(rows.tolist(), self.sentences(rows, side), strict=True)
+        return [self.texts[row][side] if row in self.texts else sentence for row, sentence in found]
 
 
 def hash_sources(sources: Sequence[str], seed: int) -> npt.NDArray[np.uint64]:
@@ -192,19 +179,9 @@ def split_by_source(hashes: npt.NDArray[np.uint64], val: float, test: float) -> 
     return {part: mask.nonzero().flatten() for part, mask in parts.items()}
 
 
-def _has_prefix(prefixes: Sequence[str] | str, normalisation: Normalisation) -> Callable[[str, str], bool]:
-    """Whether one side of a pair begins so, which holds in either direction.
-
-    Apostrophes count as spaces, as the tutorial reads them; a space at a prefix's end asks for the end of a token.
-    """
-
-    def plain(text: str) -> str:
-        return " ".join(text.replace("'", " ").split()) if "'" in text else text
-
-    prefixes = TUTORIAL_PREFIXES if prefixes == "tutorial" else prefixes
-    prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
-    wanted = tuple(plain(normalise(prefix, normalisation)) + " " * prefix.endswith(" ") for prefix in prefixes)
-    return lambda source, target: plain(source).startswith(wanted) or plain(target).startswith(wanted)
+def _has_prefix(sentence: str) -> bool:
+    """Whether a normalised sentence begins so; apostrophes count as spaces, as the tutorial reads them."""
+    return " ".join(sentence.replace("'", " ").split()).startswith(TUTORIAL_PREFIXES)
 
 
 @dataclass
@@ -228,8 +205,8 @@ class _Kept:
 _HINTS = {
     "not in UTF-8": "; save the file as UTF-8",
     f"over {_LONGEST:,} bytes": "; split them, or keep up to 10 bytes for each word of `max_length`",
-    "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`, and names of"
-    " comma-separated files and JSON lines end in .csv and .jsonl)",
+    "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`, and the names of"
+    " comma-separated files end in .csv)",
 }
 
 
@@ -240,7 +217,6 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
         UserError: lines are faulty and may not be skipped.
     """
     kept = _Kept()
-    begins = _has_prefix(keep.prefixes, keep.normalisation) if keep.prefixes else None
     # Those to train on are padded in batches of a fixed number.
     longest = LONGEST_INPUT if keep.whole else max(_LONGEST, 10 * (keep.max_length or 0))
     faults, too_long, without_prefix = Faults(dict(pairs.faults.lines)), Faults(), 0
@@ -254,7 +230,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
         # Words are separated by single spaces, and the end mark is one more.
         elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
             too_long.add(f"over max_length={keep.max_length}", [pair.number])
-        elif begins is not None and not begins(source, target):
+        elif keep.prefixes and not (_has_prefix(source) or _has_prefix(target)):
             without_prefix += 1
         elif max(len(side.encode(errors="replace")) for side in pair[1:]) > longest:
             faults.add(f"over {longest:,} bytes", [pair.number])

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -13,7 +13,7 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import OneCall
 from datamodules.errors import UserError
-from datamodules.ranges import COUNT, Range, check_ranges
+from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import DEFAULT_BUCKET, SentenceEvaluationLoader, SentenceTrainLoader
@@ -89,8 +89,8 @@ class TranslationDataModule(BaseDataModule):
     files shares no source sentence with what is left of them. Published validation and test files are used whole.
 
     Args:
-        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz, .bz2, .xz or .zip, and archives
-            of OPUS. Several files are a list. Without any file a small artificial French-English corpus is used.
+        data_file: pairs, one per line with a tab between, or .csv with a header; also .gz, .bz2, .xz or .zip. Several
+            files are a list. Without any file a small artificial French-English corpus is used.
         source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`. Several files are
             a list, and the first belongs to the first of `target_file`.
         target_file: their translations, line by line.
@@ -101,13 +101,12 @@ class TranslationDataModule(BaseDataModule):
         test_file: pairs for the test, as `val_file`.
         test_source_file: in place of `test_file`, source sentences for the test.
         test_target_file: their translations, line by line.
-        columns: the columns or keys of source and target in files of pairs, by name or by number from 1, as in
-            '[en, fr]'; by default what the first line names, or the first two or only two that hold text.
+        columns: the columns of source and target in files of pairs, by name or by number from 1, as in '[en, fr]'; by
+            default the first two.
         reverse: translate from the second column into the first.
         max_length: longest sentence kept, on both sides, in words with the end mark, also with `subwords`, which are
             learnt from what is kept. `max_tokens` limits the tokens of a batch, and so its memory.
-        prefixes: keep pairs of which one side begins with one of these; "tutorial" means the English beginnings of
-            PyTorch's translation tutorial.
+        prefixes: "tutorial" keeps pairs of which one side has an English beginning of PyTorch's translation tutorial.
         normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
             "tutorial" leaves a to z, ! and ?. By default "unicode", and "none" with `subwords`.
         subwords: tokens are parts of words, learnt from the training part: "bpe" or "unigram". No word is unknown, and
@@ -150,7 +149,7 @@ class TranslationDataModule(BaseDataModule):
         columns: list[str] | None = None,
         reverse: bool = False,
         max_length: int | None = None,
-        prefixes: list[str] | str | None = None,
+        prefixes: Literal["tutorial"] | None = None,
         normalisation: Normalisation | None = None,
         subwords: SubwordKind | None = None,
         vocab_size: int | None = None,
@@ -191,6 +190,8 @@ class TranslationDataModule(BaseDataModule):
             max_tokens=(max_tokens, COUNT),
             bucket=(bucket, Range(0, whole=True)),
         )
+        if prefixes is not None:
+            check_choice("prefixes", prefixes, ("tutorial",))
         if max_tokens and not bucket:
             raise UserError(
                 "`max_tokens` needs sentences of similar length in a batch; pass `batch_size` with bucket=False"
@@ -467,19 +468,19 @@ class TranslationDataModule(BaseDataModule):
 
     def source_sentences(self, numbers: Tensor) -> list[str]:
         """The source sentences with these numbers (of train, val and test batches), with unknown words as they are."""
-        return self._load().source_sentences(numbers)
+        return self._load().sentences(numbers, 0)
 
     def target_sentences(self, numbers: Tensor) -> list[str]:
         """The translations to compare with; unknown words are not UNK, which a network could predict by chance."""
-        return self._load().target_sentences(numbers)
+        return self._load().sentences(numbers, 1)
 
     def source_texts(self, numbers: Tensor) -> list[str]:
         """The source sentences with these numbers as they were written; normalised ones of the training part."""
-        return self._load().source_texts(numbers)
+        return self._load().written(numbers, 0)
 
     def target_texts(self, numbers: Tensor) -> list[str]:
         """Their translations as they were written."""
-        return self._load().target_texts(numbers)
+        return self._load().written(numbers, 1)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from datamodules.loading.fingerprint import fingerprint
-from datamodules.loading.loaders import note_whole_set
 from datamodules.loading.randomness import permutation
-from datamodules.loading.resumable import ResumableLoader, Spans
+from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order
 from datamodules.translation.packed_sentences import PackedPairs, TranslationBatch
 
@@ -141,8 +139,6 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
             items, items_at_once = len(self._bounds) - 1, 1
             mean = (self._source_lengths + self._target_lengths).double().mean()
             batch_size = max(1, int(max_tokens / mean))
-        else:
-            note_whole_set(batch_size * world_size, len(rows), "sentences")
         self.batch_size = batch_size
         """Sentences of a micro-batch; with `max_tokens` their mean number."""
         super().__init__(items, items_at_once, rank, world_size)

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import logging
 import os
 import re
@@ -10,21 +9,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_only
 
 from datamodules.errors import UserError
-from datamodules.loading.text_files import (
-    NOT_UTF8,
-    Faults,
-    aligned_texts,
-    csv_rows,
-    decoded_lines,
-    iter_lines,
-    text_suffix,
-)
-from datamodules.translation.columns import choose_columns, is_header
+from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, decoded_lines, iter_lines, text_suffix
 
 __all__ = ["LONGEST_INPUT", "GivenSentence", "Pair", "SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
 
@@ -56,15 +46,13 @@ class SentencePairs:
         pairs: they are not faulty.
         faults: lines that cannot be used.
         apart: lines that are no pairs and no faults, by reason: "header" and "blank".
-        header: the number of the line that names the columns, or 0.
-        columns: what source and target are called in the file, where they were chosen.
+        columns: what source and target are called in the file.
     """
 
     where: str
     pairs: list[Pair] = field(default_factory=list)
     faults: Faults = field(default_factory=Faults)
     apart: dict[str, int] = field(default_factory=dict)
-    header: int = 0
     columns: tuple[str, ...] = ()
 
     def reversed(self) -> "SentencePairs":
@@ -73,10 +61,10 @@ class SentencePairs:
         return replace(self, pairs=pairs, columns=self.columns[::-1])
 
     def describe_columns(self) -> str:
-        """Which columns were chosen, with a pair as an example, for the user; nothing where there was no choice."""
+        """Which columns were chosen, with a pair as an example, for the user; nothing of aligned files."""
         if not self.columns:
             return ""
-        header = f"line {self.header} is a header and no pair: " if self.header else ""
+        header = "line 1 is a header and no pair: " if "header" in self.apart else ""
         pair = (f"{side[:60]}..." if len(side) > 60 else side for side in self.pairs[0][1:]) if self.pairs else ()
         example = ", as in {!r} and {!r}".format(*pair) if self.pairs else ""
         return "{}: {}the source is {}, the target {}{}".format(self.where, header, *self.columns, example)
@@ -87,125 +75,95 @@ class SentencePairs:
         return len(self.pairs) + len(self.faults) + sum(self.apart.values())
 
 
-_NO_TAB = "without a tab"
-_NO_COLUMN = "without one of the two columns"
-_NO_OBJECT = "without a JSON object of two texts"
 _EMPTY = "with an empty side"
-_JSON = (".jsonl", ".ndjson", ".json")
 
 
-def _sentence_lines(path: Path, member: str | None = None) -> Iterator[str | None]:
+def _sentence_lines(path: Path) -> Iterator[str | None]:
     """The lines of a file, see `iter_lines`.
 
     Raises:
         UserError: most of its first lines are markup.
     """
-    lines = iter_lines(path, member)
+    lines = iter_lines(path)
     first = list(itertools.islice(lines, _LOOKED_AT))
     texts = [line.strip() for line in first if line and line.strip()]
     tagged = sum(text.startswith("<") and text.endswith(">") for text in texts)
     if 2 * tagged > len(texts) and any("</" in text for text in texts):
         raise UserError(
             f"{path} holds markup, as in {texts[0][:60]!r}; expected a sentence, or a pair, in each line: write what is"
-            ' between the tags so, or, of OPUS, take the files in "moses" format'
+            " between the tags so"
         )
     return itertools.chain(first, lines)
 
 
-def _unquoted(cell: str, all_quoted: bool) -> str:
-    """A cell without the quotes that pandas puts around it: those inside are doubled, or else all cells have some."""
-    inside = cell[1:-1]
-    if re.fullmatch(r'"(?:[^"]|"")*"', cell) and (all_quoted or '""' in inside):
-        return inside.replace('""', '"')
+def _unquoted(cell: str) -> str:
+    """A cell without the quotes that pandas puts around one with quotes inside, which are doubled."""
+    if re.fullmatch(r'"(?:[^"]|"")*"', cell) and '""' in cell[1:-1]:
+        return cell[1:-1].replace('""', '"')
     return cell
 
 
 def _tab_rows(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
-    lines = iter(lines)
-    first = list(itertools.islice(lines, _LOOKED_AT))
-    cells = [cell for line in first if line and line.strip() for cell in line.split("\t")]
-    all_quoted = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells)
-    for number, line in enumerate(itertools.chain(first, lines), 1):
+    for number, line in enumerate(lines, 1):
         if line is None:
             faults.add(NOT_UTF8, [number])
         else:
             cells = line.split("\t")
-            yield number, [_unquoted(cell, all_quoted) for cell in cells] if '"' in line else cells
+            yield number, [_unquoted(cell) for cell in cells] if '"' in line else cells
 
 
-def _objects(lines: Iterable[str | None], where: str, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
-    """JSON lines; of ``{"translation": {"en": ..., "fr": ...}}``, as data sets of Hugging Face are, what is in it."""
-    for number, line in enumerate(lines, 1):
-        if line is None:
-            faults.add(NOT_UTF8, [number])
-            continue
-        if number == 1 and line.lstrip().startswith("["):
-            form = "an object in each line, as jq -c '.[]' writes them"
-            raise UserError(f"{where} holds one JSON array; expected {form}")
-        try:
-            value = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict) and isinstance(inner := value.get("translation"), dict):
-            value = inner
-        if isinstance(value, dict):
-            yield number, value
-        else:
-            faults.add(_NO_OBJECT, [number])
+def _column_place(column: str, names: Sequence[str], where: str) -> int:
+    """The place of a column by its name in the first row, in any case, or by its number from 1."""
+    lower = [name.strip().lower() for name in names]
+    if column.strip().lower() in lower:
+        return lower.index(column.strip().lower())
+    if column.isascii() and column.isdigit() and 1 <= int(column) <= len(names):
+        return int(column) - 1
+    raise UserError(
+        f"{where} has no column {column!r}; its first line is {', '.join(map(repr, names[:10]))}: pass two names from"
+        ' it, or numbers from 1, such as columns=["1", "2"]'
+    )
 
 
-def _json_rows(lines: Iterable[str | None], where: str, faults: Faults) -> Iterator[tuple[int, Sequence[str | None]]]:
-    """The objects as a table: row 0 is the texts' keys in the first object; None stands for what is no text."""
-    keys: list[str] = []
-    for number, value in _objects(lines, where, faults):
-        texts = [key for key, text in value.items() if isinstance(text, str)]
-        if not keys and len(texts) > 1:
-            keys = texts
-            yield 0, keys
-        if value and not keys:
-            faults.add(_NO_OBJECT, [number])
-        else:
-            sides = (value.get(key) for key in keys if value)
-            yield number, [" ".join(side.split()) if isinstance(side, str) else None for side in sides]
+def _refuse_other_columns(rows: Sequence[Sequence[str]], where: str) -> None:
+    """Refuse a table of three columns or more of which one of the first two holds no words."""
+    for place in (0, 1):
+        cells = [row[place] for row in rows if len(row) > 2]
+        others = [cell for cell in cells if "://" in cell or not any(map(str.isalpha, cell))]
+        if 2 * len(others) > len(cells):
+            raise UserError(
+                f"{where}: column {place + 1} holds {others[0][:40]!r}; expected the source and the target in the first"
+                " two columns: pass the two to take as `columns`, by name or number from 1"
+            )
 
 
 def read_pairs(path: Path, columns: Sequence[str] | None = None) -> SentencePairs:
-    """A file with a pair in each line: JSON lines (.jsonl), comma-separated values (.csv), else separated by tabs.
-
-    A zip archive with the two aligned texts of OPUS, such as Books.de-en.de and Books.de-en.en, is read, too.
+    """A file with a pair in each line: comma-separated values (.csv), whose first line is a header, else tabs.
 
     Args:
-        columns: names, or numbers from 1, of the source and the target; by default the names in the first line and what
-            the columns hold tell them, see `choose_columns`. Where that line names columns, it is a header.
+        columns: names, or numbers from 1, of the source and the target; by default the first two. Where they are names,
+            the first line is a header.
 
     Raises:
-        UserError: see `iter_lines`; or the lines are markup; or there are no such columns, or no two of sentences.
+        UserError: see `iter_lines`; or the lines are markup; or there are no such columns, or no sentences in them.
     """
-    if texts := aligned_texts(path):
-        return read_aligned(path, path, texts)
-    found = SentencePairs(str(path))
-    lines, kind, where, faults, apart = _sentence_lines(path), text_suffix(path), str(path), found.faults, found.apart
-    rows: Iterator[tuple[int, Sequence[str | None]]]
-    if kind in _JSON:
-        rows, short = _json_rows(lines, where, faults), _NO_OBJECT
-    elif kind == ".csv":
-        rows, short = csv_rows(lines, faults), _NO_COLUMN
-    else:
-        rows, short = _tab_rows(lines, faults), _NO_COLUMN if columns else _NO_TAB
+    found, where, is_csv = SentencePairs(str(path)), str(path), text_suffix(path) == ".csv"
+    rows = (csv_rows if is_csv else _tab_rows)(_sentence_lines(path), found.faults)
     first = list(itertools.islice(rows, _LOOKED_AT))
-    table = [(number, [cell or "" for cell in cells]) for number, cells in first]
-    table = [row for row in table if any(map(str.strip, row[1]))]
-    places, header = (0, 1), -1
-    if table:
-        number, names = table[0]
-        sample = [cells for _, cells in table[1:]]
-        places = choose_columns(names, columns, where, sample)
-        named = columns is not None and not all(column.isdigit() for column in columns)
-        if number == 0 or named or is_header(names, places, sample):
-            header = found.header = number
-            apart |= {"header": 1} if number else {}
-        found.columns = tuple(repr(names[i].strip()) if header >= 0 else f"column {i + 1}" for i in places)
-    _take_pairs(found, (row for row in itertools.chain(first, rows) if row[0] != header), places, short)
+    places, names = (0, 1), first[0][1] if first else []
+    if columns is not None:
+        places = _column_place(columns[0], names, where), _column_place(columns[1], names, where)
+    has_header = is_csv or (columns is not None and not all(column.isdigit() for column in columns))
+    found.columns = tuple(
+        repr(names[i].strip()) if has_header and i < len(names) else f"column {i + 1}" for i in places
+    )
+    if has_header and first:
+        del first[0]
+        found.apart["header"] = 1
+    if columns is None:
+        _refuse_other_columns([cells for _, cells in first], where)
+    short = "without one of the two columns" if is_csv or columns else "without a tab"
+    _take_pairs(found, itertools.chain(first, rows), places, short)
     return found
 
 
@@ -225,28 +183,20 @@ def _take_pairs(
             found.faults.add(_EMPTY, [number])
 
 
-def read_aligned(
-    source_path: Path, target_path: Path, members: tuple[str, str] | tuple[None, None] = (None, None)
-) -> SentencePairs:
+def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
     """Two files whose lines belong together; lines that are blank on both sides are no pairs.
-
-    Args:
-        members: where the files are archives, the texts in them.
 
     Raises:
         UserError: see `iter_lines`; or the lines are markup; or one file has more lines. None of their pairs can be
             trusted then, so no setting skips it.
     """
-    paths = source_path, target_path
-    names = [f"{member or path}" for path, member in zip(paths, members, strict=True)]
-    found = SentencePairs(str(source_path) if members[0] else " and ".join(names))
-    found.columns = tuple(names) if members[0] else ()
-    sources, targets = (list(_sentence_lines(path, member)) for path, member in zip(paths, members, strict=True))
+    sources, targets = list(_sentence_lines(source_path)), list(_sentence_lines(target_path))
     if len(sources) != len(targets):
         raise UserError(
-            f"{names[0]} has {len(sources):,} lines and {names[1]} {len(targets):,}, so their lines do not belong"
+            f"{source_path} has {len(sources):,} lines and {target_path} {len(targets):,}, so their lines do not belong"
             " together; pass two files of which each line is the translation of the other's"
         )
+    found = SentencePairs(f"{source_path} and {target_path}")
     _take_pairs(found, enumerate(zip(sources, targets, strict=True), 1), (0, 1), NOT_UTF8)
     return found
 

@@ -36,7 +36,7 @@ from typing_extensions import override
 import callbacks
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from datamodules.loading.randomness import normal
+from datamodules.loading.randomness import uniform
 from datamodules.loading.sampling import epoch_order
 from tests.support.ranks import run_ranks
 from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, noisy_images, on_ranks, silence
@@ -51,7 +51,7 @@ VALIDATION = VALIDATION[0].float(), VALIDATION[1]
 
 def augment(inputs: Tensor, rows: Tensor, epoch: int) -> Tensor:
     """Adds noise that is a function of the epoch and the sample."""
-    return inputs + 0.3 * normal(1, "augment", epoch, rows, draws=25).view_as(inputs)
+    return inputs + uniform(1, "augment", epoch, rows, draws=25).view_as(inputs)
 
 
 class Augmented(Dataset):

@@ -18,8 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, Te
 
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
-from datamodules.loading.loaders import EvaluationLoader
-from datamodules.loading.sample_numbers import sample_numbers
+from datamodules.loading.loaders import EvaluationLoader, sample_numbers
 from recipes.runner.results import write_rows
 from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.tables import class_table

@@ -12,11 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
-from datamodules.images import decoding
-from datamodules.images.decoding import load_image
 from datamodules.images.given_images import given_images
 from datamodules.images.known_sets import load_digits
-from datamodules.images.mnist_form import grey_image
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
 from recipes.inputs import preprocessing
 from recipes.prediction import all_rows
@@ -112,15 +109,6 @@ def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours
 def test_what_is_no_image_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         given_images(given, colour=False)
-
-
-@pytest.mark.parametrize("name", ["photo.heic", "photo.jpg"])
-def test_heic_is_recognised_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(decoding, "reads_heic", lambda: False)
-    (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
-    for read in (grey_image, lambda file: load_image(file, 32)):
-        with pytest.raises(UserError, match=f"{name} .*: its content is HEIC: pip install pillow-heif to read it"):
-            read(str(tmp_path / name))
 
 
 def test_predicting_leaves_the_modes_of_all_modules_and_needs_no_checkpoint_after_training(tmp_path: Path):

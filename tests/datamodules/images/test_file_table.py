@@ -16,11 +16,11 @@ def test_names_come_back_whatever_letters_they_have():
     table = FileTable(NAMES, root="x/")
     assert list(table) == [f"x/{name}" for name in NAMES]
     assert [table[row] for row in range(-5, 5)] == [f"x/{name}" for name in NAMES] * 2
-    assert (len(table), list(table[1:4:2]), "x/a/10.jpg" in table) == (5, ["x/a/1.jpg", "x/"], True)
+    assert (len(table), "x/a/10.jpg" in table) == (5, True)
     for row in (5, -6):
         with pytest.raises(IndexError):
             table[row]
-    assert (list(FileTable()), list(FileTable(NAMES)[:0])) == ([], [])
+    assert list(FileTable()) == []
 
 
 def test_selections_share_the_names_and_survive_pickling():
@@ -34,9 +34,14 @@ def test_selections_share_the_names_and_survive_pickling():
 
 def test_equal_tables_have_the_same_digest_and_others_do_not():
     table = FileTable(["1", "2", "3"], root="a/")
-    assert table.digest() == FileTable(["1", "2", "3"], root="a/").digest() == table[:2].whole().digest()
+    assert (
+        table.digest()
+        == FileTable(["1", "2", "3"], root="a/").digest()
+        == table.select(torch.arange(2)).whole().digest()
+    )
     names = (["1", "23"], ["1", "3", "2"], ["1", "2", "3", ""])
-    others = [table, table[:2], table[1:], FileTable(table, root="b/"), *(FileTable(name, root="a/") for name in names)]
+    parts = [table.select(torch.tensor(rows)) for rows in ([0, 1], [1, 2])]
+    others = [table, *parts, FileTable(table, root="b/"), *(FileTable(name, root="a/") for name in names)]
     assert len({other.digest() for other in others}) == 7
 
 

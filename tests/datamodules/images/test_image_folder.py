@@ -211,18 +211,6 @@ def test_a_run_goes_on_with_the_same_files_wherever_they_lie_and_with_no_others(
         _data(elsewhere).train_dataloader().load_state_dict(state)
 
 
-def test_soft_targets_add_up_and_validation_keeps_labels(tree):
-    data = _data(tree, mixup=0.4, cutmix=1.0)
-    batches = _batches(data)
-    for images, targets in batches:
-        assert targets.shape == (len(images), 3)
-        assert torch.allclose(targets.sum(1), torch.ones(len(images)))
-    assert any(((targets > 0).sum(1) == 2).any() for _, targets in batches)
-    assert next(iter(data.val_dataloader()))[1].dtype == torch.int64
-    assert data.augments
-    assert data.num_classes == 3
-
-
 # Folders
 
 
@@ -294,13 +282,13 @@ def test_a_missing_folder_and_a_file_are_refused(tmp_path):
     with pytest.raises(UserError, match="nowhere' does not exist; pass a folder"):
         _data(tmp_path / "nowhere")
     (tmp_path / "x.bin").touch()
-    with pytest.raises(UserError, match=r"x.bin' is neither a folder nor an archive; pass a folder"):
+    with pytest.raises(UserError, match=r"x.bin' is neither a folder nor a .zip archive; pass a folder"):
         _data(tmp_path / "x.bin")
 
 
 def test_the_number_of_classes_is_known_before_set_up(tree):
     assert ImageFolderDataModule(data_dir=str(tree)).num_classes == 3
-    assert ImageFolderDataModule(dataset="cifar100").num_classes == 100
+    assert ImageFolderDataModule().num_classes == 10
 
 
 # Files that cannot be read
@@ -337,23 +325,6 @@ def test_unreadable_images_are_skipped_alike_cached_or_not(tree, num_workers, ca
     assert any("100.png cannot be read as an image: its content is not an image" in line for line in said)
     assert _equal(batches, _batches(_data(tree, cache_gb=0, **options)))
     data.teardown("fit")
-
-
-def test_prediction_tells_what_it_cannot_read_and_keeps_the_numbers(tree, notes):
-    bad = _damage(tree)
-    inputs = [str(tree / "nowhere.jpg"), str(tree / "val" / "ant"), bad[1], str(tree / "val" / "bee" / "151.png")]
-    data = _data(None, "predict", predict_inputs=inputs)
-    batches = list(data.predict_dataloader())
-    numbers = torch.cat([numbers for _, numbers in batches]).tolist()
-    assert [Path(data.prediction_names[number]).name for number in numbers] == [
-        "050.png",
-        "051.jpg",
-        "052.png",
-        "151.png",
-    ]
-    assert list(data.unreadable_inputs) == [0, 4]
-    assert data.unreadable_inputs[0].endswith("nowhere.jpg cannot be read as an image: No such file or directory")
-    assert not _messages(notes)
 
 
 def test_nothing_to_predict_is_an_error(tree):
@@ -448,40 +419,6 @@ def test_colours_of_16_bits_of_which_little_is_left_are_refused(tmp_path, read):
             UserError, match=f"x.png cannot be .*: its pixels have 16 bits and are below {below}, expected"
         ):
             read(tmp_path / "x.png")
-
-
-@pytest.mark.parametrize("read", [lambda path: load_image(path, 64), lambda path: grey_image(str(path))])
-def test_a_tiff_that_pillow_does_not_read_is_called_that_and_skipped_as_others(tree, notes, read):
-    strange = next(iter(sorted((tree / "train" / "ant").iterdir())))
-    # Five channels of 16 bits, as satellites have.
-    tags = (
-        (256, 4, 1, 1),
-        (257, 4, 1, 1),
-        (258, 3, 1, 16),
-        (262, 3, 1, 1),
-        (273, 4, 1, 8),
-        (277, 3, 1, 5),
-        (279, 4, 1, 10),
-    )
-    entries = b"".join(
-        struct.pack("<2HIHH" if kind == 3 else "<2HII", tag, kind, n, *([v, 0] if kind == 3 else [v]))
-        for tag, kind, n, v in tags
-    )
-    strange.write_bytes(struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(14))
-    with pytest.raises(
-        UserError, match=r"cannot be read as an image: it is a TIFF file .* Pillow does not read \(unkn"
-    ):
-        read(strange)
-    assert sum(len(targets) for _, targets in _batches(_data(tree, on_corrupt="skip"), 1)) == 12
-    assert any(strange.name in line for line in _messages(notes))
-
-
-def test_a_folder_whose_images_have_one_shade_is_refused_before_training(tmp_path):
-    for number in range(6):
-        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
-        Image.new("I;16", (80, 80)).save(tmp_path / "ab"[number % 2] / f"{number}.png")
-    with pytest.raises(UserError, match=r"all pixels of .* are 0 of 255, as of .*; expected images with contents"):
-        _data(tmp_path, image_size=32).train_dataloader()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -604,65 +541,13 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
         assert _equal(_batches(data), _batches(expected))
 
 
-@pytest.mark.parametrize("on_corrupt", ["error", "skip"])
-def test_small_images_that_cannot_be_read_are_reported_as_others(tree, on_corrupt, notes):
+def test_small_images_that_cannot_be_read_are_reported_as_others(tree, notes):
     bad = _damage(tree)
-    data = _data(tree, image_size=32, on_corrupt=on_corrupt)
-    if on_corrupt == "error":
-        with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
-            _batches(data)
-        return
+    with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
+        _batches(_data(tree, image_size=32))
+    data = _data(tree, image_size=32, on_corrupt="skip")
     assert sum(len(targets) for _, targets in _batches(data, 1)) == 13 - 4
     assert all(any(name in line for line in _messages(notes)) for name in bad)
-
-
-def _write_cifar(folder: Path) -> None:
-    folder = folder / "cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    numbers = torch.arange(40, dtype=torch.uint8)
-    pixels = numbers.view(40, 1).expand(40, 3072).contiguous().numpy()
-    for name, rows in (("data_batch_1", slice(0, 30)), ("test_batch", slice(30, 40))):
-        batch = {"data": pixels[rows], "labels": (numbers[rows] % 10).tolist()}
-        (folder / name).write_bytes(pickle.dumps(batch))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
-
-
-def test_cifar_is_read_from_torchvisions_files(tmp_path, monkeypatch):
-    from torchvision.datasets import CIFAR10
-
-    _write_cifar(tmp_path)
-    # The names of fewer files, and no checksums: ours are made up.
-    monkeypatch.setattr(CIFAR10, "train_list", [["data_batch_1", None]])
-    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", None]])
-    monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": None})
-    data = ImageFolderDataModule("cifar10", str(tmp_path), batch_size=10, val_fraction=0.34, augment="none")
-    data.prepare_data()
-    data.setup("fit")
-    data.setup("test")
-    assert data.sizes == {"train": 20, "val": 10, "test": 10}
-    assert data.info.classes[3] == "class 3"
-    assert data.image_size == 32
-    mean, std = data.pixel_statistics
-    assert mean == (0.4914, 0.4822, 0.4465)
-    for images, targets in data.train_dataloader():
-        pixels = (images[:, 0, 0, 0] * std[0] + mean[0]) * 255
-        assert torch.equal(pixels.round().long() % 10, targets)
-    data.teardown("fit")
-
-
-def test_a_set_that_cannot_be_downloaded_is_refused_with_what_to_type(tmp_path, monkeypatch):
-    from torchvision.datasets import CIFAR10
-
-    with pytest.raises(UserError, match=r"CIFAR-10 is not in .*, and .*not found.*; pass the `data_dir`"):
-        _data(tmp_path, dataset="cifar10")
-    # An address that surely does not answer.
-    monkeypatch.setattr(CIFAR10, "url", (tmp_path / "nowhere.tar.gz").as_uri())
-    data = ImageFolderDataModule("cifar10", str(tmp_path))
-    data.prepare_data()
-    with pytest.raises(
-        UserError, match=r"CIFAR-10 is not in .*, and could not be downloaded \(.*nowhere.*pass the `data_dir`"
-    ):
-        data.setup("fit")
 
 
 # Checkpoints and settings
@@ -691,11 +576,8 @@ def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names
     [
         ({"dataset": "imagenet"}, "dataset='imagenet': expected one of auto, folder"),
         ({"augment": "heavy"}, "augment='heavy': expected one of auto, none, light"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0 is outside"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: expected 0 or more and below 1"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
-        ({"columns": "label"}, r"columns=\['label'\]: expected the two of path and label"),
-        ({"label_pattern": "(a)(b)"}, "expected a regular expression with one group"),
-        ({"label_pattern": "("}, "expected a regular expression with one group"),
         ({"image_size": 0}, "image_size=0: expected a whole number, 8 or more"),
     ],
 )

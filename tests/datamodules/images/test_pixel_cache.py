@@ -9,7 +9,7 @@ from torch import Tensor
 
 from datamodules.images.decoding import load_image
 from datamodules.images.file_table import FileTable
-from datamodules.images.pixel_cache import PixelCache, make_room
+from datamodules.images.pixel_cache import PixelCache, delete_unused
 from datamodules.images.reading import ImageFiles
 from tests.datamodules.images.test_image_folder import write_class
 
@@ -135,46 +135,16 @@ def test_a_full_disk_ends_the_caching_and_nothing_else(tmp_path, monkeypatch):
     assert cache.get(2, 1) is None
 
 
-OLD, USED, NEW, MINE = (f"{number:024x}-64" for number in range(4))
-
-
-def test_room_is_made_by_deleting_the_least_recently_used_caches_that_nobody_uses(tmp_path):
-    caches = {name: PixelCache(tmp_path / name, 1, 1000) for name in (OLD, USED, NEW)}
-    for place, (name, cache) in enumerate(caches.items()):
-        cache.put(0, 1, _image(place))
-        os.utime(tmp_path / name, (place, place))
-    for name in (OLD, NEW):
-        caches[name].close()
-    make_room(tmp_path, wanted=100, limit=300, keep=[MINE])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [USED, NEW]
-    make_room(tmp_path, wanted=400, limit=400, keep=[MINE, NEW])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [USED, NEW]
-    make_room(tmp_path, wanted=400, limit=400, keep=[MINE])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [USED]
-    make_room(tmp_path / "none", wanted=400, limit=400, keep=[MINE])
-
-
-def test_room_is_made_of_nothing_but_caches(tmp_path):
-    """The folder of caches may hold files of the user."""
-    cache = PixelCache(tmp_path / OLD, 1, 1000)
-    cache.put(0, 1, _image(0))
-    cache.close()
-    (tmp_path / "photographs" / "cats").mkdir(parents=True)
-    (tmp_path / "photographs" / "cats" / "1.jpg").write_bytes(b"mine")
-    (tmp_path / USED).mkdir()
-    for name in ("used", "notes.txt"):
-        (tmp_path / USED / name).write_text("mine")
-    (tmp_path / NEW).symlink_to(tmp_path / "photographs", target_is_directory=True)
-    before = {path for path in tmp_path.rglob("*") if OLD not in path.parts}
-    make_room(tmp_path, wanted=10**9, limit=10**9, keep=[MINE])
-    assert set(tmp_path.rglob("*")) == before
-
-
-def test_caches_of_one_run_share_the_limit(tmp_path):
-    beside = [tmp_path / name for name in "ab"]
-    first, second = (PixelCache(folder, COUNT, 190, beside) for folder in beside)
-    for row in range(2):
-        first.put(row, 1, _image(row))
-        second.put(row, 1, _image(row))
-    kept = [cache.get(row, 1) is not None for row in range(2) for cache in (first, second)]
-    assert kept == [True, True, True, False]
+def test_caches_that_nobody_has_opened_for_long_are_deleted_and_nothing_else(tmp_path):
+    old, new, link = (f"{number:024x}-64" for number in range(3))
+    for name in (old, new):
+        PixelCache(tmp_path / name, 1, 1000).put(0, 1, _image(0))
+    (tmp_path / "photographs").mkdir()
+    (tmp_path / "photographs" / "1.jpg").write_bytes(b"mine")
+    (tmp_path / link).symlink_to(tmp_path / "photographs", target_is_directory=True)
+    for name in (old, "photographs"):
+        os.utime(tmp_path / name, (0, 0))
+    delete_unused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((new, link, "photographs"))
+    assert (tmp_path / "photographs" / "1.jpg").exists()
+    delete_unused(tmp_path / "none")

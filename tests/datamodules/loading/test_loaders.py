@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading import fingerprint as fingerprint_module
+from datamodules.loading import resumable
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import epoch_order
 
@@ -216,7 +216,7 @@ def test_the_transform_gets_whole_batches_their_rows_and_the_epoch():
 
 @pytest.mark.parametrize(
     ("rows", "batch_size", "reason"),
-    [(0, 1, "the training set is empty"), (23, 0, "a batch holds one sample at least, found 0")],
+    [(0, 1, "the training set is empty"), (23, 0, "batch_size=0: expected a whole number, 1 or more")],
 )
 def test_an_empty_set_or_batch_is_refused(rows, batch_size, reason):
     with pytest.raises(UserError, match=reason):
@@ -263,10 +263,10 @@ def test_data_that_another_machine_computes_with_other_rounding_are_the_same():
 
 
 def test_of_large_tensors_some_rows_count(monkeypatch):
-    monkeypatch.setattr(fingerprint_module, "_MOST", 16)
+    monkeypatch.setattr(resumable, "_MOST", 16)
     numbers = torch.arange(6).view(3, 2)
     first, second = numbers.clone(), numbers.clone()
     first[0, 0], second[1, 0] = 9, 9
-    found = [fingerprint_module.fingerprint([each]) for each in (numbers, first, second)]
+    found = [resumable.fingerprint([each]) for each in (numbers, first, second)]
     assert found[0] != found[1]
     assert found[0] == found[2]

