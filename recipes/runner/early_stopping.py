@@ -37,8 +37,8 @@ def score_mode(score: str, monitor: str = "", monitor_mode: str = "min") -> str:
     if words & _MORE_IS_BETTER:
         return "max"
     raise UserError(
-        f"cannot tell whether less or more {score} is better; in place of `early_stopping` pass"
-        f" --callbacks+=EarlyStopping --callbacks.monitor={score} --callbacks.mode=max"
+        f"early_stopping={score}: cannot tell whether less or more {score} is better; pass a score with a name such as"
+        " val/loss or val/accuracy, or the recipe's `monitor`"
     )
 
 

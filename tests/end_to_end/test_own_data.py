@@ -57,9 +57,9 @@ class SaysWhenItTrains(pl.Callback):
 
 
 def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only(tmp_path: Path):
-    line = f"--max-epochs 1 --callbacks+={__name__}.SaysWhenItTrains --logger none --batch-size 512"
+    line, says = "--max-epochs 1 --logger none --batch-size 512", [f"{__name__}:SaysWhenItTrains"]
     digits = shlex.split(f"{line} --dataset digits --devices 2 --accelerator cpu --enable-progress-bar false")
-    first, second = run_ranks(type_line, 2, *RECIPES["mnist"], digits, str(tmp_path))
+    first, second = run_ranks(type_line, 2, *RECIPES["mnist"], digits, str(tmp_path), says)
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert "training on 10 classes: 0 (1" in first.err.partition("it trains")[0]
     assert first.err.count("10 classes") == 1
@@ -73,7 +73,8 @@ def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only
     (tmp_path / "train.csv").write_text(f"path,label\n{listed}tree/class 02/2.png,bee\n")
     line += " --weights none --arch resnet20 --image-size 8 --val-fraction 0"
     recipe, data = RECIPES["resnet"]
-    ended = typed(tmp_path, f"{line} --data-dir tree", f"{line} --data-dir train.csv", recipe=recipe, data=data)
+    lines = (f"{line} --data-dir {place}" for place in ("tree", "train.csv"))
+    ended = typed(tmp_path, *lines, recipe=recipe, data=data, callbacks=says)
     named = ", ".join(f"class {number:02} (3)" for number in range(10))
     for run, classes in zip(ended, (f"12 classes: {named}, and 2 more", "2 classes: ant (3), bee (4)"), strict=True):
         assert run.status == 0, run.err

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -26,23 +27,23 @@ class Typed(NamedTuple):
     err: str
 
 
-def type_line(recipe: str, data: str, args: list[str], folder: str) -> Typed:
-    """Type one in this process, which `run_ranks` has started, for a recipe and a data module by ``module:name``."""
+def type_line(recipe: str, data: str, args: list[str], folder: str, callbacks: Sequence[str] = ()) -> Typed:
+    """Type one in this process, which `run_ranks` has started, for classes by ``module:name``."""
     from recipes import run
 
     os.chdir(folder)
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            run(resolve_name(recipe), resolve_name(data), args=args)
+            run(resolve_name(recipe), resolve_name(data), lambda: [resolve_name(name)() for name in callbacks], args)
         except SystemExit as end:
             status = int(end.code or 0)
     return Typed(status, out.getvalue(), err.getvalue())
 
 
-def _type_each(recipe: str, data: str, commands: list[list[str]], folder: str) -> list[Typed]:
+def _type_each(recipe: str, data: str, commands: list[list[str]], folder: str, callbacks: Sequence[str]) -> list[Typed]:
     # A page and its figures take half a second.
-    return [type_line(recipe, data, [*args, *COMMON], folder) for args in commands]
+    return [type_line(recipe, data, [*args, *COMMON], folder, callbacks) for args in commands]
 
 
 def typed(
@@ -50,10 +51,11 @@ def typed(
     *commands: str,
     recipe: str = "tests.support.stock_data:Quadrants",
     data: str = "tests.support.stock_data:Points",
+    callbacks: Sequence[str] = (),
 ) -> list[Typed]:
-    """Type commands in a folder, for a recipe and a data module by ``module:name``."""
+    """Type commands in a folder, for a recipe, a data module and callbacks by ``module:name``."""
     lines = [shlex.split(command) for command in commands]
-    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, lines, str(folder), timeout=240)[0]
+    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, lines, str(folder), callbacks, timeout=240)[0]
     return ended
 
 

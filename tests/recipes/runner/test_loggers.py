@@ -35,9 +35,8 @@ def _rows(file: Path) -> list[dict[str, str]]:
 
 
 def test_logs_that_cannot_be_written_end_no_training_and_are_reported_at_the_end(tmp_path: Path) -> None:
-    callback = f"{__name__}.FillsTheDisk"
-    command = f"--name one --max-epochs 4 --callbacks+={callback} --precision 32-true --save-every '9 epochs'"
-    (done,) = typed(tmp_path, f"{command} --log-every-n-steps 1")
+    command = "--name one --max-epochs 4 --precision 32-true --save-every '9 epochs' --log-every-n-steps 1"
+    (done,) = typed(tmp_path, command, callbacks=[f"{__name__}:FillsTheDisk"])
     folder = tmp_path / "runs" / "quadrants" / "one"
     assert "Traceback" not in done.err
     assert done.err.count("the TensorBoard log cannot be written (File too large); the run continues") == 1

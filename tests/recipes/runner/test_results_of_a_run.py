@@ -30,17 +30,17 @@ class ForgetsAllInTheEnd(pl.Callback):
 
 def _type_both(first: list[str], second: list[str], folder: str) -> list[Typed]:
     points = "tests.support.stock_data"
-    return [type_line(f"{points}:Quadrants", f"{points}:Points", args, folder) for args in (first, second)]
+    more = ["lightning.pytorch.callbacks:ModelSummary", f"{__name__}:ForgetsAllInTheEnd"]
+    return [type_line(f"{points}:Quadrants", f"{points}:Points", args, folder, more) for args in (first, second)]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Results, Results]:
     """The run's folder, what it printed, its results, and those after one more epoch."""
     home = tmp_path_factory.mktemp("run")
-    always = ["--accelerator=cpu", "--callbacks+=ModelSummary", f"--callbacks+={__name__}.ForgetsAllInTheEnd"]
     fit = "--name one --max-epochs 3 --precision 32-true --log-every-n-steps 1 --batch-size 4 --lr 0.02"
     longer = "--name one --resume auto --max-epochs 4"
-    lines = [[*line.split(), *always] for line in (fit, longer)]
+    lines = [[*line.split(), "--accelerator=cpu"] for line in (fit, longer)]
     folder = home / "runs" / "quadrants" / "one"
     ((first, second),) = run_ranks(_type_both, 1, *lines, str(home))
     assert (first.status, second.status) == (0, 0), first.err + second.err
