@@ -99,6 +99,8 @@ def quick_imports() -> Iterator[None]:
             print(text, end="")  # noqa: T201
             sys.exit()
     _announce(sys.argv[1:])
+    # Else a rank whose rank 0 was killed prints the stack of the store's C++ code.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Registered before others, and so called after them.
     atexit.register(_discard_last_warnings)
     gc.disable()
