@@ -299,8 +299,7 @@ def _boxes(share: Tensor, y: Tensor, x: Tensor, height: int, width: int) -> Tens
 class Mixing:
     """MixUp (Zhang et al., 2018) and CutMix (Yun et al., 2019) of a sample and the one before it in the epoch's order.
 
-    A batch-wise permutation would depend on how the batch was split; the whole epoch's order does not, and only one
-    image more than the batch has to be read. With both on, each sample takes one of them at random.
+    With both on, each sample takes one of them at random.
 
     Args:
         mixup: alpha of MixUp's beta distribution; 0 is off.

@@ -1,8 +1,4 @@
-"""Images in class folders or lists, or the bundled digits, for fine-tuning.
-
-Images leave the workers as bytes and are normalised on the device. What a run sees does not depend on how many
-workers or devices there are, on how often it was interrupted, or on whether decoded images are kept in memory.
-"""
+"""Images in class folders or lists, or the bundled digits, for fine-tuning."""
 
 import weakref
 from collections.abc import Iterator, Sequence

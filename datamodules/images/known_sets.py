@@ -1,7 +1,4 @@
-"""Image data sets by name: MNIST and Fashion-MNIST in idx files, and the bundled digits.
-
-MNIST's file format is a header of big-endian sizes, then the bytes (LeCun, Cortes and Burges, 1998).
-"""
+"""Image data sets by name: MNIST and Fashion-MNIST in idx files, and the bundled digits."""
 
 import gzip
 import math
@@ -10,7 +7,6 @@ import struct
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,13 +146,6 @@ def check_images_and_labels(
     check_labels(labels.long(), num_classes, labels_from)
 
 
-def _torchvision_class(name: str) -> Any:
-    """The torchvision class of a data set, which holds its addresses and checksums."""
-    import torchvision.datasets
-
-    return getattr(torchvision.datasets, DATASETS[name].torchvision_name or "")
-
-
 def _candidate_folders(name: str, data_dir: Path) -> list[Path]:
     """Folders that may hold the files, torchvision's last: downloads go there."""
     return [data_dir, data_dir / (DATASETS[name].torchvision_name or "") / "raw"]
@@ -194,7 +183,10 @@ def download_files(name: str, data_dir: Path) -> None:
         DownloadError: none of the addresses gives a file as it should be.
         OSError: a file cannot be written.
     """
-    source, folder = _torchvision_class(name), _candidate_folders(name, data_dir)[-1]
+    import torchvision.datasets
+
+    source = getattr(torchvision.datasets, DATASETS[name].torchvision_name or "")
+    folder = _candidate_folders(name, data_dir)[-1]
     for file_name, md5 in source.resources:
         download([mirror + file_name for mirror in source.mirrors], folder / file_name, md5)
 

@@ -1,8 +1,4 @@
-"""Labels of a classifier, checked before they are used.
-
-A label out of range is an IndexError without a row on a CPU, and on a GPU an assert after which the process cannot use
-the device any more.
-"""
+"""Labels of a classifier, checked before they are used: one out of range ends a process that uses a GPU."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Decoded images in a file on disk, mapped to memory, that processes and runs share.
 
-Each image is written by the process that decodes it first. What has not been written, was not written to its end, or
-belongs to a file that has changed since, is decoded again, so a crash or a second run at the same time costs work only.
+What was not written to its end, or belongs to a file that has changed since, is decoded again.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Images by number, and batches of them: decoded, kept in the cache, cropped to one size, and measured.
-
-The crop of an image is made where it is read: afterwards all images have one size. It is a function of (seed, epoch,
-sample) and of nothing else.
-"""
+"""Images by number, and batches of them: decoded, kept in the cache, cropped to one size, and measured."""
 
 import contextlib
 import hashlib

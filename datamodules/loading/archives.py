@@ -1,8 +1,4 @@
-"""Files in zip archives, listed by `zipfile`, and each read in place by its number.
-
-The bytes of a file are taken from the archive where the listing says, by any number of processes at once. Nothing is
-unpacked.
-"""
+"""Files in zip archives, listed by `zipfile`, and each read in place by its number, by any number of processes."""
 
 import os
 import stat

@@ -78,6 +78,7 @@ def download(
     """
     if path.exists():
         return
+    new_folders = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
     part = path.with_name(f".{path.name}.part")
@@ -101,4 +102,7 @@ def download(
             # While it is held, so that the next process makes a new one; Windows removes it by itself.
             with contextlib.suppress(OSError):
                 lock.unlink()
+    with contextlib.suppress(OSError):
+        for folder in new_folders:
+            folder.rmdir()
     raise DownloadError(f"could not download {path.name} ({'; '.join(reasons)})")

@@ -1,11 +1,4 @@
-"""Loaders that yield whole batches of tensors in memory.
-
-A batch is one indexing operation: no worker, no collation, no copy from the host when the tensors live on the
-training device. Lightning leaves these loaders alone, since they are no ``DataLoader``.
-
-`TrainSampling` and `EvaluationSampling` decide which samples make a batch; the loaders over samples that have to be
-read (`datamodules.loading.worker_loaders`) use them too.
-"""
+"""Loaders of tensors in memory: a batch is one indexing operation, on the device that the tensors are on."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator

@@ -1,9 +1,6 @@
-"""Counter-based random numbers.
+"""Random numbers that are pure functions of their address, ``(seed, purpose, epoch, index)``, on every device.
 
-The numbers of a generator depend on how many were drawn before, and so on the workers, the devices and interruptions.
-Here a number is a pure function of its address, ``(seed, purpose, epoch, index)``, the same wherever and whenever it is
-computed. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64
-arithmetic, which gives the same bits on every device.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic.
 """
 
 import hashlib

@@ -1,8 +1,4 @@
-"""The position of a training loader: in which epoch it is, and how far in it.
-
-Lightning tells the loader the epoch, and saves and restores its state with the checkpoint. One class keeps that state
-for every training loader here, whatever its batches are made of.
-"""
+"""The position of a training loader, which Lightning saves and restores: in which epoch it is, and how far in it."""
 
 import hashlib
 from abc import ABC, abstractmethod

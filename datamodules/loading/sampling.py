@@ -1,8 +1,6 @@
 """Which samples make which batch: pure functions from (seed, epoch, batch size, rank) to sample numbers.
 
-One global order serves any number of ranks. Update k consumes the k-th slice of it. The slice is cut into
-micro-batches, whose samples are what a network sees at once, and each rank computes a range of them. So a micro-batch
-holds the same samples whichever rank computes it.
+Update k consumes the k-th slice of one global order, cut into micro-batches, of which each rank computes a range.
 """
 
 from collections.abc import Iterator
@@ -45,9 +43,8 @@ def systematic_draws(weights: Tensor, seed: int, epoch: int, groups: Tensor | No
     """How often each of n samples is drawn in an epoch of n draws: the expected number, rounded down or up.
 
     Systematic sampling with unequal probabilities (Madow, 1949): the samples lie on a line in random order, each as
-    long as its expected number of draws, and n points at distance 1 draw what they fall on. So repeats and omissions
-    are as few as they can be; independent draws vary more. From epoch to epoch the points move on by the golden ratio:
-    a sample that is expected once in 10 epochs is drawn about every tenth.
+    long as its expected number of draws, and n points at distance 1 draw what they fall on. From epoch to epoch the
+    points move on by the golden ratio.
 
     Args:
         weights: relative, of shape (n,); 0 is never drawn.

@@ -1,7 +1,4 @@
-"""Text files, plain, .gz, .bz2, .xz or .zip: their lines, tables in them, and which lines cannot be used.
-
-Files are read and decompressed piece by piece, so that a corpus of many gigabytes takes no more memory than its lines.
-"""
+"""Text files, plain, .gz, .bz2, .xz or .zip: their lines, tables in them, and which lines cannot be used."""
 
 import bz2
 import contextlib

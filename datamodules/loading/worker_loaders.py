@@ -1,8 +1,4 @@
-"""Loaders over samples that have to be read and augmented: worker processes make whole batches.
-
-The shuffle orders and the state are those of the loaders over tensors, so batches do not depend on the number of
-workers or on how far they prefetch.
-"""
+"""Loaders over samples that are read by worker processes, with the orders and the state of those over tensors."""
 
 import errno
 import itertools
@@ -91,20 +87,14 @@ class _Packed(NamedTuple):
 
 
 def _pack(batch: Any) -> _Packed:
-    """Pickle a batch in a worker, which puts its tensors into shared memory.
-
-    A DataLoader's queue would do so in a thread, where the error of a full shared memory is printed, the batch is lost,
-    and the training waits for it for ever.
-    """
+    """Pickle a batch in a worker, which puts its tensors into shared memory."""
+    # A DataLoader's queue would do so in a thread, where the error of a full shared memory is lost with the batch.
     return _Packed(bytes(ForkingPickler.dumps(batch)))
 
 
 def _start_worker(number: int) -> None:
-    """Leave signals and errors to the training process: Ctrl-C reaches the whole group of processes.
-
-    What a worker's thread may still print is that the training process, which was interrupted, has broken off the
-    connection by which it fetches a tensor.
-    """
+    """Leave signals and errors to the training process: Ctrl-C reaches the whole group of processes."""
+    # A worker's thread would print that an interrupted training process has broken off the connection.
     sys.excepthook = lambda *_: None
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

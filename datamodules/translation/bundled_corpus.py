@@ -1,9 +1,4 @@
-"""An artificial French-English corpus, for runs without a file: ``bundled_pairs()``.
-
-It comes from a small grammar and is no sample of either language. Its sentences agree in gender, number and person,
-elide (j'ai, l'homme, d'orange) and contract (au, du), so that a network has something to learn, and nearly every word
-of it occurs in many sentences.
-"""
+"""An artificial French-English corpus from a small grammar, for runs without a file."""
 
 import lzma
 from functools import lru_cache

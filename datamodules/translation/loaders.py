@@ -1,8 +1,4 @@
-"""Batches of sentence pairs, sliced from packed tensors, grouped by length, in one order for any number of ranks.
-
-An update consists of sentences of similar length, so that there is less padding. Groups are formed per update, not
-per batch: ranks and micro-batches share a group, so an update has the same sentences on any number of ranks.
-"""
+"""Batches of sentence pairs, grouped by length for each update, in one order for any number of ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,11 +34,7 @@ def sort_by_length(source_lengths: Tensor, target_lengths: Tensor, order: Tensor
 
 
 def sort_pools(source_lengths: Tensor, target_lengths: Tensor, order: Tensor, size: int) -> Tensor:
-    """`order` with each `size` neighbours sorted by the longer side, then by both sides, then as they were.
-
-    In small pools that leaves less padding than `sort_by_length`: in 8 batches of 64 of the tutorial's pairs 11 % of a
-    batch, and 15 %.
-    """
+    """`order` with each `size` neighbours sorted by the longer side, then by both sides, then as they were."""
     sources, targets = source_lengths[order], target_lengths[order]
     both = sources + targets
     base = int(both.max()) + 1 if len(order) else 1

@@ -1,8 +1,4 @@
-"""Text to tokens and tokens to numbers: normalisation, tokenisation and vocabularies.
-
-Whole files are normalised at once by character tables (`str.translate`), which is several times faster than regular
-expressions sentence by sentence.
-"""
+"""Text to tokens and tokens to numbers: normalisation, tokenisation and vocabularies."""
 
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence

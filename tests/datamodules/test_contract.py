@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule
 from datamodules.contract import DataContract, Free, OneCall, Rare, data_contract, marked_parameters
 from datamodules.errors import UserError
-from tests.support.own_training import TrainedClassifier, TrainedRecipe
+from tests.support.own_training import TrainedClassifier
 
 MEMBERS = [name for name in vars(DataContract) if not name.startswith("_")]
 
@@ -47,16 +47,6 @@ class Linear(TrainedClassifier):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hparams.num_classes))
 
 
-class Mean(TrainedRecipe):
-    """One step of regression on the labels, and no validation."""
-
-    def build_network(self) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self(batch[0])[:, 0] - batch[1]).square().mean()
-
-
 def _trainer() -> pl.Trainer:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
@@ -79,19 +69,6 @@ def test_attributes_and_hyper_parameters_count_where_they_mean_what_the_contract
     assert (telling.num_classes, telling.class_names, telling.seed) == (3, ("ant", "bee", "wasp"), 0)
     assert (telling.image_size, telling.sizes) == (None, {})
     assert data_contract(Telling(seed=7)).seed == 7
-
-
-def test_a_stock_data_module_trains_any_recipe_in_a_plain_trainer():
-    for data in (Stock(), Telling()):
-        trainer = _trainer()
-        trainer.fit(Mean(), datamodule=data)
-        assert trainer.global_step == 3
-        classifier = Linear(num_classes=3)
-        assert list(classifier.class_names) == ["0", "1", "2"]
-        trainer = _trainer()
-        trainer.fit(classifier, datamodule=data)
-        assert 0 <= trainer.test(classifier, datamodule=data, verbose=False)[0]["test/accuracy"] <= 1
-        assert tuple(classifier.class_names) == (data_contract(data).class_names or ("0", "1", "2"))
 
 
 def test_a_number_of_classes_among_the_hyper_parameters_is_compared_with_the_networks():

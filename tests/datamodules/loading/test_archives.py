@@ -62,7 +62,6 @@ KINDS: dict[str, Callable[[Path, Path], Path]] = {
     "stored ZIP with a top folder": lambda folder, target: _zip(
         folder, target / "x.ZIP", "photos/", zipfile.ZIP_STORED
     ),
-    "zip with dots in its paths": lambda folder, target: _zip(folder, target / "x.zip", "./photos/"),
 }
 
 
@@ -84,7 +83,7 @@ def test_an_archive_holds_what_its_folder_holds_in_the_same_order(photos: Path, 
     assert len(expected.parts["train"][0]) == 20
     assert _found(found, archive) == _found(expected, photos)
     assert (found.classes, found.left_out) == (expected.classes, expected.left_out)
-    top = f"{archive}/photos" if any(name in kind for name in ("top", "dots")) else str(archive)
+    top = f"{archive}/photos" if "top" in kind else str(archive)
     assert found.notes == [note.replace(str(photos), top) for note in expected.notes]
     assert len(found.notes) == 2
     again = pickle.loads(pickle.dumps(found.parts["train"][0]))

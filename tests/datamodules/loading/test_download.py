@@ -119,6 +119,16 @@ def test_a_failure_names_host_and_reason_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_failure_removes_the_folders_made_for_it_and_no_others(server: _Server, tmp_path: Path):
+    with pytest.raises(DownloadError):
+        download([server.address("missing")], tmp_path / "new" / "folder" / "file.gz", MD5)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(DownloadError):
+        download([server.address("missing")], tmp_path / "mine" / "new" / "file.gz", MD5)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
 @pytest.mark.parametrize("first", ["other"])
 def test_the_second_mirror_is_used_when_the_first_fails(server: _Server, tmp_path: Path, first: str):
     path = tmp_path / "file.gz"
