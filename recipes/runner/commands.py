@@ -37,7 +37,7 @@ from recipes.runner.join import exit_run
 from recipes.runner.launch import is_rank_zero, rank_zero_print
 from recipes.runner.loggers import log_settings
 from recipes.runner.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
-from recipes.runner.results import Stopwatch, set_aside, write_rows, write_text
+from recipes.runner.results import RESULTS, Stopwatch, write_rows, write_text
 from recipes.runner.resume import start_from
 from recipes.runner.saved_run import read_run
 from recipes.runner.settings import checkpoint_callbacks
@@ -140,9 +140,10 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
     recipe, resume = experiment.recipe, experiment.point.checkpoint
 
     def begin(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
+        # A folder holds results.json exactly where its run has finished.
+        if trainer.is_global_zero and (folder / RESULTS).is_file():
             with best_effort("the results of the shorter training"):
-                set_aside(folder)
+                (folder / RESULTS).replace(folder / "results-before.json")
 
     callbacks: list[Callback] = [LambdaCallback(on_train_start=begin)]
     if experiment.trainer["enable_checkpointing"] is not False:

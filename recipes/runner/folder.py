@@ -1,22 +1,18 @@
 """A run's folder and its lock."""
 
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from datamodules.errors import UserError
 from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
-from recipes.runner.resume import ResumePoint
+from recipes.runner.resume import ResumePoint, numbered
 
 __all__ = ["locked", "run_folder"]
-
-log = logging.getLogger("lightning_recipes.resume")
 
 # The loader workers of a run that was killed hold its lock for a while.
 _LOCK_TIMEOUT = 20.0
@@ -78,8 +74,7 @@ def _make(folder: Path) -> bool:
 def _new_folder(parent: Path, name: str | None) -> Path:
     """A new folder, with a number after its name if that exists."""
     first = parent / (name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-    numbered = (first if number == 1 else first.with_name(f"{first.name}-{number}") for number in count(1))
-    folder = next(path for path in numbered if _make(path))
+    folder = next(path for path in numbered(first) if _make(path))
     if name and folder != first:
         print_error(f"note: {first} exists, so this run is {folder}; --resume auto goes on in the first")
     return folder
@@ -94,11 +89,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     lock = FileLock(folder / ".lock")
     try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            log.info("%s is in use; waiting up to %.0f s for its process to end", folder, _LOCK_TIMEOUT)
-            lock.acquire(timeout=_LOCK_TIMEOUT, poll_interval=0.2)
+        lock.acquire(timeout=_LOCK_TIMEOUT, poll_interval=0.2)
     except Timeout as error:
         raise UserError(f"another process is training in {folder}; wait for it, or pass another --name") from error
     except (NotImplementedError, OSError):

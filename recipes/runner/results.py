@@ -7,7 +7,6 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence, Sized
-from itertools import count
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -23,7 +22,7 @@ from recipes.version import __version__
 
 __all__ = [
     *("RESULTS", "Best", "Results", "Stopwatch", "count_parameters", "differences", "environment", "hardware"),
-    *("loader_sizes", "peak_memory", "process_age", "read_results", "set_aside", "versions", "write_rows"),
+    *("loader_sizes", "peak_memory", "process_age", "read_results", "versions", "write_rows"),
     "write_text",
 ]
 
@@ -31,8 +30,7 @@ RESULTS = "results.json"
 
 # Files that are complete, or as they were before.
 
-# A file's name in another encoding is written as its bytes.
-_ERRORS = "surrogateescape"
+_ERRORS = "surrogateescape"  # A file's name in another encoding is written as its bytes.
 
 
 def write_text(path: Path, text: str) -> None:
@@ -74,10 +72,9 @@ def write_rows(
 
 
 class Best(TypedDict):
-    """The checkpoint that the scores are of.
+    """The checkpoint that the scores are of: saved in `epoch`, from 1, after `step` updates.
 
-    `epoch` is that in which it was saved, from 1 as on the console, and `step` the updates before it. `monitor` is the
-    score by which it is the best, and `value` its value; both are None without a validation.
+    `monitor` is the score by which it is the best, and `value` its value; both are None without a validation.
     """
 
     checkpoint: str
@@ -88,7 +85,7 @@ class Best(TypedDict):
 
 
 class Results(TypedDict, total=False):
-    """The entries of ``results.json``. Files of earlier versions lack some of them.
+    """The entries of ``results.json``.
 
     `scores` are of the checkpoint `best`. `seconds` has "start_up" to the beginning of training, "train" without
     validation, and "total" of the program that has written the file, which are those after a resume; `epochs` counts
@@ -134,16 +131,6 @@ def read_results(folder: Path) -> Results:
     if not isinstance(found, dict) or not isinstance(found.get("scores"), dict):
         raise UserError(f"{path} holds no results of a run: expected an object with an entry scores")
     return cast(Results, found)
-
-
-def set_aside(folder: Path) -> None:
-    """Rename the results of a run that trains on, so that a folder holds results exactly where its run has finished.
-
-    The first ones become ``results-1.json``.
-    """
-    if (folder / RESULTS).is_file():
-        names = (folder / f"results-{number}.json" for number in count(1))
-        (folder / RESULTS).rename(next(path for path in names if not path.exists()))
 
 
 # Where a run comes from

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,7 +29,7 @@ from recipes.runner.saved_run import (
     readable_checkpoints,
 )
 
-__all__ = ["ResumePoint", "find_resume_point", "launch_name", "requeue_after_loss", "start_from"]
+__all__ = ["ResumePoint", "find_resume_point", "launch_name", "numbered", "requeue_after_loss", "start_from"]
 
 # Lightning's launcher starts the other ranks with rank 0's variables.
 _VARIABLE = "LIGHTNING_RECIPES_RESUME_POINT"
@@ -75,18 +75,24 @@ def find_resume_point(
     Raises:
         UserError: `resume` is not a valid checkpoint, or nothing names the job.
     """
+
+    def is_same(folder: Path) -> bool:
+        """Whether the run in a folder is this experiment, or says nothing of its own."""
+        file = folder / "config.yaml"
+        return not file.is_file() or not describe_differences(read_settings(file), config, free)
+
     if _VARIABLE in os.environ and not is_rank_zero():
         return ResumePoint(**json.loads(os.environ[_VARIABLE]))
     if resume not in (None, "auto", "none"):
         point = _from_file(resume, name, parent, typed)
-    elif resume == "none" or (resume is None and not _is_restarted(os.environ)):
+    elif resume == "none" or (resume is None and launch_name(os.environ, name) is None):
         point = ResumePoint()
     elif name is not None:
         point = _resume_in(parent / name, typed)
     elif job := launch_name(os.environ):
-        point = _of_this_job(parent / job, config, typed, free)
+        point = _of_this_job(parent / job, is_same, typed)
     else:
-        point = _unfinished(parent, config, typed, free)
+        point = _unfinished(parent, is_same, typed)
     os.environ[_VARIABLE] = json.dumps(vars(point))
     return point
 
@@ -111,50 +117,32 @@ def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
     epochs, steps, _ = (run.config.get(name) if typed.get(name) is None else typed[name] for name in _LENGTHS)
     if run.is_finished(epochs, -1 if steps is None else steps):
         return True
-    try:
-        stopped_early = read_results(folder).get("stopped_early")
-    except UserError:
-        stopped_early = None
     # It has ended before that: by early stopping or its time, and would again with these settings.
-    names = _PATIENCE if stopped_early else _LENGTHS
+    names = _PATIENCE if read_results(folder).get("stopped_early") else _LENGTHS
     return all(typed.get(name) in (None, run.config.get(name)) for name in names)
 
 
-def _is_of(folder: Path, config: Mapping[str, Any], free: Collection[str]) -> bool:
-    """Whether the run in a folder is the experiment of these settings, or says nothing of its own."""
-    try:
-        settings = read_settings(folder / "config.yaml")
-    except UserError:
-        settings = {}
-    return not isinstance(settings, dict) or not describe_differences(settings, config, free)
+def numbered(folder: Path) -> Iterator[Path]:
+    """The folders NAME, NAME-2, ..., since several runs may have a name, and a job may make several runs."""
+    yield folder
+    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
 
 
-def _numbered(folder: Path) -> Iterator[Path]:
-    """The existing folders NAME, NAME-2, ..., then the first that does not exist: a job may make several runs."""
-    for number in count(1):
-        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        yield path
-        if not path.exists():
-            return
-
-
-def _of_this_job(
-    folder: Path, config: Mapping[str, Any], typed: Mapping[str, Any], free: Collection[str]
-) -> ResumePoint:
+def _of_this_job(folder: Path, is_same: Callable[[Path], bool], typed: Mapping[str, Any]) -> ResumePoint:
     """The run that this job has made with these settings, in the folder of its name or a numbered one."""
-    for path in _numbered(folder):
-        if path.exists() and _is_of(path, config, free):
+    for path in numbered(folder):
+        if not path.exists():
+            break
+        if is_same(path):
             return _resume_in(path, typed)
     return ResumePoint(str(path))
 
 
-def _unfinished(
-    parent: Path, config: Mapping[str, Any], typed: Mapping[str, Any], free: Collection[str]
-) -> ResumePoint:
+def _unfinished(parent: Path, is_same: Callable[[Path], bool], typed: Mapping[str, Any]) -> ResumePoint:
     """The newest unfinished run with these settings."""
     folders = [path.parent for path in parent.glob("*/config.yaml")]
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
-        if _is_of(folder, config, free):
+        if is_same(folder):
             point = _resume_in(folder, typed)
             if point.checkpoint and not point.finished:
                 return point
@@ -165,22 +153,19 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
     """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
     home = Path(resume).resolve().parent
     in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
+    folder = home.parent if in_run else None
     if job := launch_name(os.environ, name):
-        for folder in [home.parent] if in_run else _numbered(parent / (name or job)):
-            if _lineage(folder).get(job) == resume:
-                point = _resume_in(folder, typed)
-                if point.checkpoint:
-                    return point
-                break
+        folders = [home.parent] if in_run else numbered(parent / (name or job))
+        folder = next(path for path in folders if in_run or not path.exists() or _lineage(path).get(job) == resume)
+        if _lineage(folder).get(job) == resume and (own := _resume_in(folder, typed)).checkpoint:
+            return own
     try:
         read_run(resume)
     except UserError as error:
         valid = newest_valid_checkpoint(home) if home.name == "checkpoints" else None
         newest = f"{error}; the newest valid checkpoint is {valid}: pass --resume auto"
         raise UserError(newest if valid else str(error)) from error
-    if in_run:
-        return ResumePoint(str(home.parent), resume)
-    return ResumePoint(str(folder) if job else None, resume)
+    return ResumePoint(str(folder) if folder else None, resume)
 
 
 def start_from(checkpoint: str, folder: Path, name: str | None) -> list[Path]:
@@ -233,12 +218,6 @@ def _torchrun_restarts(environment: Mapping[str, str]) -> tuple[int, int]:
     return done, most
 
 
-def _is_restarted(environment: Mapping[str, str]) -> bool:
-    """Whether the launch may be restarted: by a requeue of Slurm, or by torchrun."""
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and any(_torchrun_restarts(environment))
-    return by_torchrun or _slurm_name(environment) is not None
-
-
 def launch_name(environment: Mapping[str, str], name: str | None = None) -> str | None:
     """A name of this job that its restarts and requeues share, and other jobs do not; None without restarts.
 
@@ -252,11 +231,11 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
         >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "ENVIRONMENT": "BATCH"})
         'slurm-17'
     """
-    if not _is_restarted(environment):
-        return None
     if slurm := _slurm_name(environment):
         return slurm
-    run = environment.get("TORCHELASTIC_RUN_ID", "none")
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    if run is None or not any(_torchrun_restarts(environment)):
+        return None
     if run != "none":
         return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
     if environment.get("GROUP_WORLD_SIZE", "1") != "1":

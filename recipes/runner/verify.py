@@ -93,9 +93,10 @@ def _check_beginning(experiment: Experiment, interval: Interval) -> None:
         RunFailedError: it holds other weights.
         UserError: there is none, and the micro-batches of an update follow from another number of devices.
     """
-    run, before = experiment.run, interval.start.world_size
+    split = interval.start.environment
     if interval.checkpoint is None:
-        if run.global_batch_size is None and experiment.launch.world_size != before:
+        before = int(split.get("devices", 1)) * int(split.get("num_nodes", 1))
+        if experiment.run.global_batch_size is None and experiment.launch.world_size != before:
             raise UserError(f"the run began on {before} devices, and is repeated from there: pass --devices {before}")
         return
     found = weights_hash(load_plain(interval.checkpoint)["state_dict"])

@@ -35,8 +35,7 @@ class Start:
     Args:
         recipe: its title.
         resumed_from: the updates behind the checkpoint that it was resumed from; None where it began anew.
-        environment: what may change the bits, and the numbers of devices and nodes: see
-            `recipes.runner.results.environment`.
+        environment: see `recipes.runner.results.environment`.
         config: the settings.
     """
 
@@ -44,11 +43,6 @@ class Start:
     resumed_from: int | None
     environment: dict[str, Any]
     config: dict[str, Any]
-
-    @property
-    def world_size(self) -> int:
-        """Devices of all nodes."""
-        return int(self.environment.get("devices", 1)) * int(self.environment.get("num_nodes", 1))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,6 @@ def test_a_finished_run_that_trains_longer_keeps_its_results_under_another_name(
     first = (folder / "results.json").read_bytes()
     (longer,) = typed(tmp_path, "--name one --resume auto --max-epochs 3")
     assert longer.status == 0
-    assert (folder / "results-1.json").read_bytes() == first
+    assert (folder / "results-before.json").read_bytes() == first
     assert read_results(folder)["config"]["max_epochs"] == 3
     assert read_run(folder / "checkpoints" / "last.ckpt").epochs == 3

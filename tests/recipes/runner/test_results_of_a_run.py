@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Results, R
     folder = home / "runs" / "quadrants" / "one"
     ((first, second),) = run_ranks(_type_both, 1, *lines, str(home))
     assert (first.status, second.status) == (0, 0), first.err + second.err
-    return folder, first.err + first.out, json.loads((folder / "results-1.json").read_text()), read_results(folder)
+    return folder, first.err + first.out, json.loads((folder / "results-before.json").read_text()), read_results(folder)
 
 
 def test_lightnings_summary_of_the_layers_is_printed_where_it_is_asked_for(run: Any) -> None:
