@@ -7,15 +7,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules.contract import data_contract
 from recipes.prediction import all_rows
-from recipes.results.stopwatch import SampleCounter
 from tests.support.command_lines import typed
 from tests.support.minimal_recipe import Line
-from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, silence
 
 BEST = "runs/quadrants/run/checkpoints/best.ckpt"
 
@@ -63,25 +59,6 @@ def test_what_the_data_module_lacks_is_said_in_words(trained):
         " out to predict what Points.predict_dataloader() yields\n"
     )
     assert ended[1][2] == "error: test needs a method test_dataloader, and Points has none\n"
-
-
-def count_samples() -> int:
-    silence()
-    counter = SampleCounter()
-    samples = torch.linspace(-1, 1, 13).unsqueeze(1)
-    trainer = pl.Trainer(
-        **QUIET | {"use_distributed_sampler": True},
-        devices=2,
-        max_epochs=2,
-        callbacks=[counter],
-        enable_checkpointing=False,
-    )
-    trainer.fit(Line(), DataLoader(TensorDataset(samples, samples), batch_size=2))
-    return counter.samples
-
-
-def test_samples_of_all_ranks_are_counted_the_repeated_ones_of_lightnings_sampler_too():
-    assert run_ranks(count_samples, 2) == [28, 28]
 
 
 def test_a_recipe_without_a_table_of_its_own_prints_the_networks_outputs():
