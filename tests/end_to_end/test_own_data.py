@@ -21,7 +21,6 @@ from tests.support.ranks import run_ranks
 RECIPES = {
     "mnist": ("recipes:MNISTClassifier", "datamodules:MNISTDataModule"),
     "resnet": ("recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"),
-    "seq2seq": ("recipes:Seq2SeqTranslator", "datamodules:TranslationDataModule"),
 }
 EXACT = ("--precision", "32-true", "--accelerator", "cpu")
 
