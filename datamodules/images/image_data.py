@@ -107,7 +107,7 @@ class ImageDataModule(BaseDataModule):
     @property
     def info(self) -> ImageSet:
         """Names and statistics of the set; its classes once it has been read. "auto" is MNIST until it is decided."""
-        known = self._sets.get(self.dataset) or self._sets["mnist"]
+        known = self._sets["mnist" if self.dataset == "auto" else self.dataset]
         if self.dataset == self._own_name and self._own is not None:
             return replace(known, title=self._own.title, classes=self._own.classes)
         return replace(known, classes=self._classes) if self._classes else known

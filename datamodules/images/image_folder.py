@@ -352,6 +352,7 @@ class ImageFolderDataModule(ImageDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
+        check_choice("dataset", saved, tuple(self._sets))
         self.__dict__.pop("pixel_statistics", None)
         self._restored = dict(state_dict)
         if not self._sources and self._own is None:

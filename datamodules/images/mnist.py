@@ -18,7 +18,7 @@ from datamodules.images.image_data import ImageDataModule, warn
 from datamodules.images.mnist_form import read_digits, read_set
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
-from datamodules.ranges import COUNT, Range, check_ranges
+from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 __all__ = ["MNISTDataModule"]
 
@@ -314,6 +314,7 @@ class MNISTDataModule(ImageDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, self._classes = state_dict["dataset"], tuple(state_dict.get("classes", ()))
+        check_choice("dataset", saved, tuple(self._sets))
         if self.hparams.dataset not in ("auto", saved):
             raise UserError(
                 f"the checkpoint was trained on {saved}, found dataset={self.dataset!r}; pass dataset={saved!r}"

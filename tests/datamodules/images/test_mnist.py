@@ -506,6 +506,8 @@ def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, here: Pa
 
 def test_a_checkpoint_of_another_set_than_the_one_named_is_refused(tiny: Path, tmp_path: Path):
     mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
+    with pytest.raises(UserError, match="dataset='kmnist': expected one of mnist, fashion-mnist"):
+        MNISTDataModule().load_state_dict({"dataset": "kmnist"})
     with pytest.raises(UserError, match="trained on mnist, found dataset='digits'; pass dataset='mnist'"):
         data = MNISTDataModule(dataset="digits")
         _trainer().test(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
