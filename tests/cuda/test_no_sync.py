@@ -67,8 +67,8 @@ def _type(name: str, device: str, folder: str) -> Typed:
     tiny = TINY_RECIPES[name]
     flags = [*tiny.flags, *f"--accelerator={device} --devices=1 --max-epochs=2 --batch-size=8 --accumulate=2".split()]
     flags += ["--log-every-n-steps=50", "--limit-train-batches=20"]
-    flags += ["--ema=0.9", "--limit-test-batches=1", "--limit-val-batches=4", f"--callbacks+={__name__}.NoSync"]
-    return type_line(tiny.recipe, tiny.data, flags, folder)
+    flags += ["--ema=0.9", "--limit-test-batches=1", "--limit-val-batches=4"]
+    return type_line(tiny.recipe, tiny.data, flags, folder, lambda: [NoSync()])
 
 
 @pytest.mark.slow

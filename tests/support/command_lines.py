@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ class Typed(NamedTuple):
     err: str
 
 
-def type_line(recipe: str, data: str, args: list[str], folder: str) -> Typed:
+def type_line(recipe: str, data: str, args: list[str], folder: str, callbacks: Callable[[], list] = list) -> Typed:
     """Type one in this process, which `run_ranks` has started, for a recipe and a data module by ``module:name``."""
     from recipes import run
 
@@ -34,7 +35,7 @@ def type_line(recipe: str, data: str, args: list[str], folder: str) -> Typed:
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            run(resolve_name(recipe), resolve_name(data), args=args)
+            run(resolve_name(recipe), resolve_name(data), callbacks, args=args)
         except SystemExit as end:
             status = int(end.code or 0)
     return Typed(status, out.getvalue(), err.getvalue())
