@@ -55,8 +55,9 @@ def test_a_folder_recipes_in_the_current_folder_does_not_shadow_the_console_comm
 
 
 def test_a_copied_folder_is_a_recipe(console: str, tmp_path: Path) -> None:
-    for package in ("recipes", "callbacks", "datamodules"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(tmp_path / "recipes" / "mnist", tmp_path / "recipes" / "mine")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copytree(ROOT / "recipes" / "mnist", tmp_path / "recipes" / "mine")
+    for package in ("callbacks", "datamodules"):
+        (tmp_path / package).symlink_to(ROOT / package)
     done = _call(console, "mine", "--help", root=tmp_path)
     assert done.stdout.startswith("usage: lightning-recipes mine ["), done.stderr
