@@ -313,23 +313,3 @@ def test_names_that_are_unknown_or_ambiguous_are_refused_with_a_suggestion() -> 
         fit(Rude(), FreezeLayers("layre1"))
     with pytest.raises(UserError, match="'0' could be .*'network.layer1.0' or .*: write one of them in full"):
         fit(Rude(), FreezeLayers(unfreeze={"0": 5}))
-
-
-class Unwrapped(DDPStrategy):
-    """As strategies do that give every rank its own part of the weights, this one holds no DDP."""
-
-    @override
-    def configure_ddp(self) -> None:
-        pass
-
-
-def unwrapped() -> str:
-    with pytest.raises(UserError) as refused:
-        fit(Rude(), FreezeLayers("fc"), world_size=2, strategy=Unwrapped())
-    return str(refused.value)
-
-
-def test_strategies_that_split_parameters_are_refused() -> None:
-    for message in run_ranks(unwrapped, 2):
-        assert "Unwrapped splits parameters" in message
-        assert 'pass strategy="ddp"' in message

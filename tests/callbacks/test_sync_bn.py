@@ -8,12 +8,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.lib.batch_norm import combine_moments
 from callbacks.sync_bn import SyncBN, restore_batchnorm, sync_batchnorm
 from datamodules.errors import UserError
 from tests.support.ranks import run_ranks
@@ -320,14 +317,3 @@ def test_copies_and_pickles_of_synchronised_layers_are_plain():
         assert all(
             torch.equal(a, b) for a, b in zip(twin.state_dict().values(), net.state_dict().values(), strict=True)
         )
-
-
-@given(st.lists(st.lists(st.floats(-100, 100), max_size=6), min_size=1, max_size=5).filter(lambda parts: any(parts)))
-def test_combined_moments_are_those_of_the_whole(parts: list[list[float]]):
-    tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
-    rows = [[t.mean().item(), t.var(correction=0).item(), len(t)] if len(t) else [0.0, 0.0, 0] for t in tensors]
-    mean, variance, count = combine_moments(torch.tensor(rows, dtype=torch.float64))
-    whole = torch.cat(tensors)
-    assert count == len(whole)
-    torch.testing.assert_close(mean[0], whole.mean(), rtol=1e-12, atol=1e-11)
-    torch.testing.assert_close(variance[0], whole.var(correction=0), rtol=1e-11, atol=1e-9)
