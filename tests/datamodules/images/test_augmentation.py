@@ -1,3 +1,6 @@
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -55,6 +58,23 @@ def test_an_image_is_a_function_of_seed_epoch_and_sample_to_the_bit(name, size):
 def test_repeats_of_a_sample_are_augmented_differently(name):
     images = _augmented(name, [3 + 12 * repeat for repeat in range(8)])
     assert (len({image.numpy().tobytes() for image in images}) == 1) == (name == "none")
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_the_global_generators_neither_change_nor_matter(name):
+    outcomes = []
+    mixing = Mixing(0.2, 1.0, 3, 1)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1])
+        images = _augmented(name, [*range(12)])
+        outcomes.append(mixing(images, TARGETS, images.roll(1, 0), TARGETS.roll(1), torch.arange(12), 0))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        assert (np.random.get_state()[1] == before[2]).all()
+    assert all(torch.equal(first, second) for first, second in zip(*outcomes))
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
