@@ -175,7 +175,7 @@ def test_auto_without_a_name_takes_the_newest_unfinished_run_of_the_same_experim
 def test_a_finished_run_with_results_has_nothing_left_to_do(outside, tmp_path):
     make_run(tmp_path, "a", epochs=4)
     assert not find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished, "it was killed in the test"
-    (tmp_path / "a" / "results.json").touch()
+    (tmp_path / "a" / "results.json").write_text('{"scores": {}}')
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished
     assert not find_resume_point("auto", "a", tmp_path, CONFIG | {"max_epochs": 5}, {"max_epochs": 5}).finished
 
