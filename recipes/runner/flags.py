@@ -292,7 +292,7 @@ class FlagParser(ArgumentParser):
             return self.parse_args(self._with_settings_of_results(args))
         except Exception as error:
             message = str(error).replace("unrecognized arguments:", "pass all inputs beside each other, also")
-            raise UserError(self._explain(args) or _one_line(message)) from error
+            raise UserError(self._explain(args) or self._explain_default(message) or _one_line(message)) from error
 
     def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
         """Import the module of an optimiser by its import path, if that was typed or is in the file that was.
@@ -347,6 +347,13 @@ class FlagParser(ArgumentParser):
             elif name in self._flags and self._failure(self.parse_args, [f"--{name}={value}"]) != required:
                 return f"{flag_of(name)} {value} is not {describe_type(self._type(name))}"
         return None
+
+    def _explain_default(self, message: str) -> str | None:
+        """The saved setting of which jsonargparse says that it cannot be used as a default."""
+        found = re.match(r'Parser key "(\w+)"', message)
+        if found is None or found[1] not in self._flags:
+            return None
+        return f"the saved setting {found[1]}={self.get_default(found[1])} is not {describe_type(self._type(found[1]))}"
 
     def _explain_file(self, path: str) -> str | None:
         """The setting of a file that cannot be parsed."""

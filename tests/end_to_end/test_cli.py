@@ -230,7 +230,8 @@ def test_settings_in_a_checkpoint_have_no_module_imported(session: Session, tmp_
         checkpoint["config"] |= {name: {"class_path": "evil.Thing"}}
     torch.save(checkpoint, tmp_path / "evil.ckpt")
     (ended,) = run_ranks(_test_beside_a_module, 1, str(tmp_path))
-    assert ended.status == 0, ended.err
+    assert ended.status == 2
+    assert ended.err == "error: the saved setting optimizer={'class_path': 'evil.Thing'} is not text\n"
     assert not (tmp_path / "was_here").exists()
 
 
@@ -245,16 +246,16 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
         "test --resume some.ckpt": "--resume continues training; pass --ckpt FILE to test",
         "test --ckpt a --output no/such.json": "--output no/such.json: there is no folder no",
         "--dataset mnist --no-download --data-dir no": "the folder no does not exist",
-        "--dataset digits --data-dir no": "--dataset digits comes with scikit-learn, so --data-dir no",
-        "--max-time 5s": "--max-time 5s is no time: write days, hours, minutes and seconds, such as 00:00:30:00",
-        "--val-check-interval 00:30:00": "--val-check-interval 00:30:00 is no time: write days, hours, minutes and",
+        "--dataset digits --data-dir no": "dataset='digits' comes with scikit-learn, so data_dir=no",
+        "--max-time 5s": "`max_time` 5s is no time: write days, hours, minutes and seconds, such as 00:00:30:00",
+        "--val-check-interval 00:30:00": "`val_check_interval` 00:30:00 is no time: write days, hours, minutes and",
         "--val-check-interval 0": "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation",
         "--limit-train-batches 0": "--limit-train-batches 0 trains nothing; --max-epochs 0 scores the initial weights",
-        "--num-nodes 0": "--num-nodes 0: expected a whole number, 1 or more",
-        "--check-val-every-n-epoch 0": "--check-val-every-n-epoch 0: expected a whole number, 1 or more",
-        "--gradient-clip-val -1": "--gradient-clip-val -1: expected 0 or more",
+        "--num-nodes 0": "num_nodes=0: expected a whole number, 1 or more",
+        "--check-val-every-n-epoch 0": "check_val_every_n_epoch=0: expected a whole number, 1 or more",
+        "--gradient-clip-val -1": "gradient_clip_val=-1: expected 0 or more",
         "predict --ckpt a b.png --top-k 1 c.png": "pass all inputs beside each other, also c.png",
-        f"--seed {10**20}": f"--seed {10**20}: expected a whole number, 0 or more and 9,223,372,036",
+        f"--seed {10**20}": f"seed={10**20}: expected a whole number, 0 or more and 9,223,372,036",
     }
     ended = typed(tmp_path, *mistakes, **CLASSES)
     for (args, message), (status, _, err) in zip(mistakes.items(), ended, strict=True):

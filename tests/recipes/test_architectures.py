@@ -215,7 +215,7 @@ def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Pat
         published_weights("timm:test_resnet", 64)
     (place,) = (word.rstrip(",") for word in str(caught.value).split() if word.startswith(str(tmp_path)))
     published = timm.create_model("test_resnet").state_dict()
-    Path(place).parent.mkdir(parents=True)
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
     save_file(published, place)
     loaded = published_weights("timm:test_resnet", 64)
     assert all(torch.equal(value, published[name]) for name, value in loaded.items())

@@ -40,7 +40,7 @@ SCRIPT = """
 
 
 def _python(*args: str, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=600, env=env)
 
 
 def test_garbage_is_collected_after_the_imports_and_not_in_them() -> None:
