@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from callbacks.lib.exchange import gather
 from datamodules.contract import data_contract
-from datamodules.loading.loaders import EvaluationSampling
-from datamodules.loading.loaders import sample_numbers
+from datamodules.loading.loaders import EvaluationSampling, sample_numbers
 from recipes.labels import as_classes
 
 __all__ = ["EvaluationTables", "ScoredSamples", "Table", "class_table", "mistakes_table"]

@@ -18,8 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, Te
 
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
-from datamodules.loading.loaders import EvaluationLoader
-from datamodules.loading.loaders import sample_numbers
+from datamodules.loading.loaders import EvaluationLoader, sample_numbers
 from recipes.cli.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.files import write_rows
 from recipes.tables import class_table
