@@ -30,6 +30,13 @@ _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_ch
 
 class _TensorBoard(TensorBoardLogger):
     @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        try:
+            super().log_metrics(metrics, step)
+        except ValueError as error:
+            raise error.__cause__ or error from None  # Lightning's says that a full disk were a score of a wrong type.
+
+    @override
     def save(self) -> None:
         # Without hparams.yaml, which TensorBoardLogger.save would write: config.yaml holds the settings.
         super(TensorBoardLogger, self).save()

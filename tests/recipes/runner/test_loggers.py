@@ -121,7 +121,7 @@ def test_tensorboard_shows_scores_by_update_and_the_settings_that_differ_first(t
         made[0].finalize("success")
     assert {path.name.partition(".")[0] for path in (tmp_path / "a").iterdir()} == {"events"}
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    assert [event.step for event in runs.GetAccumulator("a").Scalars("val/loss")] == [7]
+    assert [event.step for event in runs.GetAccumulator("a").Tensors("val/loss")] == [7]
     context = Context(TBContext(data_provider=MultiplexerDataProvider(runs, str(tmp_path))))
     request = RequestContext()
     found = context.experiment_from_metadata(
