@@ -189,7 +189,8 @@ def test_two_nodes_of_two_started_manually_train_and_prepare_the_data_once_each(
     port = free_port()
     where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     where += ["--name", "run", "--rendezvous-timeout", "80"]
-    zero, one = start(tmp_path, [([*where, "--node-rank", node], {}) for node in ("0", "1")])
+    path = {"PYTHONPATH": str(ROOT)}
+    zero, one = start(tmp_path, [([*where, "--node-rank", node], path) for node in ("0", "1")])
     assert (zero.status, one.status) == (0, 0), (zero, one)
     assert f"started manually, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero.out
     assert one.out == ""

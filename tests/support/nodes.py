@@ -38,10 +38,10 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     from recipes import run
-    from tests.support.launch_recipe import CountedPoints, FailingLine
+    from tests.support import launch_recipe
 
-    sys.argv = ["launch_recipe.py", *args]
-    run(FailingLine, CountedPoints, args=args)
+    sys.argv = [str(launch_recipe.__file__), *args]  # It starts the other processes of a node.
+    run(launch_recipe.FailingLine, launch_recipe.CountedPoints, args=args)
 
 
 class Shell:
