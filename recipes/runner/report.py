@@ -108,8 +108,7 @@ def _best(outcome: Outcome, monitor: str | None) -> Best | None:
 
 def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome) -> Results:
     recipe, data, device = experiment.recipe, data_contract(experiment.data), trainer.strategy.root_device
-    loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders, "test": trainer.test_dataloaders}
-    sizes = dict(data.sizes) or loader_sizes(**loaders)
+    sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
     seconds, ended_at = stopwatch.seconds(), datetime.now().astimezone()
     parameters, trainable = count_parameters(recipe)
     return Results(

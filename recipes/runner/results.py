@@ -242,6 +242,8 @@ def peak_memory(device: torch.device) -> int | None:
 class Stopwatch(pl.Callback):
     """Measures the seconds of start-up and of training, the epochs trained, and the parameters that trained.
 
+    `sizes` holds the samples of the parts that the loaders of the training tell.
+
     Args:
         started_at: `time.monotonic` when the program was started.
     """
@@ -249,6 +251,7 @@ class Stopwatch(pl.Callback):
     def __init__(self, started_at: float) -> None:
         self.epochs = 0.0
         self.trainable = 0
+        self.sizes: dict[str, int] = {}
         self._first_batch = 0
         self._started_at = self._train_start = started_at
         self._train_seconds = 0.0
@@ -266,6 +269,8 @@ class Stopwatch(pl.Callback):
         self.trainable = count_parameters(pl_module)[1]
         batches = trainer.fit_loop.total_batch_idx - self._first_batch
         loader: Any = trainer.train_dataloader
+        # An evaluation that follows replaces them.
+        self.sizes = loader_sizes(train=loader, val=trainer.val_dataloaders)
         # In full epochs: limit_train_batches shortens them.
         with contextlib.suppress(TypeError):  # Without length, as of an iterable.
             self.epochs = batches / max(1, len(loader))

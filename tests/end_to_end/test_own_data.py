@@ -51,7 +51,7 @@ def test_a_run_names_its_classes_and_their_sizes(tmp_path: Path):
     line = "--max-epochs 1 --logger none --data-dir tree"
     line += " --weights none --arch resnet20 --image-size 8 --val-fraction 0"
     recipe, data = RECIPES["resnet"]
-    (run,) = typed(tmp_path, line, recipe=recipe, data=data, callbacks=[f"{__name__}:SaysWhenItTrains"])
+    (run,) = typed(tmp_path, line, recipe=recipe, data=data)
     assert run.status == 0, run.err
     named = ", ".join(f"class {number:02} (3)" for number in range(10))
     assert f"training on 12 classes: {named}, and 2 more\n" in run.err

@@ -28,7 +28,7 @@ def page_of(folder: Path, metrics: str = "", **more: Any) -> Page:
     folder.mkdir(exist_ok=True)
     (folder / "metrics.csv").write_text(metrics)
     results: dict[str, Any] = dict.fromkeys(Results.__annotations__, "")
-    results |= {"scores": {}, "headline": {}, "versions": {}, "config": {}, "changed": [], "peak_memory_bytes": {}}
+    results |= {"scores": {}, "headline": {}, "versions": {}, "config": {}, "peak_memory_bytes": {}}
     results |= {"parameters": 1, "trainable_parameters": 1, "samples_per_second": 0.0, "epochs": 2}
     results |= {"data": {"name": "", "sizes": {}, "left_out": {}}}
     results |= {"seconds": {"start_up": 2.0, "train": 6.0, "total": 8.5}}
@@ -47,7 +47,6 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
         headline={"val accuracy": "75 %"},
         best={"checkpoint": "best.ckpt", "epoch": 1, "step": 20, "monitor": "val/accuracy", "value": 0.75},
         config={"lr": 0.1, "seed": 1},
-        changed=["lr"],
         command="python -m recipes.mnist --lr 0.1",
         hardware="1 x cpu",
         versions={"torch": "2.15"},
@@ -55,9 +54,8 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
     assert page.text.index("0.125") > page.text.index("test_per_class.csv")
     assert page.text.count("dog") == 24, "a page holds the first rows"
     assert page.tags.count("svg") == 3  # Accuracy, loss and learning rate, and none of a class.
-    for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "All 2 settings", "1 x cpu"):
+    for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "2 settings", "1 x cpu"):
         assert text in page.text
-    assert page.text.index("\nlr") < page.text.index("All 2 settings"), "changed settings come first"
     assert "8.5 s, of which start-up 2.0" in page.text
 
 
@@ -78,7 +76,6 @@ def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
         scores={HOSTILE: 0.5},
         headline={HOSTILE: HOSTILE},
         config={"data_dir": HOSTILE, "names": [HOSTILE]},
-        changed=["data_dir"],
         command=HOSTILE,
         host=HOSTILE,
         data={"name": HOSTILE, "sizes": {HOSTILE: 3}, "left_out": {HOSTILE: 4}},
@@ -104,7 +101,7 @@ def test_a_run_writes_its_page_unless_it_cannot(tmp_path: Path) -> None:
     page = read_page(runs / "a" / "report.html")
     assert {"svg", "details"} <= set(page.tags)
     assert "quadrants: a" in page.text
-    assert page.text.index("\nlr0.5") < page.text.index("settings"), "what was changed comes first"
+    assert "\nlr0.5" in page.text
     assert "report" in first.out
     assert "no metrics.csv" in read_page(runs / "b" / "report.html").text
     (runs / "a" / "report.html").unlink()
