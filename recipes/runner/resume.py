@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from callbacks.checkpointing.verified_io import describe_damage
 from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
 from datamodules.errors import UserError
 from recipes.runner.launch import is_rank_zero
@@ -35,7 +36,7 @@ __all__ = ["ResumePoint", "find_resume_point", "launch_name", "numbered", "reque
 _VARIABLE = "LIGHTNING_RECIPES_RESUME_POINT"
 _LINEAGE = "lineage.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
-_PATIENCE = ("early_stopping", "patience")
+_STOPPING = ("early_stopping", "patience")
 _RESTARTS_WITHOUT_PROGRESS = 5
 
 
@@ -118,7 +119,7 @@ def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
     if run.is_finished(epochs, -1 if steps is None else steps):
         return True
     # It has ended before that: by early stopping or its time, and would again with these settings.
-    names = _PATIENCE if read_results(folder).get("stopped_early") else _LENGTHS
+    names = _STOPPING if read_results(folder).get("stopped_early") else _LENGTHS
     return all(typed.get(name) in (None, run.config.get(name)) for name in names)
 
 
@@ -161,6 +162,8 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
             return own
     try:
         read_run(resume)
+        if problem := describe_damage(resume):  # In its weights.
+            raise UserError(f"{resume} is not a checkpoint: {problem}")
     except UserError as error:
         valid = newest_valid_checkpoint(home) if home.name == "checkpoints" else None
         newest = f"{error}; the newest valid checkpoint is {valid}: pass --resume auto"

@@ -232,11 +232,14 @@ def test_a_requeued_job_resumes_where_its_data_have_moved(outside, tmp_path):
     assert find_resume_point(None, None, tmp_path, moved, {}) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
 
 
-def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(outside, tmp_path):
+@pytest.mark.parametrize("damage", ["truncated", "bit-flipped"])
+def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(damage, outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
-    DAMAGES["truncated"](last)
-    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass --resume auto"):
+    DAMAGES[damage](last)
+    with pytest.raises(
+        UserError, match=f"(cut off|checksum).*the newest valid checkpoint is {best}: pass --resume auto"
+    ):
         find_resume_point(str(last), None, tmp_path, CONFIG, {})
 
 
