@@ -60,7 +60,7 @@ def test_shared_memory_that_is_too_small_is_refused_in_one_line(tmp_path: Path) 
     assert "Traceback" not in done.stderr
     assert line.startswith("error: ")
     assert "no room for the batches of 2 workers" in line
-    assert "--num-workers" in line
+    assert "num_workers=0" in line
     assert "--shm-size" in line
     assert done.returncode == 2
 

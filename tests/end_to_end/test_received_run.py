@@ -46,7 +46,7 @@ def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_tra
     outside.mkdir()
     (outside / "notes").write_text("precious")
 
-    links = ("results.json", ".lock")
+    links = ("weights.jsonl", ".lock")
     for name in links:
         moved = run / "moved"
         if exists := (run / name).exists():
