@@ -85,5 +85,5 @@ def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_tra
         assert re.search(message, line.err), line.err
     a.write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
     lines = typed(tmp_path, f"--resume {a}", *(f"{c} --ckpt {a}" for c in ("validate", "predict")))
-    assert all("holds code" in line.err and "weights_only" not in line.err for line in lines)
+    assert all("is not a checkpoint" in line.err and "weights_only" not in line.err for line in lines)
     assert not (tmp_path / "ran").exists()
