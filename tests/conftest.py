@@ -53,15 +53,19 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+_UNPATCHED = {cls: dict(vars(cls)) for cls in (DataLoader, BatchSampler)}
+
+
 @pytest.fixture(autouse=True)
 def unpatched_loaders() -> Iterator[None]:
     """Lightning patches these classes while it asks for a loader, and leaves them so where that raises an error."""
     yield
-    for cls in (DataLoader, BatchSampler):
+    for cls, members in _UNPATCHED.items():
+        for name in vars(cls).keys() - members.keys():
+            delattr(cls, name)
         for name in ("__init__", "__setattr__", "__delattr__"):
-            if (saved := f"__old{name}") in vars(cls):
-                setattr(cls, name, getattr(cls, saved))
-                delattr(cls, saved)
+            if name in members and vars(cls)[name] is not members[name]:
+                setattr(cls, name, members[name])
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from callbacks.sync_bn import SyncBN
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from recipes.compilation import compile_network, restore_network
+from recipes.compilation import check_compiler, compile_network, restore_network
 from recipes.dropout import Dropout
 from recipes.mnist import MNISTClassifier
 from recipes.mnist.network import MNISTNet
@@ -140,8 +140,9 @@ def train(
 
 @pytest.fixture
 def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs run operation by operation."""
+    """Graphs run operation by operation, and no compiler is asked for."""
     monkeypatch.setattr(recipes.compilation, "compile_network", partial(compile_network, backend="eager"))
+    monkeypatch.setattr(recipes.compilation, "check_compiler", lambda _: None)
     torch._dynamo.reset()
     counters.clear()
 
@@ -173,6 +174,16 @@ def test_what_cannot_be_compiled_is_refused_with_the_cure():
         MNISTClassifier(compile="fast")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="compile=True: with cache_features=True"):
         ResNetFineTuner(num_classes=2, cache_features=True, compile=True)
+
+
+def test_a_machine_without_a_compiler_says_so_in_one_line():
+    import torch._inductor.config as inductor
+
+    torch._dynamo.reset()
+    expected = r"compile=True: torch.compile does not work here \(.*\); install a C\+\+ compiler"
+    without = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
+    with without, pytest.raises(UserError, match=expected):
+        check_compiler(torch.device("cpu"))
 
 
 @pytest.mark.slow
@@ -226,7 +237,7 @@ def test_two_ranks_train_compiled_as_eager_and_each_layer_of_sync_bn_ends_a_grap
     for name, value in zero["weights"][0].items():
         torch.testing.assert_close(zero["weights"][1][name], value, rtol=1e-4, atol=1e-5, msg=name)
         assert torch.equal(one["weights"][1][name], zero["weights"][1][name]), name
-    # On rank 1 also for the batch without samples that ends an epoch.
-    assert (zero["graphs"], one["graphs"]) == (1, 2)
+    # The compiler's check and the network; on rank 1 also for the batch without samples that ends an epoch.
+    assert (zero["graphs"], one["graphs"]) == (2, 3)
     for found in (zero, one):
         assert found["breaks"] == ["Skip inlining `torch.compiler.disable()`d function"]
