@@ -111,6 +111,8 @@ class FreezeLayers(pl.Callback):
         self.until = until
         self.unfreeze = dict(unfreeze or {})
         self.train_bn = train_bn
+        if until is None and not self.unfreeze and train_bn:
+            raise UserError('FreezeLayers() has nothing to freeze: pass until="layer4" or unfreeze')
         self._starts = {name: Duration.parse(at, f"unfreezing {name!r} at") for name, at in self.unfreeze.items()}
         self._fit: _Fit | None = None
 

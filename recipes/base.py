@@ -16,7 +16,7 @@ from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import check_optimizer, default_rate, is_lbfgs
+from recipes.optim import CheckOptimizer, check_optimizer, default_rate, is_lbfgs
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
@@ -199,7 +199,7 @@ class Recipe(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         """The callbacks that belong to the recipe, in any Trainer; an override adds to them."""
-        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckSchedule()]
+        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckOptimizer(), CheckSchedule()]
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:

@@ -1,5 +1,6 @@
 """torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,7 @@ __all__ = [
     "CompileMode",
     "CompileNetwork",
     "check_compile_mode",
+    "check_compiler",
     "compile_network",
     "restore_network",
 ]
@@ -34,6 +36,29 @@ def check_compile_mode(mode: bool | str) -> None:
     """
     if not isinstance(mode, bool) and mode not in get_args(CompileMode):
         raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
+
+
+def _double(values: Tensor) -> Tensor:
+    return values + values
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a function of one line, so that a machine that cannot compile says so before training.
+
+    Raises:
+        UserError: with the first line of torch's message.
+    """
+    log = logging.getLogger("torch.utils.cpp_extension")
+    level = log.level
+    log.setLevel(logging.ERROR)  # Where torch is built for CUDA and there is no GPU it warns of that.
+    try:
+        torch.compile(_double)(torch.zeros(8, device=device))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        cure = "install a C++ compiler such as g++, or pass" if device.type == "cpu" else "pass"
+        raise UserError(f"compile=True: torch.compile does not work here ({reason}); {cure} compile=False") from error
+    finally:
+        log.setLevel(level)
 
 
 def _mark(tensors: Iterable[Any], dims: int) -> None:
@@ -96,6 +121,7 @@ class CompileNetwork(pl.Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if mode := pl_module.hparams.compile:
+            check_compiler(trainer.strategy.root_device)
             compile_network(pl_module.network, mode, pl_module.varying_dims)
 
     @override

@@ -11,11 +11,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
 
 from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
 
 __all__ = [
+    "CheckOptimizer",
     "build_optimizer",
     "check_optimizer",
     "default_rate",
@@ -233,3 +235,26 @@ def learning_rate_scale(
     if rule == "auto":
         return "linear" if optimizer.rpartition(".")[2].lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule
+
+
+class CheckOptimizer(pl.Callback):
+    """Logs where `configure_optimizers` of a recipe has built another optimiser than its parameters name.
+
+    Runs on: `on_train_start`.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        name, built = pl_module.hparams.optimizer, [type(optimizer) for optimizer in trainer.optimizers[:1]]
+        if built and not issubclass(built[0], optimizer_class(name)):
+            rank_zero_only(log.warning)(
+                "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
+                " rate; call build_optimizer(), or pass optimizer=%r",
+                *(built[0].__name__, name, built[0].__name__.lower()),
+            )
+        elif built and not trainer.lr_scheduler_configs:
+            rank_zero_only(log.warning)(
+                "note: configure_optimizers() built no schedule, and schedule=%r is saved with the run; return"
+                " build_schedule(optimizer, self)",
+                pl_module.hparams.schedule,
+            )

@@ -142,6 +142,8 @@ class Seq2SeqTranslator(Recipe):
                 " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
             )
         check_choice("network", network, get_args(NetworkName))
+        if network == "rnn" and (heads, feedforward_size) != (4, 512):
+            raise UserError(f"{heads=} and {feedforward_size=}: network='rnn' has neither; leave them at 4 and 512")
         check_choice("bleu_tokenize", bleu_tokenize, get_args(BleuTokenizer))
         check_ranges(
             hidden_size=(hidden_size, SIZE),

@@ -304,6 +304,8 @@ def test_freezing_everything_is_refused_and_freezing_nothing_is_reported(caplog:
     with pytest.raises(UserError, match="nothing to train at the start"):
         fit(model, FreezeLayers("fc", unfreeze={"fc": "1 epochs"}))
     assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(UserError, match="has nothing to freeze"):
+        FreezeLayers()
     with pytest.raises(UserError, match="unfreezing 'stem' at 'soon' cannot be read"):
         FreezeLayers(unfreeze={"stem": "soon"})
 

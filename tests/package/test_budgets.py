@@ -14,10 +14,10 @@ from recipes.runner.run import build_parser
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (11_350, 7_180),
+    "recipes": (11_410, 7_220),
     "callbacks": (6_210, 3_650),
     "datamodules": (7_650, 4_630),
-    "tests": (24_400, 18_500),
+    "tests": (24_720, 18_750),
     "benchmarks": (4_240, 3_090),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}

@@ -301,6 +301,7 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
         ({}, "pass `source_vocab_size` and `target_vocab_size`"),
         (SIZES | {"hidden_size": 7}, "pass an even number"),
         (SIZES | {"network": "gpt"}, "expected one of rnn, transformer"),
+        (SIZES | {"heads": 8}, "heads=8 and feedforward_size=512: network='rnn' has neither; leave them at 4 and 512"),
         (SIZES | {"bleu_tokenize": "zz"}, "bleu_tokenize='zz': expected one of 13a, intl, zh"),
         (SIZES | {"network": "transformer", "hidden_size": 30}, "hidden_size=30 cannot be split into heads=4"),
     ],
