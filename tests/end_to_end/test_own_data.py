@@ -2,13 +2,17 @@
 
 import csv
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typing_extensions import override
 
 from datamodules.images.known_sets import load_digits
 from recipes import fit
@@ -43,18 +47,37 @@ def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all(torch.equal(first[name], second[name]) for name in second)
 
 
-def test_a_run_names_its_classes_and_their_sizes(tmp_path: Path):
+class SaysWhenItTrains(pl.Callback):
+    """Prints a line before the first batch."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        print("it trains", file=sys.stderr)
+
+
+def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only(tmp_path: Path):
+    line, says = "--max-epochs 1 --logger none --batch-size 512", [f"{__name__}:SaysWhenItTrains"]
+    digits = shlex.split(f"{line} --dataset digits --devices 2 --accelerator cpu --enable-progress-bar false")
+    first, second = run_ranks(type_line, 2, *RECIPES["mnist"], digits, str(tmp_path), says)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    assert "training on 10 classes: 0 (1" in first.err.partition("it trains")[0]
+    assert first.err.count("10 classes") == 1
+    assert "classes" not in second.err
     for number in range(36):
-        path = tmp_path / "tree" / f"class {number % 12:02}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (7 * number, 0, 0)).save(path)
-    line = "--max-epochs 1 --logger none --data-dir tree"
+        (tmp_path / "tree" / f"class {number % 12:02}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (7 * number, 0, 0)).save(
+            tmp_path / "tree" / f"class {number % 12:02}" / f"{number}.png"
+        )
+    listed = "".join(f"tree/class 00/{n}.png,ant\ntree/class 01/{n + 1}.png,bee\n" for n in (0, 12, 24))
+    (tmp_path / "train.csv").write_text(f"path,label\n{listed}tree/class 02/2.png,bee\n")
     line += " --weights none --arch resnet20 --image-size 8 --val-fraction 0"
     recipe, data = RECIPES["resnet"]
-    (run,) = typed(tmp_path, line, recipe=recipe, data=data)
-    assert run.status == 0, run.err
+    lines = (f"{line} --data-dir {place}" for place in ("tree", "train.csv"))
+    ended = typed(tmp_path, *lines, recipe=recipe, data=data, callbacks=says)
     named = ", ".join(f"class {number:02} (3)" for number in range(10))
-    assert f"training on 12 classes: {named}, and 2 more\n" in run.err
+    for run, classes in zip(ended, (f"12 classes: {named}, and 2 more", "2 classes: ant (3), bee (4)"), strict=True):
+        assert run.status == 0, run.err
+        assert f"training on {classes}\n" in run.err.partition("it trains")[0]
 
 
 @pytest.mark.slow
