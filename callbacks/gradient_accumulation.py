@@ -30,7 +30,7 @@ from callbacks.lib.accumulation import (
 )
 from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised
 from callbacks.lib.gradient_sum import GradientSum
-from callbacks.lib.hooks import drop_idle_hooks, refuse_dataloader_iter, restore_hooks
+from callbacks.lib.hooks import refuse_dataloader_iter
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
 from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import loader_batch_size
@@ -237,7 +237,6 @@ class GradientAccumulation(pl.Callback):
         if trainer.world_size > 1 or steps > 1:
             self._sums = _UpdateSums(trainer, pl_module)
             self._undo.append(observe_steps(pl_module, self._sums.weigh, self._sums.begin_step))
-        drop_idle_hooks(self, [GradientAccumulation.on_after_backward] if self._sums is None else ())
 
     def _steps_with(self, trainer: pl.Trainer, loaders: Any) -> int:
         """Steps of each device in an update, with loaders that deal nothing."""
@@ -276,7 +275,6 @@ class GradientAccumulation(pl.Callback):
             )
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
-        restore_hooks(self)
         if self._sums is not None:
             self._sums.statistics.restore()  # Where a training_step has raised.
         while self._undo:

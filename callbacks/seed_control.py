@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from callbacks.lib.hooks import drop_idle_hooks, refuse_dataloader_iter, restore_hooks
+from callbacks.lib.hooks import refuse_dataloader_iter
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
@@ -127,6 +127,7 @@ class SeedControl(pl.Callback):
             raise UserError(f"seed={seed} is negative: pass 0 or greater")
         self.seed = seed
         self._device = torch.device("cpu")
+        self._closures_repeat = False
         self._undo: list[Callable[[], None]] = []
         self._seed_initial_weights()
 
@@ -136,13 +137,13 @@ class SeedControl(pl.Callback):
             refuse_dataloader_iter(self, pl_module)
         self._device = trainer.strategy.root_device
         self._restore_settings()
-        self._undo = [_set_environment(self.seed), lambda: restore_hooks(self)]
+        self._undo = [_set_environment(self.seed)]
         self._seed_initial_weights()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         once = all(_calls_closure_once(optimizer) for optimizer in trainer.optimizers)
-        drop_idle_hooks(self, [SeedControl.on_after_backward] if once or not pl_module.automatic_optimization else [])
+        self._closures_repeat = pl_module.automatic_optimization and not once
         loop: Any = trainer.fit_loop.epoch_loop
         start = loop.on_run_start
 
@@ -165,8 +166,7 @@ class SeedControl(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The optimiser may call its closure again, and has to evaluate the same function.
-        if pl_module.automatic_optimization:
+        if self._closures_repeat:
             seed_generators(self._seed_of_step(trainer, trainer.fit_loop.batch_idx), self._device)
 
     def _on_evaluation_batch_start(

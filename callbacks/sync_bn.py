@@ -23,7 +23,6 @@ from callbacks.lib.batch_norm import (
     own_batch_layers,
     running_statistics,
 )
-from callbacks.lib.hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 
 __all__ = ["SyncBN", "check_batchnorm", "restore_batchnorm", "sync_batchnorm"]
@@ -249,11 +248,9 @@ class SyncBN(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        alone = not isinstance(trainer.strategy.model, DistributedDataParallel)
-        drop_idle_hooks(self, [SyncBN.on_train_batch_start] if alone else [])
         if trainer.world_size == 1:
             return
-        if alone:
+        if not isinstance(trainer.strategy.model, DistributedDataParallel):
             raise UserError(
                 f"{type(trainer.strategy).__name__} splits the layers that SyncBN would replace: pass"
                 ' strategy="ddp", or remove SyncBN'
@@ -271,7 +268,6 @@ class SyncBN(pl.Callback):
                 exempt_from_broadcast(self._ddp)
 
     def _release(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        restore_hooks(self)
         restore_batchnorm(pl_module)
         self._ddp = None
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import drop_idle_hooks, log_after_update, log_interval, restore_hooks
+from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.updates import duration_to_updates, global_batch_size, updates_made
 from datamodules.errors import UserError
 
@@ -230,7 +230,6 @@ class WarmupLR(pl.Callback):
             updates = [trainer.global_step // count if self.duration.unit == "steps" else updates_made(trainer)] * count
         self.length = length
         counts_batches = self.duration.unit != "steps" and not pl_module.automatic_optimization
-        drop_idle_hooks(self)
         factors = [
             RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
             for optimizer, done in zip(trainer.optimizers, updates, strict=True)
@@ -258,7 +257,6 @@ class WarmupLR(pl.Callback):
             log_after_update(trainer, rates)
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
-        restore_hooks(self)
         self._updates = self.updates
         for factor in self._fit.factors:
             factor.remove()

@@ -1,7 +1,7 @@
-"""What callbacks ask of a Trainer and its hooks: attributes that type checkers do not find, and calls to leave out."""
+"""What callbacks ask of a Trainer, of which type checkers do not find all attributes."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -71,40 +71,3 @@ def refuse_dataloader_iter(callback: pl.Callback, pl_module: pl.LightningModule)
             f"{type(pl_module).__name__}.training_step takes a dataloader_iter, and {type(callback).__name__} has to"
             " know which batch it reads: write training_step(self, batch, batch_idx), or remove the callback"
         )
-
-
-_OF_A_STEP = (
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-
-
-def drop_idle_hooks(callback: pl.Callback, idle: Collection[Callable[..., Any]] = ()) -> None:
-    """Keep Lightning from calling hooks of a callback in each step, until `restore_hooks`.
-
-    Args:
-        idle: methods of the callback's class that would do nothing in this run. Those that it inherits from Lightning's
-            `Callback` do nothing in any. A method that a subclass overrides is called.
-
-    Example:
-        >>> class Prints(pl.Callback):
-        ...     def on_train_batch_end(self, *args): ...
-        >>> callback = Prints()
-        >>> drop_idle_hooks(callback)
-        >>> callback.on_train_batch_start is None, callback.on_train_batch_end is None
-        (True, False)
-    """
-    for name in _OF_A_STEP:
-        if name not in vars(callback) and getattr(type(callback), name) in (getattr(pl.Callback, name), *idle):
-            setattr(callback, name, None)
-
-
-def restore_hooks(callback: pl.Callback) -> None:
-    """Have all hooks of a callback called again."""
-    for name in _OF_A_STEP:
-        if vars(callback).get(name, callback) is None:
-            delattr(callback, name)

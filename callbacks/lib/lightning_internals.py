@@ -1,4 +1,4 @@
-"""Lightning's private names: no other file touches them.
+"""Lightning's private names: beside `step_plan`, no other file touches them.
 
 Each function does one thing that Lightning has no public name for. `tests/callbacks/lib/test_lightning_internals.py`
 holds a test for each, so that a release of Lightning that renames one fails there.
@@ -8,17 +8,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core import module
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -28,47 +25,8 @@ from torch import Tensor
 RUNNING_HOOK = "_current_fx_name"
 """The entry of a LightningModule's ``__dict__`` with the name of the running hook, which decides how `log` logs.
 
-A name and no function: `LeanLoop` writes it several times in each step.
+A name and no function: `callbacks.lib.step_plan` writes it several times in each step.
 """
-
-
-class HookCalls(NamedTuple):
-    """The functions through which Lightning calls each hook, or asks for the parameters of one.
-
-    Those of callbacks, module, data module and strategy take the Trainer, the hook's name and its arguments.
-    """
-
-    of_callbacks: Callable[..., None]
-    of_module: Callable[..., Any]
-    of_datamodule: Callable[..., Any]
-    of_strategy: Callable[..., Any]
-    has_parameter: Callable[..., bool]
-
-
-def hook_calls() -> HookCalls:
-    """The functions that Lightning uses now."""
-    return HookCalls(
-        call._call_callback_hooks,
-        call._call_lightning_module_hook,
-        call._call_lightning_datamodule_hook,
-        call._call_strategy_hook,
-        training_epoch_loop.is_param_in_hook_signature,
-    )
-
-
-def replace_hook_calls(before: HookCalls, after: HookCalls) -> None:
-    """Replaces those of `before` by those of `after`, in the whole process; functions of others stay as they are."""
-    places: tuple[Any, ...] = (
-        (call, "_call_callback_hooks", before.of_callbacks, after.of_callbacks),
-        (call, "_call_lightning_module_hook", before.of_module, after.of_module),
-        (call, "_call_lightning_datamodule_hook", before.of_datamodule, after.of_datamodule),
-        (call, "_call_strategy_hook", before.of_strategy, after.of_strategy),
-        (training_epoch_loop, "is_param_in_hook_signature", before.has_parameter, after.has_parameter),
-        (module, "is_param_in_hook_signature", before.has_parameter, after.has_parameter),
-    )
-    for owner, name, old, new in places:
-        if getattr(owner, name) is old:
-            setattr(owner, name, new)
 
 
 # The loops

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,21 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib import lightning_internals as internals
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 ROOT = Path(__file__).parents[3]
-FENCE = ROOT / "callbacks/lib/lightning_internals.py"
+FENCE = [ROOT / "callbacks/lib/lightning_internals.py", ROOT / "callbacks/lib/step_plan.py"]
 
 
 def loader(samples: int = 16) -> DataLoader[Any]:
@@ -79,59 +85,30 @@ def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_
     assert found[-1][1]["x"].item() == pytest.approx(ends)
 
 
-HOOK_CALLS = {
-    "_call_callback_hooks": "c413fb9a",
-    "_call_lightning_module_hook": "558a87d0",
-    "_call_lightning_datamodule_hook": "2c4500ed",
-    "_call_strategy_hook": "ff429e3a",
-    "is_param_in_hook_signature": "6bd4f22c",
+STEP = {
+    _TrainingEpochLoop: ("advance", "update_lr_schedulers", "_build_kwargs"),
+    _AutomaticOptimization: (
+        *("run", "_optimizer_step", "_make_closure", "_make_step_fn", "_make_zero_grad_fn", "_make_backward_fn"),
+        *("_on_before_zero_grad", "_optimizer_zero_grad", "_training_step"),
+    ),
+    Closure: ("closure", "__call__"),
+    Precision: ("pre_backward", "backward", "post_backward", "_after_closure", "_wrap_closure", "optimizer_step"),
+    Strategy: ("backward", "optimizer_step", "training_step", "batch_to_device"),
+    DDPStrategy: ("pre_backward", "post_backward", "optimizer_step"),
+    LightningOptimizer: ("step",),
+    pl.LightningModule: ("optimizer_step", "clip_gradients", "_on_before_batch_transfer"),
+    _LoggerConnector: ("on_batch_start", "on_batch_end", "update_train_step_metrics"),
 }
-"""The functions that LeanLoop has a shorter form of, and a digest of their source."""
+"""The methods that a `StepPlan` replaces, and those that it builds on."""
 
 
-def test_the_functions_that_call_hooks_are_those_that_were_shortened() -> None:
-    sources = {function.__name__: inspect.getsource(function) for function in internals.hook_calls()}
-    assert {name: hashlib.sha256(source.encode()).hexdigest()[:8] for name, source in sources.items()} == HOOK_CALLS
-
-
-def test_hooks_are_called_through_functions_that_can_be_replaced() -> None:
-    called: dict[str, set[str]] = {}
-
-    def traced(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(first: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-            called.setdefault(field, set()).add(name)
-            return function(first, name, *args, **kwargs)
-
-        return wrapper
-
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return loader()
-
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return batch
-
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("one", 1.0)
-            return super().training_step(batch, batch_idx)
-
-    stock = internals.hook_calls()
-    ours = internals.HookCalls(*(traced(*pair) for pair in stock._asdict().items()))
-    internals.replace_hook_calls(stock, ours)
-    try:
-        assert internals.hook_calls() == ours
-        internals.replace_hook_calls(stock, stock)
-        assert internals.hook_calls() == ours
-        trainer_with().fit(Logging(image_network().double(), torch.optim.SGD, lr=0.1), Data())
-    finally:
-        internals.replace_hook_calls(ours, stock)
-    assert internals.hook_calls() == stock
-    assert {"on_train_batch_start", "on_before_backward", "on_train_end"} <= called["of_callbacks"]
-    assert {"optimizer_step", "configure_gradient_clipping", "on_train_batch_end"} <= called["of_module"]
-    assert {"on_before_batch_transfer", "setup"} <= called["of_datamodule"]
-    assert {"training_step", "backward", "batch_to_device"} <= called["of_strategy"]
-    assert {"batch_idx", "dataloader_iter"} <= called["has_parameter"]
+def test_the_step_of_this_lightning_is_the_one_that_was_shortened() -> None:
+    methods = [getattr(kind, name) for kind, names in STEP.items() for name in names]
+    methods += [call._call_callback_hooks, call._call_lightning_module_hook, call._call_strategy_hook]
+    text = "".join(map(inspect.getsource, methods))
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "12fb1e194811", (
+        "compare them with callbacks/lib/step_plan.py"
+    )
 
 
 def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
@@ -250,9 +227,9 @@ def test_no_other_file_touches_a_private_name_of_lightning() -> None:
     files = [
         file for room in ("callbacks", "datamodules", "recipes", "benchmarks") for file in (ROOT / room).rglob("*.py")
     ]
-    code = {file: file.read_text() for file in files if file != FENCE}
+    code = {file: file.read_text() for file in files if file not in FENCE}
     theirs, ours = names_of_lightning(), set().union(*map(private_names, code.values()))
-    fence = ast.walk(ast.parse(FENCE.read_text()))
+    fence = [node for file in FENCE for node in ast.walk(ast.parse(file.read_text()))]
     words = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None) for node in fence}
     relied_on = {word for word in words if isinstance(word, str) and word.startswith("_")} & theirs
     assert {"_trainer", "_current_fx_name", "_timeout"} <= relied_on
