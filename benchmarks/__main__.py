@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from datamodules.errors import UserError
     from recipes.runner.machine import resolve_precision, tune_allocator
 
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # It keeps what is done, too.
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)
     if not console.is_terminal:
