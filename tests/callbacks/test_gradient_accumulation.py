@@ -9,8 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -19,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.accumulation import steps_for_samples
 from callbacks.lib.updates import global_batch_size, total_updates
 from datamodules.errors import RunFailedError, UserError
 from tests.support.ranks import run_ranks
@@ -367,17 +364,6 @@ def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batc
         assert error(first[name], wanted) < 1e-14, name
         assert all(torch.equal(a, b) for a, b in zip(first[name], second[name], strict=True))
     assert "static_graph=True" in first["refused"]
-
-
-@settings(max_examples=200)
-@given(st.integers(1, 600), st.integers(1, 60))
-def test_samples_of_an_update_are_met_exactly_or_refused_with_numbers_that_are(samples: int, at_once: int) -> None:
-    try:
-        assert steps_for_samples(samples, at_once, "global_batch_size") * at_once == samples
-    except UserError as refused:
-        assert samples % at_once
-        for other in map(int, str(refused).split("expected ")[1].split(",")[0].split(" or ")):
-            assert steps_for_samples(other, at_once, "") * at_once == other
 
 
 class Totals(pl.Callback):

@@ -25,7 +25,7 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
 from tests.support.batches import BatchWatcher, Moment
 from tests.support.ranks import run_ranks
-from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
+from tests.support.scontrol import BATCH, fake_scontrol
 from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
 
 EPOCHS = 3
@@ -257,15 +257,11 @@ def test_forked_workers_leave_signals_to_the_run_and_end_on_sigterm() -> None:
     assert run_ranks(_each_forked, 1) == [[(7, 0), (7, 0), (-signal.SIGTERM, 0)]]
 
 
-@pytest.mark.parametrize("batch", [True, False])
-def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(batch: bool, tmp_path: Path) -> None:
-    env = fake_scontrol(tmp_path, RUNNING if batch else RUNNING.replace("BatchFlag=1", "BatchFlag=0"))
-    env |= BATCH | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NAME": "interactive"}
-    env |= {} if batch else {"ENVIRONMENT": "production"}
+def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(tmp_path: Path) -> None:
+    env = fake_scontrol(tmp_path) | BATCH | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
     lives = run_ranks(
         live, 2, BARE, 2, tmp_path / "run", ("train", 0, 2), signum=int(signal.SIGUSR1), rank=1, slurm=env
     )
     assert [life.status for life in lives] == [138, 138]
-    asked = tmp_path / "asked"
-    assert (asked.read_text() if asked.exists() else "") == ("requeue 70_3\n" if batch else "")
+    assert (tmp_path / "asked").read_text() == "requeue 70_3\n"
     assert (tmp_path / "run" / "last.ckpt").is_file()
