@@ -4,7 +4,6 @@ Lightning divides every loss by the full factor and gives micro-batches and rank
 updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
 """
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,26 +11,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from callbacks.lib.accumulation import (
-    check_closures,
-    check_single_accumulation,
-    check_strategy,
-    describe_second_call,
-    ends_window,
-    move_place_in_epoch,
-    resumable_loaders,
-    samples_per_batch,
-    steps_for_samples,
-)
 from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised
 from callbacks.lib.gradient_sum import GradientSum
-from callbacks.lib.hooks import drop_idle_hooks, refuse_dataloader_iter, restore_hooks
+from callbacks.lib.hooks import callbacks_of, drop_idle_hooks, refuse_dataloader_iter, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
+from callbacks.lib.notes import warn
 from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import RunFailedError, UserError
@@ -39,13 +29,107 @@ from datamodules.loading.resumable import ResumableLoader
 
 __all__ = ["GradientAccumulation"]
 
-log = logging.getLogger("lightning_recipes")
+
+def describe_second_call(optimizer: Optimizer) -> str:
+    """What is wrong with an optimiser that calls its closure again on several devices or micro-batches."""
+    return (
+        f"{type(optimizer).__name__} calls its closure several times per update, which is exact on one device with one"
+        " micro-batch per update only: pass devices=1, no accumulation and a `batch_size` that holds the whole"
+        " update, or another optimiser"
+    )
 
 
-@rank_zero_only
-def _note(text: str) -> None:
-    """Say something that is no mistake, in a Trainer and on the command line."""
-    log.warning("note: %s", text)
+def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule, kinds: tuple[type, ...]) -> None:
+    """Refuses a run in which something else accumulates as well.
+
+    Args:
+        kinds: the classes of callbacks that accumulate.
+
+    Raises:
+        UserError: there are several, or the module optimises manually.
+    """
+    if not pl_module.automatic_optimization:
+        raise UserError(
+            f"{type(pl_module).__name__} optimises manually, so only its training_step can accumulate: remove"
+            " GradientAccumulation, or set automatic_optimization = True"
+        )
+    found = [type(callback).__name__ for callback in callbacks_of(trainer) if isinstance(callback, kinds)]
+    if trainer.accumulate_grad_batches != 1:
+        found.append(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})")
+    if len(found) > 1:
+        raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
+
+
+def check_strategy(trainer: pl.Trainer) -> None:
+    """Refuses strategies that do not average gradients over the ranks as DDP does.
+
+    Raises:
+        UserError: it is such a strategy.
+    """
+    averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
+    if not averages or trainer.strategy.handles_gradient_accumulation:
+        raise UserError(
+            f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
+            ' weigh: pass strategy="ddp", or remove the callback'
+        )
+
+
+def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
+    """Those of a Trainer's training loaders that deal micro-batches to the ranks by their numbers."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
+
+
+def samples_per_batch(trainer: pl.Trainer, loaders: Any) -> int | None:
+    """Samples that all devices process at once, of several loaders together; None where one does not say."""
+    try:
+        return sum(map(loader_batch_size, CombinedLoader(loaders).flattened)) * trainer.world_size
+    except UserError:
+        return None
+
+
+def move_place_in_epoch(trainer: pl.Trainer, loader: ResumableLoader[Any]) -> None:
+    """Makes the steps done in this epoch those that lie before the place from which a loader goes on.
+
+    On other devices the same updates take other numbers of steps; and an update that was begun is made again.
+    """
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    progress = batches.current
+    steps = trainer.num_training_batches if batches.is_last_batch else loader.steps_done
+    moved = int(steps) - progress.processed
+    for counter in ("ready", "started", "processed", "completed"):
+        setattr(progress, counter, getattr(progress, counter) + moved)
+
+
+def ends_window(trainer: pl.Trainer) -> bool:
+    """Whether the present micro-batch is the last of its update; for `on_before_backward`."""
+    done = trainer.fit_loop.batch_idx + 1
+    ends_epoch = done == trainer.num_training_batches or trainer.is_last_batch
+    return ends_epoch or done % trainer.accumulate_grad_batches == 0
+
+
+def steps_for_samples(samples: int, at_once: int, found: str) -> int:
+    """The steps of each device in an update of so many samples.
+
+    Args:
+        at_once: samples that all devices process in a step.
+        found: what asks for the samples, for the error.
+
+    Raises:
+        UserError: they do not divide.
+
+    Example:
+        >>> steps_for_samples(1024, at_once=256, found="global_batch_size=1024")
+        4
+    """
+    steps, rest = divmod(samples, at_once)
+    if steps and not rest:
+        return steps
+    sizes = " or ".join(f"{size}" for size in (steps * at_once, (steps + 1) * at_once) if size)
+    raise UserError(
+        f"{found}: {samples} samples of an update are no multiple of the {at_once} that all devices process at once;"
+        f" expected {sizes}, or another `batch_size` of the loader"
+    )
 
 
 class _UpdateSums:
@@ -63,12 +147,12 @@ class _UpdateSums:
         self.gradients = self._attached()
         self.called, self._first = False, True
         if trainer.world_size > 1 and self._loader is None:
-            _note(
-                f"a {type(loader).__name__} does not deal micro-batches by their numbers: on another number of devices"
-                " the run is equal within rounding only; use a loader of datamodules for equal bits"
+            warn(
+                f"note: a {type(loader).__name__} does not deal micro-batches by their numbers: on another number of"
+                " devices the run is equal within rounding only; use a loader of datamodules for equal bits"
             )
         elif trainer.world_size > 1 and any(map(is_synchronised, pl_module.modules())):
-            _note("SyncBN normalises over what the devices see in one step: the bits depend on their number")
+            warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")
 
     def _attached(self) -> GradientSum:
         """A sum in the place of DDP's reduction; DDP is another one where layers were unfrozen."""
@@ -117,8 +201,8 @@ class _UpdateSums:
             self._first = False
             warn_of_ignored_targets(output, batch)
             if names := [type(layer).__name__ for layer in self.statistics.repeated()]:
-                _note(
-                    f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
+                warn(
+                    f"note: {len(names)} {names[0]} layers are called more than once in a training_step: their"
                     " running statistics follow the last call"
                 )
         if gradients.leaf is not None and (self._loader is not None or not is_empty(batch)):
@@ -230,7 +314,8 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         dealing, steps = resumable_loaders(trainer.train_dataloader), trainer.accumulate_grad_batches
-        check_closures(trainer, steps)
+        if (steps > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
+            raise UserError(describe_second_call(trainer.optimizers[0]))
         self._undo += [partial(each.divide_updates, each.items_of(each.world_size)) for each in dealing]
         if dealing and trainer.fit_loop.restarting:
             move_place_in_epoch(trainer, dealing[0])

@@ -12,11 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from callbacks.lib.notes import warn
 from datamodules.errors import RunFailedError
 
 __all__ = ["RankConsistency", "checksums", "describe_difference"]
@@ -106,9 +106,9 @@ class RankConsistency(pl.Callback):
         self._active = replicated and trainer.world_size > 1
         self._checked_step = -1
         if trainer.world_size > 1 and not replicated:
-            rank_zero_warn(
-                f"RankConsistency compares nothing: {type(trainer.strategy).__name__} gives each rank its own part of"
-                ' the weights; pass strategy="ddp", or remove the callback'
+            warn(
+                f"warning: RankConsistency compares nothing: {type(trainer.strategy).__name__} gives each rank its own"
+                ' part of the weights; pass strategy="ddp", or remove the callback'
             )
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

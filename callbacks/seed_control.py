@@ -9,26 +9,20 @@ what follows, and it does not matter which rank computes the micro-batch.
 import functools
 import os
 import random
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from callbacks.lib.hooks import drop_idle_hooks, refuse_dataloader_iter, restore_hooks
+from callbacks.lib.notes import warn
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
-__all__ = ["SeedControl", "draw_seed", "micro_batch_seed", "seed_generators"]
-
-
-def draw_seed() -> int:
-    """A seed of 32 bits from the system's source of random numbers."""
-    return secrets.randbits(32)
+__all__ = ["SeedControl", "micro_batch_seed", "seed_generators"]
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
@@ -185,9 +179,9 @@ class SeedControl(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if (saved := state_dict["seed"]) != self.seed:
-            rank_zero_warn(
-                f"SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn from now on "
-                f"differs from the run that wrote it; pass seed={saved} to continue as that run"
+            warn(
+                f"warning: SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn"
+                f" from now on differs from the run that wrote it; pass seed={saved} to continue as that run"
             )
 
     def seed_epoch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

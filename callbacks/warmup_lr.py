@@ -152,8 +152,6 @@ class _Fit:
     """What `WarmupLR` keeps for one fit."""
 
     factors: Sequence[RateFactor] = ()
-    batches: float | None = None
-    """Those trained, where they are what the warm-up counts."""
     logged_step: int | None = None
 
 
@@ -163,10 +161,10 @@ class WarmupLR(pl.Callback):
     Runs on: each optimiser step that really happens, through the optimiser's own hooks.
 
     The n-th update uses the schedule's rate times ``warmup_factor(n / length)``, in every parameter group, whenever it
-    was added. An update that float16 skipped is not counted. Where a module optimises by hand, a warm-up in updates
-    counts those of each optimiser, and one in epochs or per cent the batches. The rates used are logged as ``lr``
-    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are in
-    `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the schedule's own rate.
+    was added. An update that float16 skipped is not counted. Where a module optimises by hand, those of each optimiser
+    are counted. The rates used are logged as ``lr`` (further groups as ``lr/<name or number>``) every
+    `log_every_n_steps` updates; they are in `trainer.callback_metrics` without a logger too. The optimiser and its
+    checkpoint keep the schedule's own rate.
 
     Args:
         duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. When a resumed run has other epochs or another
@@ -176,7 +174,8 @@ class WarmupLR(pl.Callback):
         base_batch_size: the global batch that the rate is stated for; needed with `scale`.
 
     Raises:
-        UserError: a setting is out of its range, or the duration has no length in this run.
+        UserError: a setting is out of its range, or the duration has no length in this run; it is not in steps, and
+            the module optimises by hand.
 
     Example:
         >>> warmup = WarmupLR("5%", scale="linear", base_batch_size=256)
@@ -220,6 +219,11 @@ class WarmupLR(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.duration.unit != "steps" and self.duration.value and not pl_module.automatic_optimization:
+            raise UserError(
+                f'WarmupLR("{self.duration}") needs the length of the run in steps, and {type(pl_module).__name__}'
+                ' optimises manually: write the warm-up in steps of each optimiser, such as "500 steps"'
+            )
         length, updates, count = duration_to_updates(self.duration, trainer), self.updates, len(trainer.optimizers)
         if self.scale is not None:
             global_batch_size(trainer)  # A loader without batch size is refused here, not by the first step.
@@ -227,26 +231,20 @@ class WarmupLR(pl.Callback):
             updates = [done * length / self.length for done in updates]
         if len(updates) != count:
             # A run that began without this callback is as far as its updates.
-            updates = [trainer.global_step // count if self.duration.unit == "steps" else updates_made(trainer)] * count
+            updates = [trainer.global_step // count] * count
         self.length = length
-        counts_batches = self.duration.unit != "steps" and not pl_module.automatic_optimization
         drop_idle_hooks(self)
         factors = [
             RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
             for optimizer, done in zip(trainer.optimizers, updates, strict=True)
         ]
-        self._fit = _Fit(factors, updates[0] if counts_batches else None)
+        self._fit = _Fit(factors)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         fit, step, interval = self._fit, trainer.global_step, log_interval(trainer)
-        if fit.batches is not None:
-            updates_made(trainer, self.duration)  # Refuses what is no number of batches.
-            fit.batches += 1
-            for factor in fit.factors:
-                factor.updates = fit.batches
         if step == fit.logged_step or not any(factor.used for factor in fit.factors):
             return
         if fit.logged_step is None or trainer.is_last_batch or (interval and updates_made(trainer) % interval == 0):

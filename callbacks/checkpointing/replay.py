@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -32,6 +32,7 @@ from torch.utils.data import (
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
+from callbacks.lib.notes import inform, warn
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
@@ -128,7 +129,7 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
             f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
             f" order cannot be repeated: train with SeedControl, {advice}"
         )
-    rank_zero_info(f"epoch {trainer.current_epoch}: passing over the {done:,} batches that were trained")
+    inform("epoch %s: passing over the %s batches that were trained", trainer.current_epoch, f"{done:,}")
     restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)
     if seeds is not None:
         seeds.seed_between_steps(trainer)
@@ -147,7 +148,7 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
         problem = f"{name} of this epoch will be that of its rest, since no checkpoint holds torchmetrics of training"
         if monitors & {name, f"{name}_epoch"}:
             raise UserError(f"{problem}: resume from an epoch's end, or log a number")
-        rank_zero_warn(problem)
+        warn("warning: %s", problem)
 
 
 def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:

@@ -104,10 +104,6 @@ def _plain_object(value: Any, lost: list[str], name: str) -> Any:
     for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
-    return _named(value, lost, name)
-
-
-def _named(value: Any, lost: list[str], name: str) -> str:
     lost.append(name)
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)[:200]
 

@@ -1,11 +1,12 @@
 """Files that are either complete or as they were before, and writes that a run can do without."""
 
-import logging
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from callbacks.lib.notes import log
 
 
 def _sync_folder(folder: Path) -> None:
@@ -36,7 +37,6 @@ def whole_or_nothing(path: Path) -> Iterator[Path]:
     _sync_folder(path.parent)
 
 
-log = logging.getLogger("lightning_recipes")
 _unsaved: dict[str, str] = {}
 
 
