@@ -14,8 +14,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
 from typing_extensions import override
 
-from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
-from callbacks.checkpointing.stopping_points import RULES, Place, move_counters
+from callbacks.checkpointing.stopping_points import (
+    RULES,
+    Place,
+    move_counters,
+    place_after_batch,
+    trains,
+    update_is_whole,
+    validation_is_next,
+)
 from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.hooks import callbacks_of, is_fast_dev_run, refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last

@@ -21,9 +21,15 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
 from callbacks.checkpointing.replay import files_in, raw_weights, refuse_torchmetrics, replay_epoch, was_stopped_early
-from callbacks.checkpointing.stopping_points import RULES, uncount_cut_epoch
+from callbacks.checkpointing.stopping_points import (
+    RULES,
+    place_after_batch,
+    trains,
+    uncount_cut_epoch,
+    update_is_whole,
+    validation_is_next,
+)
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
