@@ -39,53 +39,10 @@ def describe_second_call(optimizer: Optimizer) -> str:
     )
 
 
-def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule, kinds: tuple[type, ...]) -> None:
-    """Refuses a run in which something else accumulates as well.
-
-    Args:
-        kinds: the classes of callbacks that accumulate.
-
-    Raises:
-        UserError: there are several, or the module optimises manually.
-    """
-    if not pl_module.automatic_optimization:
-        raise UserError(
-            f"{type(pl_module).__name__} optimises manually, so only its training_step can accumulate: remove"
-            " GradientAccumulation, or set automatic_optimization = True"
-        )
-    found = [type(callback).__name__ for callback in callbacks_of(trainer) if isinstance(callback, kinds)]
-    if trainer.accumulate_grad_batches != 1:
-        found.append(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})")
-    if len(found) > 1:
-        raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
-
-
-def check_strategy(trainer: pl.Trainer) -> None:
-    """Refuses strategies that do not average gradients over the ranks as DDP does.
-
-    Raises:
-        UserError: it is such a strategy.
-    """
-    averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
-    if not averages or trainer.strategy.handles_gradient_accumulation:
-        raise UserError(
-            f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
-            ' weigh: pass strategy="ddp", or remove the callback'
-        )
-
-
 def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
     """Those of a Trainer's training loaders that deal micro-batches to the ranks by their numbers."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
-
-
-def samples_per_batch(trainer: pl.Trainer, loaders: Any) -> int | None:
-    """Samples that all devices process at once, of several loaders together; None where one does not say."""
-    try:
-        return sum(map(loader_batch_size, CombinedLoader(loaders).flattened)) * trainer.world_size
-    except UserError:
-        return None
 
 
 def move_place_in_epoch(trainer: pl.Trainer, loader: ResumableLoader[Any]) -> None:
@@ -99,13 +56,6 @@ def move_place_in_epoch(trainer: pl.Trainer, loader: ResumableLoader[Any]) -> No
     moved = int(steps) - progress.processed
     for counter in ("ready", "started", "processed", "completed"):
         setattr(progress, counter, getattr(progress, counter) + moved)
-
-
-def ends_window(trainer: pl.Trainer) -> bool:
-    """Whether the present micro-batch is the last of its update; for `on_before_backward`."""
-    done = trainer.fit_loop.batch_idx + 1
-    ends_epoch = done == trainer.num_training_batches or trainer.is_last_batch
-    return ends_epoch or done % trainer.accumulate_grad_batches == 0
 
 
 def steps_for_samples(samples: int, at_once: int, found: str) -> int:
@@ -210,7 +160,10 @@ class _UpdateSums:
         loss = output if isinstance(output, Tensor) else None if output is None else output["loss"]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = None if scaler is None or loss is None else scaler.scale(torch.ones((), device=loss.device))
-        gradients.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, ends_window(trainer))
+        done = trainer.fit_loop.batch_idx + 1
+        ends_epoch = done == trainer.num_training_batches or trainer.is_last_batch
+        last = ends_epoch or done % trainer.accumulate_grad_batches == 0
+        gradients.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, last)
         if gradients.is_last:
             self.statistics.send(gradients.steps)
         if loss is None:
@@ -284,7 +237,17 @@ class GradientAccumulation(pl.Callback):
             return
         self._items = self._samples = None
         refuse_dataloader_iter(self, pl_module)
-        check_single_accumulation(trainer, pl_module, (GradientAccumulation, GradientAccumulationScheduler))
+        if not pl_module.automatic_optimization:
+            raise UserError(
+                f"{type(pl_module).__name__} optimises manually, so only its training_step can accumulate: remove"
+                " GradientAccumulation, or set automatic_optimization = True"
+            )
+        kinds = GradientAccumulation, GradientAccumulationScheduler
+        found = [type(callback).__name__ for callback in callbacks_of(trainer) if isinstance(callback, kinds)]
+        if trainer.accumulate_grad_batches != 1:
+            found.append(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})")
+        if len(found) > 1:
+            raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
         self._undo.append(when_training_loader_is_made(trainer, lambda loaders: self._divide(trainer, loaders)))
 
@@ -295,21 +258,23 @@ class GradientAccumulation(pl.Callback):
             loader_batch_size(loaders)  # Which raises.
         for loader in dealing:
             if self._items is None:
-                self._items = self._items_of_update(loader)
+                size = self.global_batch_size
+                steps = self.steps * loader.world_size
+                self._items = loader.items_of(steps) if size is None else loader.items_of_samples(size)
             loader.divide_updates(self._items)
         if dealing and self._items is not None:
             trainer.accumulate_grad_batches = dealing[0].steps_in(self._items)
         else:
             trainer.accumulate_grad_batches = self._steps_with(trainer, loaders)
 
-    def _items_of_update(self, loader: ResumableLoader[Any]) -> int:
-        if self.global_batch_size is not None:
-            return loader.items_of_samples(self.global_batch_size)
-        return loader.items_of(self.steps * loader.world_size)
-
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_strategy(trainer)
+        averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
+        if not averages or trainer.strategy.handles_gradient_accumulation:
+            raise UserError(
+                f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
+                ' weigh: pass strategy="ddp", or remove the callback'
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -330,7 +295,9 @@ class GradientAccumulation(pl.Callback):
             at_once = loader_batch_size(loaders) * trainer.world_size
             found = f"global_batch_size={self.global_batch_size}"
             return steps_for_samples(self.global_batch_size, at_once, found)
-        if (in_a_step := samples_per_batch(trainer, loaders)) is None:
+        try:
+            in_a_step = sum(map(loader_batch_size, CombinedLoader(loaders).flattened)) * trainer.world_size
+        except UserError:  # One does not say.
             return self.steps
         if self._samples is None:
             self._samples = self.steps * in_a_step

@@ -48,12 +48,6 @@ def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None)
     return float((batch_size / base_batch_size) ** exponent)
 
 
-def skipped_on_device(optimizer: Optimizer) -> bool:
-    """Whether a fused optimiser, which float16 lets decide by itself, found an infinite gradient and did nothing."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
-
-
 def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor], prefix: str) -> dict[str, float]:
     """Learning rates, one for all groups with the same, under names that stay when a group is added.
 
@@ -139,7 +133,9 @@ class RateFactor:
         rates = (group["lr"] for group in self.optimizer.param_groups)
         self.used = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self._restore()
-        self.updates += 0 if self.updates < self._length and skipped_on_device(self.optimizer) else 1
+        # A fused optimiser, which float16 lets decide by itself, finds an infinite gradient and does nothing.
+        found = getattr(self.optimizer, "found_inf", None) if self.updates < self._length else None
+        self.updates += 0 if found is not None and bool(found) else 1
 
     def _restore(self) -> None:
         for group, rate in self._own:

@@ -84,7 +84,8 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
 
 def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
     """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
-    layers = {id(buffer) for buffer in running_buffers(ddp.module)}
+    norms = [layer for layer in ddp.module.modules() if isinstance(layer, _BatchNorm)]
+    layers = {id(buffer) for layer in norms for buffer in layer.buffers(recurse=False)}
     names = {
         name: id(buffer) in layers
         for name, buffer in ddp.module.named_buffers()

@@ -53,15 +53,6 @@ def forget_failures(what: str | None = None) -> None:
         _unsaved.pop(what, None)
 
 
-def record_failure(what: str, error: Exception) -> None:
-    """Remember that something could not be written, and print a warning the first time."""
-    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    if what not in _unsaved:
-        log.warning("warning: %s cannot be written (%s); the run continues without it", what, reason)
-    _unsaved[what] = reason
-
-
 @contextmanager
 def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]:
     """Continue after the block where it raises; the first failure is a warning, and `unsaved` holds the last one.
@@ -82,4 +73,8 @@ def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]
     try:
         yield
     except kinds as error:
-        record_failure(what, error)
+        lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        if what not in _unsaved:
+            log.warning("warning: %s cannot be written (%s); the run continues without it", what, reason)
+        _unsaved[what] = reason
