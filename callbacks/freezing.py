@@ -1,8 +1,7 @@
 """Layers that stay as they are, for a while or for the whole run.
 
-`BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), freezes again for good when a run
-is resumed later (#21901), and changes the optimiser's groups in mid-run. Here groups never change: a parameter without
-gradient is skipped by every optimiser, with its momentum and weight decay.
+`BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), and freezes again for good when a
+run is resumed later (#21901).
 """
 
 from collections.abc import Mapping
@@ -21,8 +20,6 @@ from callbacks.lib.layers import find_name, module_names, parameter_names
 from callbacks.lib.notes import inform, warn
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
-
-__all__ = ["FreezeLayers"]
 
 
 def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

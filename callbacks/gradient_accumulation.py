@@ -27,8 +27,6 @@ from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
 
-__all__ = ["GradientAccumulation"]
-
 
 def describe_second_call(optimizer: Optimizer) -> str:
     """What is wrong with an optimiser that calls its closure again on several devices or micro-batches."""
@@ -83,11 +81,7 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
 
 
 class _UpdateSums:
-    """The gradients and running statistics of each update of a fit, from its training steps and backward passes.
-
-    Args:
-        trainer: one that trains now.
-    """
+    """The gradients and running statistics of each update of a fit, from its training steps and backward passes."""
 
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
@@ -187,12 +181,10 @@ class GradientAccumulation(pl.Callback):
     it the batch size counts. What is logged stays the ordinary mean. A count of 0 takes a micro-batch out, even if its
     loss is NaN.
 
-    An update is a number of micro-batches, and each rank computes a range of them. Gradients are added in an order that
-    follows from the micro-batches' numbers (`callbacks.GradientSum`), and the running statistics of BatchNorm, which
-    normalises over a micro-batch, are updated in the order of the numbers. So weights and buffers have the same bits on
-    any number of ranks, where loaders of `datamodules` deal the micro-batches; with other loaders they are equal within
-    rounding, and a line says so. Gradients are final before GradScaler unscales them and clipping reads their norm. On
-    one device with one micro-batch per update all this is left to PyTorch.
+    Gradients are added in an order that follows from the micro-batches' numbers (`callbacks.GradientSum`), and running
+    statistics of BatchNorm are updated in the order of the numbers. So weights and buffers have the same bits on any
+    number of ranks, where loaders of `datamodules` deal the micro-batches; with other loaders they are equal within
+    rounding, and a line says so. On one device with one micro-batch per update all this is left to PyTorch.
 
     Memory: the gradients of log2(micro-batches of a rank) + 1 micro-batches while they add up.
 

@@ -30,8 +30,6 @@ from callbacks.lib.notes import warn
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
 
-__all__ = ["Preemption"]
-
 _CHILDREN_EXIT = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
 
 
@@ -98,11 +96,8 @@ class Preemption(pl.Callback):
     saved; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is saved. A
     second Ctrl-C ends the process at once.
 
-    Under torchrun, a signal to the agent ends all its workers, and no restart follows; a signal to one worker ends all
-    of them, which ``--max-restarts`` follows with a restart. On SIGUSR1 a batch job of Slurm is put back into the queue
-    before any rank exits (``#SBATCH --signal=USR1@90`` sends it in time).
-
-    A run validates and stops after complete updates, as with `ExactCheckpoint`.
+    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90`` sends
+    it in time). A run validates and stops after complete updates, as with `ExactCheckpoint`.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.

@@ -26,8 +26,6 @@ from callbacks.lib.batch_norm import (
 from callbacks.lib.hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 
-__all__ = ["SyncBN", "check_batchnorm", "restore_batchnorm", "sync_batchnorm"]
-
 
 class _SynchronisedFunction(torch.autograd.Function):
     """Normalises with the statistics of all processes: one all-gather forwards, one all-reduce backwards.

@@ -1,8 +1,7 @@
 """Warm-up and batch-size scaling of the learning rate, on top of any schedule.
 
-Chained schedulers count what Lightning calls, not what happened: they move on when float16 skipped the update (#5558),
-cannot wrap ReduceLROnPlateau (#10759), break when a parameter group is added, and end elsewhere when the number of
-updates changes. Here the rate is multiplied only while the optimiser steps, so no schedule notices.
+Chained schedulers move on when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break
+when a parameter group is added. Here the rate is multiplied only while the optimiser steps, so no schedule notices.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import drop_idle_hooks, log_after_update, log_interval, restore_hooks
 from callbacks.lib.updates import duration_to_updates, global_batch_size, updates_made
 from datamodules.errors import UserError
-
-__all__ = ["RateFactor", "WarmupLR", "batch_size_scale", "rates_by_name", "warmup_factor"]
 
 Scale = Literal["linear", "sqrt"]
 

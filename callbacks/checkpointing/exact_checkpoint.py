@@ -2,10 +2,7 @@
 
 Lightning's `ModelCheckpoint` saves at others, too: in mid-window, before an epoch or a validation has been counted, and
 after ``max_steps``, which cut an epoch that then counts as done. Its checkpoints hold neither the scores that decisions
-depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps after the save. A run that is told to
-stop ends in mid-window.
-
-What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
+depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps after the save.
 """
 
 import re
@@ -35,8 +32,6 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, set_callbacks
 from datamodules.errors import UserError
-
-__all__ = ["ExactCheckpoint", "LastCheckpoint", "save_interval"]
 
 # Entries of a checkpoint.
 _DEVICES = "devices"  # The number of processes that train.
@@ -93,8 +88,8 @@ class ExactCheckpoint(ModelCheckpoint):
     for the next validation; the last checkpoint does not.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
-    `DataLoader` over a data set with a length and a sampler of torch: it repeats the epoch's order, by `SeedControl` if
-    it shuffles, and reads over the batches that were trained. With any other it resumes at an epoch's end.
+    `DataLoader` over a data set with a length and a sampler of torch, with `SeedControl` if it shuffles. With any other
+    it resumes at an epoch's end.
 
     A run validates and stops after complete updates. A stop that comes before ``min_epochs`` or ``min_steps`` is
     dropped; `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run

@@ -5,7 +5,7 @@ after a resume in the order of epoch 0 (#18780). A `DataLoader` whose sampler is
 as the epoch begins, starts again and is read up to the batches that were trained; other orders are not repeated.
 
 A checkpoint may come from somebody else: `ModelCheckpoint` deletes the worst of its best checkpoints by the path that
-stands in its state, and that can be any file of the user's; a score of another kind ends the run at the next save.
+stands in its state, and that can be any file of the user's.
 """
 
 from collections.abc import Mapping
@@ -35,16 +35,6 @@ from callbacks.lib.lightning_internals import iterate_anew, restart_training_loa
 from callbacks.lib.notes import inform, warn
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
-
-__all__ = [
-    "RAW_WEIGHTS",
-    "files_in",
-    "loaded_raw_weights",
-    "raw_weights",
-    "refuse_torchmetrics",
-    "replay_epoch",
-    "was_stopped_early",
-]
 
 RAW_WEIGHTS = "current_model_state"
 """The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""

@@ -15,18 +15,6 @@ from callbacks.lib.exchange import broadcast
 from callbacks.lib.lightning_internals import validation_time_is_over
 from callbacks.lib.updates import may_hold_gradients
 
-__all__ = [
-    "RULES",
-    "Place",
-    "move_counters",
-    "place_after_batch",
-    "trains",
-    "uncount_cut_epoch",
-    "update_is_whole",
-    "validation_is_due",
-    "validation_is_next",
-]
-
 Place = str
 """A key of `RULES`."""
 

@@ -30,15 +30,6 @@ from callbacks.lib.exchange import broadcast
 from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import RunFailedError, UserError
 
-__all__ = [
-    "CheckpointGuard",
-    "VerifiedCheckpointIO",
-    "as_plain",
-    "describe_damage",
-    "remove_leftovers",
-    "write_checkpoint",
-]
-
 log = logging.getLogger("lightning_recipes.checkpoints")
 
 _ATOMS = (
