@@ -23,7 +23,6 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.signals import Preempted, SignalFlag
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
-from tests.support.batches import BatchWatcher, Moment
 from tests.support.ranks import run_ranks
 from tests.support.scontrol import BATCH, fake_scontrol
 from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
@@ -31,12 +30,28 @@ from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network
 EPOCHS = 3
 
 
-class Alarm(BatchWatcher):
-    """Sends signals to its own process at some moment, once."""
+Moment = tuple[str, int, int]
+"""A hook ("train", "validation" or "test"), the epoch and the batch."""
+
+
+class Alarm(pl.Callback):
+    """Sends signals to its own process at some moment, once, and notes the moments."""
 
     def __init__(self, moment: Moment | None, signum: int) -> None:
         self.moment, self.signum, self.rung = moment, signum, 0.0
-        self.places: list[tuple[str, int, int]] = []
+        self.places: list[Moment] = []
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._look(trainer, "train", args[2])
+
+    @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._look(trainer, "validation", args[2])
+
+    @override
+    def on_test_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._look(trainer, "test", args[2])
 
     def _look(self, trainer: pl.Trainer, hook: str, batch: int) -> None:
         if trainer.sanity_checking:
