@@ -48,7 +48,7 @@ def fit(name: str) -> tuple[int, str, list[str]]:
         **QUIET, strategy=strategy, devices=2, max_epochs=1, callbacks=[callback], enable_checkpointing=False
     )
     said: list[logging.LogRecord] = []
-    logging.getLogger("lightning_recipes").addFilter(lambda record: bool(said.append(record)))
+    logging.getLogger("lightning_recipes").addFilter(lambda record: said.append(record) is None)
     try:
         trainer.fit(module, loader)
     except ValueError as error:
