@@ -14,8 +14,6 @@ from typing_extensions import override
 from callbacks.lib.hooks import log_interval
 from datamodules.errors import RunFailedError
 
-__all__ = ["FiniteWeights", "first_not_finite"]
-
 
 def first_not_finite(module: nn.Module) -> str | None:
     """The name of the first parameter or running statistic that holds a NaN or an infinity; None where all are finite.

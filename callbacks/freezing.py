@@ -1,18 +1,15 @@
 """Layers that stay as they are, for a while or for the whole run.
 
-`BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), freezes again for good when a run
-is resumed later (#21901), and changes the optimiser's groups in mid-run. Here groups never change: a parameter without
-gradient is skipped by every optimiser, with its momentum and weight decay.
+`BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), and freezes again for good when a
+run is resumed later (#21901).
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -20,12 +17,9 @@ from typing_extensions import override
 from callbacks.lib.durations import Duration
 from callbacks.lib.freezing import FrozenLayers, begin_momentum, check_freezing, frozen_objects, names_before
 from callbacks.lib.layers import find_name, module_names, parameter_names
-from callbacks.lib.updates import duration_to_updates, updates_made
+from callbacks.lib.notes import inform, warn
+from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
-
-__all__ = ["FreezeLayers"]
-
-log = logging.getLogger("lightning_recipes")
 
 
 def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -52,10 +46,18 @@ def is_reached(start: Duration, trainer: pl.Trainer) -> bool:
     """Whether a run is as far as a duration from its beginning; from `on_train_start` on.
 
     Whole epochs mean the same where the number of updates in one is unknown, or changes.
+
+    Raises:
+        UserError: it is not in whole epochs, and the module optimises by hand.
     """
     if start.unit == "epochs" and start.value == int(start.value):
         return trainer.current_epoch >= start.value
-    return updates_made(trainer, start) >= duration_to_updates(start, trainer)
+    if not trainer.lightning_module.automatic_optimization:
+        raise UserError(
+            f'unfreezing at "{start}" counts updates, and {type(trainer.lightning_module).__name__} optimises manually:'
+            ' write whole epochs, such as "2 epochs"'
+        )
+    return trainer.global_step >= duration_to_updates(start, trainer)
 
 
 def trainable(module: nn.Module) -> set[nn.Parameter]:
@@ -128,7 +130,6 @@ class FreezeLayers(pl.Callback):
         known = [*module_names(pl_module), *parameter_names(pl_module)]
         starts = {name if name == "*" else find_name(name, known): start for name, start in self._starts.items()}
         names = names_before(pl_module, self.until) | (starts.keys() - {"*"})
-        warn = rank_zero_only(log.warning)
         for line in check_freezing(pl_module, names, starts, trainer.optimizers):
             warn(line)
         if self.until is not None and not frozen_objects(pl_module, names, ())[1]:
@@ -152,7 +153,7 @@ class FreezeLayers(pl.Callback):
         trains, total = fit.layers.counts()
         names = f" ({', '.join(sorted(unfrozen))} unfrozen)" if unfrozen else ""
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
-        rank_zero_only(log.info)("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
+        inform("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
 
     on_train_start = on_train_epoch_start = on_train_batch_start = _unfreeze
 

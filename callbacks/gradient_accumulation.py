@@ -4,7 +4,6 @@ Lightning divides every loss by the full factor and gives micro-batches and rank
 updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
 """
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,48 +11,77 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from callbacks.lib.accumulation import (
-    check_closures,
-    check_single_accumulation,
-    check_strategy,
-    describe_second_call,
-    ends_window,
-    move_place_in_epoch,
-    resumable_loaders,
-    samples_per_batch,
-    steps_for_samples,
-)
 from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised
 from callbacks.lib.gradient_sum import GradientSum
-from callbacks.lib.hooks import refuse_dataloader_iter
+from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
+from callbacks.lib.notes import warn
 from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
 
-__all__ = ["GradientAccumulation"]
 
-log = logging.getLogger("lightning_recipes")
+def describe_second_call(optimizer: Optimizer) -> str:
+    """What is wrong with an optimiser that calls its closure again on several devices or micro-batches."""
+    return (
+        f"{type(optimizer).__name__} calls its closure several times per update, which is exact on one device with one"
+        " micro-batch per update only: pass devices=1, no accumulation and a `batch_size` that holds the whole"
+        " update, or another optimiser"
+    )
 
 
-@rank_zero_only
-def _note(text: str) -> None:
-    """Say something that is no mistake, in a Trainer and on the command line."""
-    log.warning("note: %s", text)
+def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
+    """Those of a Trainer's training loaders that deal micro-batches to the ranks by their numbers."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
+
+
+def move_place_in_epoch(trainer: pl.Trainer, loader: ResumableLoader[Any]) -> None:
+    """Makes the steps done in this epoch those that lie before the place from which a loader goes on.
+
+    On other devices the same updates take other numbers of steps; and an update that was begun is made again.
+    """
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    progress = batches.current
+    steps = trainer.num_training_batches if batches.is_last_batch else loader.steps_done
+    moved = int(steps) - progress.processed
+    for counter in ("ready", "started", "processed", "completed"):
+        setattr(progress, counter, getattr(progress, counter) + moved)
+
+
+def steps_for_samples(samples: int, at_once: int, found: str) -> int:
+    """The steps of each device in an update of so many samples.
+
+    Args:
+        at_once: samples that all devices process in a step.
+        found: what asks for the samples, for the error.
+
+    Raises:
+        UserError: they do not divide.
+
+    Example:
+        >>> steps_for_samples(1024, at_once=256, found="global_batch_size=1024")
+        4
+    """
+    steps, rest = divmod(samples, at_once)
+    if steps and not rest:
+        return steps
+    sizes = " or ".join(f"{size}" for size in (steps * at_once, (steps + 1) * at_once) if size)
+    raise UserError(
+        f"{found}: {samples} samples of an update are no multiple of the {at_once} that all devices process at once;"
+        f" expected {sizes}, or another `batch_size` of the loader"
+    )
 
 
 class _UpdateSums:
-    """The gradients and running statistics of each update of a fit, from its training steps and backward passes.
-
-    Args:
-        trainer: one that trains now.
-    """
+    """The gradients and running statistics of each update of a fit, from its training steps and backward passes."""
 
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
@@ -63,12 +91,12 @@ class _UpdateSums:
         self.gradients = self._attached()
         self.called, self._first = False, True
         if trainer.world_size > 1 and self._loader is None:
-            _note(
-                f"a {type(loader).__name__} does not deal micro-batches by their numbers: on another number of devices"
-                " the run is equal within rounding only; use a loader of datamodules for equal bits"
+            warn(
+                f"note: a {type(loader).__name__} does not deal micro-batches by their numbers: on another number of"
+                " devices the run is equal within rounding only; use a loader of datamodules for equal bits"
             )
         elif trainer.world_size > 1 and any(map(is_synchronised, pl_module.modules())):
-            _note("SyncBN normalises over what the devices see in one step: the bits depend on their number")
+            warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")
 
     def _attached(self) -> GradientSum:
         """A sum in the place of DDP's reduction; DDP is another one where layers were unfrozen."""
@@ -117,8 +145,8 @@ class _UpdateSums:
             self._first = False
             warn_of_ignored_targets(output, batch)
             if names := [type(layer).__name__ for layer in self.statistics.repeated()]:
-                _note(
-                    f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
+                warn(
+                    f"note: {len(names)} {names[0]} layers are called more than once in a training_step: their"
                     " running statistics follow the last call"
                 )
         if gradients.leaf is not None and (self._loader is not None or not is_empty(batch)):
@@ -126,7 +154,10 @@ class _UpdateSums:
         loss = output if isinstance(output, Tensor) else None if output is None else output["loss"]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = None if scaler is None or loss is None else scaler.scale(torch.ones((), device=loss.device))
-        gradients.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, ends_window(trainer))
+        done = trainer.fit_loop.batch_idx + 1
+        ends_epoch = done == trainer.num_training_batches or trainer.is_last_batch
+        last = ends_epoch or done % trainer.accumulate_grad_batches == 0
+        gradients.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, last)
         if gradients.is_last:
             self.statistics.send(gradients.steps)
         if loss is None:
@@ -150,12 +181,10 @@ class GradientAccumulation(pl.Callback):
     it the batch size counts. What is logged stays the ordinary mean. A count of 0 takes a micro-batch out, even if its
     loss is NaN.
 
-    An update is a number of micro-batches, and each rank computes a range of them. Gradients are added in an order that
-    follows from the micro-batches' numbers (`callbacks.GradientSum`), and the running statistics of BatchNorm, which
-    normalises over a micro-batch, are updated in the order of the numbers. So weights and buffers have the same bits on
-    any number of ranks, where loaders of `datamodules` deal the micro-batches; with other loaders they are equal within
-    rounding, and a line says so. Gradients are final before GradScaler unscales them and clipping reads their norm. On
-    one device with one micro-batch per update all this is left to PyTorch.
+    Gradients are added in an order that follows from the micro-batches' numbers (`callbacks.GradientSum`), and running
+    statistics of BatchNorm are updated in the order of the numbers. So weights and buffers have the same bits on any
+    number of ranks, where loaders of `datamodules` deal the micro-batches; with other loaders they are equal within
+    rounding, and a line says so. On one device with one micro-batch per update all this is left to PyTorch.
 
     Memory: the gradients of log2(micro-batches of a rank) + 1 micro-batches while they add up.
 
@@ -200,7 +229,17 @@ class GradientAccumulation(pl.Callback):
             return
         self._items = self._samples = None
         refuse_dataloader_iter(self, pl_module)
-        check_single_accumulation(trainer, pl_module, (GradientAccumulation, GradientAccumulationScheduler))
+        if not pl_module.automatic_optimization:
+            raise UserError(
+                f"{type(pl_module).__name__} optimises manually, so only its training_step can accumulate: remove"
+                " GradientAccumulation, or set automatic_optimization = True"
+            )
+        kinds = GradientAccumulation, GradientAccumulationScheduler
+        found = [type(callback).__name__ for callback in callbacks_of(trainer) if isinstance(callback, kinds)]
+        if trainer.accumulate_grad_batches != 1:
+            found.append(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})")
+        if len(found) > 1:
+            raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
         self._undo.append(when_training_loader_is_made(trainer, lambda loaders: self._divide(trainer, loaders)))
 
@@ -211,26 +250,29 @@ class GradientAccumulation(pl.Callback):
             loader_batch_size(loaders)  # Which raises.
         for loader in dealing:
             if self._items is None:
-                self._items = self._items_of_update(loader)
+                size = self.global_batch_size
+                steps = self.steps * loader.world_size
+                self._items = loader.items_of(steps) if size is None else loader.items_of_samples(size)
             loader.divide_updates(self._items)
         if dealing and self._items is not None:
             trainer.accumulate_grad_batches = dealing[0].steps_in(self._items)
         else:
             trainer.accumulate_grad_batches = self._steps_with(trainer, loaders)
 
-    def _items_of_update(self, loader: ResumableLoader[Any]) -> int:
-        if self.global_batch_size is not None:
-            return loader.items_of_samples(self.global_batch_size)
-        return loader.items_of(self.steps * loader.world_size)
-
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_strategy(trainer)
+        averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
+        if not averages or trainer.strategy.handles_gradient_accumulation:
+            raise UserError(
+                f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
+                ' weigh: pass strategy="ddp", or remove the callback'
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         dealing, steps = resumable_loaders(trainer.train_dataloader), trainer.accumulate_grad_batches
-        check_closures(trainer, steps)
+        if (steps > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
+            raise UserError(describe_second_call(trainer.optimizers[0]))
         self._undo += [partial(each.divide_updates, each.items_of(each.world_size)) for each in dealing]
         if dealing and trainer.fit_loop.restarting:
             move_place_in_epoch(trainer, dealing[0])
@@ -244,7 +286,9 @@ class GradientAccumulation(pl.Callback):
             at_once = loader_batch_size(loaders) * trainer.world_size
             found = f"global_batch_size={self.global_batch_size}"
             return steps_for_samples(self.global_batch_size, at_once, found)
-        if (in_a_step := samples_per_batch(trainer, loaders)) is None:
+        try:
+            in_a_step = sum(map(loader_batch_size, CombinedLoader(loaders).flattened)) * trainer.world_size
+        except UserError:  # One does not say.
             return self.steps
         if self._samples is None:
             self._samples = self.steps * in_a_step

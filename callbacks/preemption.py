@@ -4,7 +4,6 @@ Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process
 """
 
 import contextlib
-import logging
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,27 +14,23 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
 from typing_extensions import override
 
-from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
-from callbacks.checkpointing.stopping_points import RULES, Place, move_counters
+from callbacks.checkpointing.stopping_points import (
+    RULES,
+    Place,
+    move_counters,
+    place_after_batch,
+    trains,
+    update_is_whole,
+    validation_is_next,
+)
 from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.hooks import callbacks_of, is_fast_dev_run, refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
+from callbacks.lib.notes import warn
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
 
-__all__ = ["Preemption"]
-
-log = logging.getLogger("lightning_recipes")
-
 _CHILDREN_EXIT = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
-
-
-def interrupt_message(trainer: pl.Trainer) -> str:
-    """What Ctrl-C prints, on rank 0 only."""
-    if not trainer.is_global_zero:
-        return ""
-    what = "saving after this update" if trainer.state.fn == "fit" else "ending after this batch"
-    return f"Ctrl-C: {what}; press it again to end at once"
 
 
 def evaluation_batches(trainer: pl.Trainer) -> float:
@@ -101,11 +96,8 @@ class Preemption(pl.Callback):
     saved; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is saved. A
     second Ctrl-C ends the process at once.
 
-    Under torchrun, a signal to the agent ends all its workers, and no restart follows; a signal to one worker ends all
-    of them, which ``--max-restarts`` follows with a restart. On SIGUSR1 a batch job of Slurm is put back into the queue
-    before any rank exits (``#SBATCH --signal=USR1@90`` sends it in time).
-
-    A run validates and stops after complete updates, as with `ExactCheckpoint`.
+    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90`` sends
+    it in time). A run validates and stops after complete updates, as with `ExactCheckpoint`.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.
@@ -135,7 +127,8 @@ class Preemption(pl.Callback):
         if stage == "fit":
             refuse_dataloader_iter(self, pl_module)
         self._release()
-        self._flag.on_interrupt = interrupt_message(trainer)
+        what = "saving after this update" if stage == "fit" else "ending after this batch"
+        self._flag.on_interrupt = f"Ctrl-C: {what}; press it again to end at once" if trainer.is_global_zero else ""
         self._flag.install()
         first = LambdaCallback(
             on_sanity_check_start=self._begin,
@@ -212,13 +205,12 @@ class Preemption(pl.Callback):
         self._place = place
         path = save_now(trainer, place) if RULES[place].saves else None
         self._place = None
-        if trainer.is_global_zero:
-            done = f"saved {path}" if path else "nothing was saved"
-            # First: Slurm may end the program that writes a job's output as soon as it has requeued the job.
-            when = f" after update {trainer.global_step}" if trainer.state.fn == "fit" else ""
-            log.warning("%s%s: %s", name_of(signum), when, done)
-            if note := requeue_on(signum):
-                log.warning("%s", note)
+        done = f"saved {path}" if path else "nothing was saved"
+        # First: Slurm may end the program that writes a job's output as soon as it has requeued the job.
+        when = f" after update {trainer.global_step}" if trainer.state.fn == "fit" else ""
+        warn("%s%s: %s", name_of(signum), when, done)
+        if trainer.is_global_zero and (note := requeue_on(signum)):
+            warn(note)
         # Slurm may end the whole step, with the request to requeue, when the first process exits. All is saved: a rank
         # that does not take part is no reason to fail.
         with contextlib.suppress(RuntimeError):

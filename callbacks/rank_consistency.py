@@ -1,8 +1,7 @@
 """Ranks that train different models without anybody noticing, stopped at the end of the epoch.
 
-Under DDP every rank holds the same weights, as long as every gradient is reduced. Where one is not (a layer unfrozen
-without wrapping again, a forward pass that bypasses DDP, weights changed outside the optimiser), each rank trains a
-model of its own, the loss looks good, and rank 0's model is saved.
+Where a gradient is not reduced (a layer unfrozen without wrapping again, a forward pass that bypasses DDP) each rank
+trains a model of its own, the loss looks good, and rank 0's model is saved.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,14 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from callbacks.lib.notes import warn
 from datamodules.errors import RunFailedError
-
-__all__ = ["RankConsistency", "checksums", "describe_difference"]
 
 # Halves of 8-byte elements: as one int64, 2.0 and 4.0 could change places unseen, their bits being 2**52 apart.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -106,9 +103,9 @@ class RankConsistency(pl.Callback):
         self._active = replicated and trainer.world_size > 1
         self._checked_step = -1
         if trainer.world_size > 1 and not replicated:
-            rank_zero_warn(
-                f"RankConsistency compares nothing: {type(trainer.strategy).__name__} gives each rank its own part of"
-                ' the weights; pass strategy="ddp", or remove the callback'
+            warn(
+                f"warning: RankConsistency compares nothing: {type(trainer.strategy).__name__} gives each rank its own"
+                ' part of the weights; pass strategy="ddp", or remove the callback'
             )
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

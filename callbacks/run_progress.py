@@ -15,8 +15,6 @@ from typing_extensions import override
 
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
 
-__all__ = ["RunProgress", "format_metrics"]
-
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
     """Scalars on one line, without learning rates, single classes and the means of epochs.

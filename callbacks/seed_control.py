@@ -9,26 +9,18 @@ what follows, and it does not matter which rank computes the micro-batch.
 import functools
 import os
 import random
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from callbacks.lib.hooks import refuse_dataloader_iter
+from callbacks.lib.notes import warn
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
-
-__all__ = ["SeedControl", "draw_seed", "micro_batch_seed", "seed_generators"]
-
-
-def draw_seed() -> int:
-    """A seed of 32 bits from the system's source of random numbers."""
-    return secrets.randbits(32)
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
@@ -87,25 +79,15 @@ def _set_environment(seed: int) -> Callable[[], None]:
 class SeedControl(pl.Callback):
     """Makes random numbers a function of the seed and the place in the run: equal on a rerun and on other devices.
 
-    - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does: build it before the module and the
-      initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks.
+    - Constructing it seeds all generators: build it before the module and the initial weights repeat. It does so again
+      before ``setup`` and ``configure_model``, alike on all ranks.
     - Each training step draws from (seed, epoch, number of the micro-batch in the epoch), for layers and functions of
-      torch, NumPy and Python. What is drawn between two steps has its own address. So a rerun, or a resume at any
-      point, draws the same numbers, and so do other numbers of devices where the loader says the numbers of its
-      micro-batches, as those of `datamodules` do.
-    - A closure that an optimiser calls again in the same step (LBFGS, SAM) draws the same numbers again. Under manual
-      optimisation, further forward passes of a step draw further numbers.
+      torch, NumPy and Python; on other numbers of devices, too, where the loader says the numbers of its micro-batches,
+      as those of `datamodules` do. A closure that an optimiser calls again in the step draws the same numbers again.
     - Each evaluation step draws from (seed, loader, number of the batch over all ranks), and changes nothing of what
       training draws.
-    - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
-      the ranks agree on the order; workers of a `DataLoader` get a seed for each epoch, rank and worker, unless they
-      persist.
-
-    It costs about 35 microseconds a step, and never waits for the device.
-
-    Limits: a data set that draws from global generators depends on the numbers of devices and workers. The order of a
-    stock `DataLoader` is repeated on a resume with `ExactCheckpoint` only, and it deals its batches to the ranks in
-    turn, so that other devices draw other numbers.
+    - Before each epoch the generators are seeded alike on all ranks, for samplers; workers of a `DataLoader` get a seed
+      for each epoch, rank and worker, unless they persist.
 
     Runs on: construction, `setup`, the starts of fit, training and epochs, the start and end of each batch, and around
     validation. What it set in the environment is put back in `teardown` and `on_exception`.
@@ -185,9 +167,9 @@ class SeedControl(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if (saved := state_dict["seed"]) != self.seed:
-            rank_zero_warn(
-                f"SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn from now on "
-                f"differs from the run that wrote it; pass seed={saved} to continue as that run"
+            warn(
+                f"warning: SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn"
+                f" from now on differs from the run that wrote it; pass seed={saved} to continue as that run"
             )
 
     def seed_epoch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

@@ -25,8 +25,6 @@ from callbacks.lib.batch_norm import (
 )
 from datamodules.errors import UserError
 
-__all__ = ["SyncBN", "check_batchnorm", "restore_batchnorm", "sync_batchnorm"]
-
 
 class _SynchronisedFunction(torch.autograd.Function):
     """Normalises with the statistics of all processes: one all-gather forwards, one all-reduce backwards.

@@ -17,8 +17,6 @@ from typing_extensions import override
 from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.updates import updates_made
 
-__all__ = ["TrainingMonitor", "total_norm"]
-
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The Euclidean norm of all elements: a tensor of no dimension, float32 or float64. Sparse gradients count in full.

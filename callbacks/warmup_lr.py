@@ -1,8 +1,7 @@
 """Warm-up and batch-size scaling of the learning rate, on top of any schedule.
 
-Chained schedulers count what Lightning calls, not what happened: they move on when float16 skipped the update (#5558),
-cannot wrap ReduceLROnPlateau (#10759), break when a parameter group is added, and end elsewhere when the number of
-updates changes. Here the rate is multiplied only while the optimiser steps, so no schedule notices.
+Chained schedulers move on when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break
+when a parameter group is added. Here the rate is multiplied only while the optimiser steps, so no schedule notices.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.updates import duration_to_updates, global_batch_size, updates_made
 from datamodules.errors import UserError
-
-__all__ = ["RateFactor", "WarmupLR", "batch_size_scale", "rates_by_name", "warmup_factor"]
 
 Scale = Literal["linear", "sqrt"]
 
@@ -46,12 +43,6 @@ def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None)
     """
     exponent: float = {"linear": 1.0, "sqrt": 0.5, None: 0.0}[scale]
     return float((batch_size / base_batch_size) ** exponent)
-
-
-def skipped_on_device(optimizer: Optimizer) -> bool:
-    """Whether a fused optimiser, which float16 lets decide by itself, found an infinite gradient and did nothing."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
 
 
 def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor], prefix: str) -> dict[str, float]:
@@ -139,7 +130,9 @@ class RateFactor:
         rates = (group["lr"] for group in self.optimizer.param_groups)
         self.used = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self._restore()
-        self.updates += 0 if self.updates < self._length and skipped_on_device(self.optimizer) else 1
+        # A fused optimiser, which float16 lets decide by itself, finds an infinite gradient and does nothing.
+        found = getattr(self.optimizer, "found_inf", None) if self.updates < self._length else None
+        self.updates += 0 if found is not None and bool(found) else 1
 
     def _restore(self) -> None:
         for group, rate in self._own:
@@ -152,8 +145,6 @@ class _Fit:
     """What `WarmupLR` keeps for one fit."""
 
     factors: Sequence[RateFactor] = ()
-    batches: float | None = None
-    """Those trained, where they are what the warm-up counts."""
     logged_step: int | None = None
 
 
@@ -163,10 +154,10 @@ class WarmupLR(pl.Callback):
     Runs on: each optimiser step that really happens, through the optimiser's own hooks.
 
     The n-th update uses the schedule's rate times ``warmup_factor(n / length)``, in every parameter group, whenever it
-    was added. An update that float16 skipped is not counted. Where a module optimises by hand, a warm-up in updates
-    counts those of each optimiser, and one in epochs or per cent the batches. The rates used are logged as ``lr``
-    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are in
-    `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the schedule's own rate.
+    was added. An update that float16 skipped is not counted. Where a module optimises by hand, those of each optimiser
+    are counted. The rates used are logged as ``lr`` (further groups as ``lr/<name or number>``) every
+    `log_every_n_steps` updates; they are in `trainer.callback_metrics` without a logger too. The optimiser and its
+    checkpoint keep the schedule's own rate.
 
     Args:
         duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. When a resumed run has other epochs or another
@@ -176,7 +167,8 @@ class WarmupLR(pl.Callback):
         base_batch_size: the global batch that the rate is stated for; needed with `scale`.
 
     Raises:
-        UserError: a setting is out of its range, or the duration has no length in this run.
+        UserError: a setting is out of its range, or the duration has no length in this run; it is not in steps, and
+            the module optimises by hand.
 
     Example:
         >>> warmup = WarmupLR("5%", scale="linear", base_batch_size=256)
@@ -220,6 +212,11 @@ class WarmupLR(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.duration.unit != "steps" and self.duration.value and not pl_module.automatic_optimization:
+            raise UserError(
+                f'WarmupLR("{self.duration}") needs the length of the run in steps, and {type(pl_module).__name__}'
+                ' optimises manually: write the warm-up in steps of each optimiser, such as "500 steps"'
+            )
         length, updates, count = duration_to_updates(self.duration, trainer), self.updates, len(trainer.optimizers)
         if self.scale is not None:
             global_batch_size(trainer)  # A loader without batch size is refused here, not by the first step.
@@ -227,25 +224,19 @@ class WarmupLR(pl.Callback):
             updates = [done * length / self.length for done in updates]
         if len(updates) != count:
             # A run that began without this callback is as far as its updates.
-            updates = [trainer.global_step // count if self.duration.unit == "steps" else updates_made(trainer)] * count
+            updates = [trainer.global_step // count] * count
         self.length = length
-        counts_batches = self.duration.unit != "steps" and not pl_module.automatic_optimization
         factors = [
             RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
             for optimizer, done in zip(trainer.optimizers, updates, strict=True)
         ]
-        self._fit = _Fit(factors, updates[0] if counts_batches else None)
+        self._fit = _Fit(factors)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         fit, step, interval = self._fit, trainer.global_step, log_interval(trainer)
-        if fit.batches is not None:
-            updates_made(trainer, self.duration)  # Refuses what is no number of batches.
-            fit.batches += 1
-            for factor in fit.factors:
-                factor.updates = fit.batches
         if step == fit.logged_step or not any(factor.used for factor in fit.factors):
             return
         if fit.logged_step is None or trainer.is_last_batch or (interval and updates_made(trainer) % interval == 0):

@@ -1,8 +1,7 @@
 """Averages of the weights over a run, which are evaluated, saved and exported, while training goes on from the others.
 
-Lightning's `WeightAveraging` validates with the initial weights until its first average (#21724), puts the weights that
-were not averaged back on every load of a checkpoint, in a test too, and copies the module. Here one more copy of the
-parameters is kept.
+Lightning's `WeightAveraging` validates with the initial weights until its first average (#21724), and puts the weights
+that were not averaged back on every load of a checkpoint, in a test too.
 """
 
 import copy
@@ -23,8 +22,6 @@ from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from datamodules.errors import UserError
 from datamodules.ranges import Range, check_ranges
-
-__all__ = ["WeightAveraging", "ema_weight"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -92,17 +89,14 @@ class WeightAveraging(pl.Callback):
 
     From the first update on validation, best checkpoint, test and export have the averaged weights. The ``state_dict``
     of a checkpoint holds them, and its ``current_model_state`` the others, from which a run resumes, equal to the bit.
-    As training ends the module keeps the average; a second `fit` begins with it, and with a new average. Frozen
-    parameters are their own average, and tied ones are averaged once. The running statistics of BatchNorm are averaged
-    like the weights. The module's `on_save_checkpoint` and `on_load_checkpoint` are called for both copies. A
-    checkpoint that is saved after a test holds both, too; those that the test has loaded, if it has.
+    As training ends the module keeps the average. Tied parameters are averaged once, and the running statistics of
+    BatchNorm like the weights. The module's `on_save_checkpoint` and `on_load_checkpoint` are called for both copies.
 
     Memory: one more copy of the parameters on their device, and another while a checkpoint is saved.
 
     Runs on: `on_train_batch_end`; one kernel and no wait for the device. An update that float16 skipped is no sample,
     but for fused optimisers, which decide on the device. `on_validation_start` and `on_validation_end` exchange the
-    weights, and so does `on_train_end`. Others are called between these: it samples and exchanges before them, and
-    exchanges back after them.
+    weights, around those of other callbacks, and so does `on_train_end`.
 
     Args:
         ema: decay of the average; it warms up, see `ema_weight`.

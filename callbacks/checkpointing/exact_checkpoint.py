@@ -2,10 +2,7 @@
 
 Lightning's `ModelCheckpoint` saves at others, too: in mid-window, before an epoch or a validation has been counted, and
 after ``max_steps``, which cut an epoch that then counts as done. Its checkpoints hold neither the scores that decisions
-depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps after the save. A run that is told to
-stop ends in mid-window.
-
-What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
+depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps after the save.
 """
 
 import re
@@ -21,16 +18,20 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
 from callbacks.checkpointing.replay import files_in, raw_weights, refuse_torchmetrics, replay_epoch, was_stopped_early
-from callbacks.checkpointing.stopping_points import RULES, uncount_cut_epoch
+from callbacks.checkpointing.stopping_points import (
+    RULES,
+    place_after_batch,
+    trains,
+    uncount_cut_epoch,
+    update_is_whole,
+    validation_is_next,
+)
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, set_callbacks
 from datamodules.errors import UserError
-
-__all__ = ["ExactCheckpoint", "LastCheckpoint", "save_interval"]
 
 # Entries of a checkpoint.
 _DEVICES = "devices"  # The number of processes that train.
@@ -87,8 +88,8 @@ class ExactCheckpoint(ModelCheckpoint):
     for the next validation; the last checkpoint does not.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
-    `DataLoader` over a data set with a length and a sampler of torch: it repeats the epoch's order, by `SeedControl` if
-    it shuffles, and reads over the batches that were trained. With any other it resumes at an epoch's end.
+    `DataLoader` over a data set with a length and a sampler of torch, with `SeedControl` if it shuffles. With any other
+    it resumes at an epoch's end.
 
     A run validates and stops after complete updates. A stop that comes before ``min_epochs`` or ``min_steps`` is
     dropped; `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run

@@ -13,8 +13,6 @@ import torch
 
 from datamodules.errors import UserError
 
-__all__ = ["describe_excess", "load_plain", "refuse_code"]
-
 
 def describe_excess(path: str | Path) -> str | None:
     """Whether a zip archive unpacks to more than its size, which nothing that `torch.save` writes does; None if not."""

@@ -5,7 +5,7 @@ after a resume in the order of epoch 0 (#18780). A `DataLoader` whose sampler is
 as the epoch begins, starts again and is read up to the batches that were trained; other orders are not repeated.
 
 A checkpoint may come from somebody else: `ModelCheckpoint` deletes the worst of its best checkpoints by the path that
-stands in its state, and that can be any file of the user's; a score of another kind ends the run at the next save.
+stands in its state, and that can be any file of the user's.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -32,18 +32,9 @@ from torch.utils.data import (
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
+from callbacks.lib.notes import inform, warn
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
-
-__all__ = [
-    "RAW_WEIGHTS",
-    "files_in",
-    "loaded_raw_weights",
-    "raw_weights",
-    "refuse_torchmetrics",
-    "replay_epoch",
-    "was_stopped_early",
-]
 
 RAW_WEIGHTS = "current_model_state"
 """The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""
@@ -128,7 +119,7 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
             f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
             f" order cannot be repeated: train with SeedControl, {advice}"
         )
-    rank_zero_info(f"epoch {trainer.current_epoch}: passing over the {done:,} batches that were trained")
+    inform("epoch %s: passing over the %s batches that were trained", trainer.current_epoch, f"{done:,}")
     restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)
     if seeds is not None:
         seeds.seed_between_steps(trainer)
@@ -147,7 +138,7 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
         problem = f"{name} of this epoch will be that of its rest, since no checkpoint holds torchmetrics of training"
         if monitors & {name, f"{name}_epoch"}:
             raise UserError(f"{problem}: resume from an epoch's end, or log a number")
-        rank_zero_warn(problem)
+        warn("warning: %s", problem)
 
 
 def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:

@@ -30,15 +30,6 @@ from callbacks.lib.exchange import broadcast
 from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import RunFailedError, UserError
 
-__all__ = [
-    "CheckpointGuard",
-    "VerifiedCheckpointIO",
-    "as_plain",
-    "describe_damage",
-    "remove_leftovers",
-    "write_checkpoint",
-]
-
 log = logging.getLogger("lightning_recipes.checkpoints")
 
 _ATOMS = (
@@ -104,10 +95,6 @@ def _plain_object(value: Any, lost: list[str], name: str) -> Any:
     for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
-    return _named(value, lost, name)
-
-
-def _named(value: Any, lost: list[str], name: str) -> str:
     lost.append(name)
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)[:200]
 

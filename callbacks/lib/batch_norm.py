@@ -1,9 +1,8 @@
 """Running statistics of batch normalisation: their moments, their buffers under DDP, and their order.
 
-A layer normalises over its micro-batch, wherever that is computed. Its running mean and variance, though, are a moving
-average over micro-batches, so their bits depend on the order, and each rank of DDP sees its own only. Here each
-micro-batch leaves its statistics as they are; at the update's end the ranks hand them round, and each rank makes the
-moving average of all, in order.
+The running mean and variance of a layer are a moving average over micro-batches, so their bits depend on the order, and
+each rank of DDP sees its own only. Here each micro-batch leaves its statistics as they are; at the update's end the
+ranks hand them round, and each rank makes the moving average of all, in order.
 """
 
 import itertools
@@ -84,7 +83,8 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
 
 def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
     """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
-    layers = {id(buffer) for buffer in running_buffers(ddp.module)}
+    norms = [layer for layer in ddp.module.modules() if isinstance(layer, _BatchNorm)]
+    layers = {id(buffer) for layer in norms for buffer in layer.buffers(recurse=False)}
     names = {
         name: id(buffer) in layers
         for name, buffer in ddp.module.named_buffers()
@@ -101,10 +101,8 @@ class OrderedStatistics:
     """The running statistics of BatchNorm layers over an update.
 
     `GradientSum.micro_batch` calls what follows: `begin` before each forward pass of a micro-batch, `collect` after it,
-    `restore` after its backward pass, and `finish` after the last one of the update. In between the layers have the
-    running statistics of the update before, and within a micro-batch its own. A layer that is called several times
-    within a micro-batch counts its last call.
-    Synchronised layers and those that do not train are left alone.
+    `restore` after its backward pass, and `finish` after the last one of the update. A layer that is called several
+    times within a micro-batch counts its last call. Synchronised layers and those that do not train are left alone.
 
     Args:
         module: layers are looked for in it.

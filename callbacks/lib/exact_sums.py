@@ -1,12 +1,11 @@
 """Sums of floating-point numbers that are equal to the bit on any number of ranks.
 
 A float32 is a whole number times a power of two. Written as the digits of a long whole number, in int64, numbers are
-added without rounding: with ``+``, ``sum``, an all-reduce, or the ``dist_reduce_fx="sum"`` of torchmetrics.
+added without rounding: with ``+``, ``sum`` or an all-reduce.
 
 That would make gradients 17 times as large. Their sum over micro-batches [a, b) is defined by the micro-batches'
-numbers: ``S(a, b) = S(a, m) + S(m, b)``, where m - a is the largest power of two below b - a. That is a binary tree. A
-rank holds a contiguous range of the micro-batches and adds up the largest nodes of the tree that lie within it, as a
-binary counter does; the ranks exchange these nodes and add them in the order of the tree.
+numbers: ``S(a, b) = S(a, m) + S(m, b)``, where m - a is the largest power of two below b - a. A rank adds up the
+largest nodes of this tree in its range; the ranks exchange these nodes and add them in the order of the tree.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,7 @@
 Lightning's `Strategy.broadcast` and torch's ``all_gather_object`` unpickle what arrives, and whoever can reach a rank's
 ports may have sent it. Here a value is JSON in a uint8 tensor, over gloo and NCCL alike.
 
-A rank that acts on a flag of its own leaves the others waiting in the next collective. So every rank takes part in an
-all-reduce of the flag at the same moments, and all act on the result.
+A rank that acts on a flag of its own leaves the others waiting: all take part in an all-reduce of it, and act alike.
 """
 
 import base64

@@ -1,9 +1,8 @@
 """The mean gradient of an update, equal to the bit on any number of ranks that share its micro-batches.
 
-`torch.nn.parallel.DistributedDataParallel` adds the gradients of all ranks in an order that follows from how many there
-are, and float32 keeps another rounding for each order. Here each micro-batch has its own gradient, and the order in
-which they are added is the tree of `callbacks.lib.exact_sums`. Under DDP that is a communication hook: each rank adds
-up one part of a bucket, as in a reduce-scatter, and an all-gather hands the parts out.
+DDP adds the gradients of all ranks in an order that follows from how many there are. Here each micro-batch has its own
+gradient, and they are added in the order of the tree of `callbacks.lib.exact_sums`. Under DDP that is a communication
+hook: each rank adds up one part of a bucket, as in a reduce-scatter, and an all-gather hands the parts out.
 """
 
 import contextlib
@@ -40,8 +39,8 @@ class GradientSum:
     the last one ``.grad`` holds the mean. Each rank makes ``ceil(micro-batches / ranks)`` steps; a rank that has a
     micro-batch less makes a surplus step at the end, of any inputs, whose gradients count for nothing.
 
-    A Trainer, whose steps are not written as a ``with`` statement, calls what `micro_batch` calls: `begin` at an
-    update's start and `collect` after each backward pass; those before the last step run within DDP's ``no_sync()``.
+    A Trainer's callback calls what `micro_batch` calls: `begin` at an update's start and `collect` after each backward
+    pass; those before the last step run within DDP's ``no_sync()``.
 
     It holds the gradients of log2(micro-batches) + 1 nodes at most, those of one micro-batch where there is one.
 

@@ -1,7 +1,6 @@
 """Signals that are noted instead of ending the process.
 
-Lightning's own handler of SIGTERM runs a collective. A signal to one rank alone then hangs the run, and the handler of
-its Slurm environment saves in the middle of whatever the process was doing. Here a handler sets a flag.
+Lightning's own handler of SIGTERM runs a collective: a signal to one rank alone hangs the run.
 """
 
 import os

@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.notes import warn
 
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:
@@ -56,8 +56,8 @@ def warn_of_ignored_targets(output: Any, batch: Any) -> None:
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
     labels = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.int64]
     if any(bool((part == -100).any()) for part in labels):
-        rank_zero_warn(
-            "the first batch holds labels of -100, which cross_entropy leaves out of its mean: return"
+        warn(
+            "warning: the first batch holds labels of -100, which cross_entropy leaves out of its mean: return"
             ' {"loss": loss, "count": (labels != -100).sum()} from training_step, to weigh as a mean over the others'
         )
 

@@ -54,31 +54,14 @@ def _trained_batches(trainer: pl.Trainer) -> int:
     return int(progress.processed)
 
 
-def updates_made(trainer: pl.Trainer, duration: Duration | None = None) -> int:
+def updates_made(trainer: pl.Trainer) -> int:
     """The updates so far, in which all callbacks count; for the hooks of training around a batch.
 
     Lightning's `global_step` adds up the steps of all optimisers. Where a module optimises by hand it alone knows when
     they step, and the updates are the batches that were trained.
-
-    Args:
-        duration: what the number is compared with.
-
-    Raises:
-        UserError: the duration depends on a number of steps, its own or `max_steps`, and a module that optimises by
-            hand has not made one of each optimiser in each batch.
     """
-    if trainer.lightning_module.automatic_optimization:
-        return trainer.global_step
-    batches, optimizers = _trained_batches(trainer), len(trainer.optimizers)
-    unit = duration.unit if duration is not None and duration.value else None
-    in_steps = unit == "steps" or (unit == "%" and trainer.max_steps != -1)
-    if in_steps and trainer.global_step != batches * optimizers:
-        raise UserError(
-            f'"{duration}" depends on a number of steps, and {type(trainer.lightning_module).__name__}, which optimises'
-            f" manually, made {trainer.global_step:,} steps of {optimizers} optimisers in {batches:,} batches, expected"
-            ' one of each in each batch: write "2 epochs", or "50%" with max_epochs and without max_steps'
-        )
-    return batches
+    automatic = trainer.lightning_module.automatic_optimization
+    return trainer.global_step if automatic else _trained_batches(trainer)
 
 
 def may_hold_gradients(trainer: pl.Trainer) -> bool:

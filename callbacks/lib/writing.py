@@ -1,11 +1,12 @@
 """Files that are either complete or as they were before, and writes that a run can do without."""
 
-import logging
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from callbacks.lib.notes import log
 
 
 def _sync_folder(folder: Path) -> None:
@@ -36,7 +37,6 @@ def whole_or_nothing(path: Path) -> Iterator[Path]:
     _sync_folder(path.parent)
 
 
-log = logging.getLogger("lightning_recipes")
 _unsaved: dict[str, str] = {}
 
 
@@ -51,15 +51,6 @@ def forget_failures(what: str | None = None) -> None:
         _unsaved.clear()
     else:
         _unsaved.pop(what, None)
-
-
-def record_failure(what: str, error: Exception) -> None:
-    """Remember that something could not be written, and print a warning the first time."""
-    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    if what not in _unsaved:
-        log.warning("warning: %s cannot be written (%s); the run continues without it", what, reason)
-    _unsaved[what] = reason
 
 
 @contextmanager
@@ -82,4 +73,8 @@ def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]
     try:
         yield
     except kinds as error:
-        record_failure(what, error)
+        lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        if what not in _unsaved:
+            log.warning("warning: %s cannot be written (%s); the run continues without it", what, reason)
+        _unsaved[what] = reason

@@ -6,6 +6,7 @@ defaults that the recipe's constructor computes, and what the data module finds 
 """
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from callbacks.seed_control import SeedControl, draw_seed
+from callbacks.seed_control import SeedControl
 from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
 from datamodules.errors import UserError
 from recipes.base import Recipe
@@ -173,7 +174,7 @@ def _seed(values: Mapping[str, Any], checkpoint: str | None, connection: Failure
     if values["seed"] != "random":
         return int(values["seed"])
     saved = read_run(checkpoint).config.get("seed") if checkpoint else None
-    return saved if isinstance(saved, int) else int(share(connection, "seed", draw_seed))
+    return saved if isinstance(saved, int) else int(share(connection, "seed", lambda: secrets.randbits(32)))
 
 
 def _set_threads(command: str, asked: int | None, launch: Launch, connection: FailureMonitor | None) -> int:

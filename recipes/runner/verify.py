@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from callbacks.checkpointing.loop_place import update_is_whole
 from callbacks.checkpointing.plain_loading import load_plain
+from callbacks.checkpointing.stopping_points import update_is_whole
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import broadcast
 from datamodules.errors import RunFailedError, UserError

@@ -12,10 +12,7 @@ import pytest
 import benchmarks
 from benchmarks.__main__ import main
 from benchmarks.harness.measurements import Column, Goal, Section, Spread, alternate, stopwatch, write_json
-from benchmarks.harness.terminal import unread_terminal
 from datamodules.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 class FakeClock:
@@ -61,24 +58,6 @@ def test_contenders_run_in_turn_and_every_other_round_backwards() -> None:
     alternate({n: contender(n) for n in "abc"}, repeats=2, warmup=1, progress=lambda *now: told.append(now))
     assert "".join(order) == "abccbaabc"
     assert told == [(name, number, 9) for number, name in enumerate("abccbaabc", 1)]
-
-
-def test_ctrl_c_keeps_the_complete_rounds_only() -> None:
-    def contender(*seconds: float) -> Any:
-        remaining = iter(seconds)
-
-        def measure() -> float:
-            for value in remaining:
-                return value
-            raise KeyboardInterrupt
-
-        return measure
-
-    timings = alternate({"a": contender(9.0, 1.0, 2.0, 3.0), "b": contender(9.0, 4.0, 5.0)}, repeats=5)
-    assert timings.seconds == {"a": [1.0, 2.0], "b": [4.0, 5.0]}
-    assert timings.interrupted
-    with pytest.raises(KeyboardInterrupt):
-        alternate({"a": contender(9.0), "b": contender()}, repeats=5)
 
 
 def _section(interrupted: bool = False) -> Section:
@@ -144,22 +123,3 @@ def test_compare_says_what_changed_beyond_the_noise(
     assert "fake: ours, seconds: 1 -> 4 (x 4.00)" in printed
     assert "base, seconds" not in printed, "its ranges overlap"
     assert "compared with another machine: processor: another" in printed
-
-
-def test_the_results_in_the_repository_can_be_compared_with() -> None:
-    for path in (ROOT / "benchmarks/results").glob("*.json"):
-        sections = json.loads(path.read_text())["sections"]
-        assert sections.keys() <= benchmarks.SECTIONS.keys()
-        figures = [figure for s in sections.values() for row in s["rows"].values() for figure in row.values() if figure]
-        assert all(set(figure) == {"median", "min", "max", "rounds"} for figure in figures)
-
-
-def test_what_is_printed_inside_goes_to_a_terminal_and_an_error_in_it_is_reported(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(RuntimeError, match="status 2: error: no such flag"), unread_terminal():
-        assert sys.stderr.isatty()
-        print("x" * 100_000, file=sys.stderr)  # More than an unread terminal holds.
-        print("\nerror: no such flag", file=sys.stderr)
-        sys.exit(2)
-    assert capfd.readouterr() == ("", "")

@@ -18,10 +18,3 @@ def test_a_fault_is_survived_and_a_failed_case_is_reported(
     assert "exit status 1" in failed
     assert "no match for 'what no run prints'" in failed
     assert "2 updates lost, at most 1 may be" in failed
-
-
-def test_an_unknown_fault_is_refused_with_the_names_of_all(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--only", "flood"])
-    assert "kill -9 in validation" in capsys.readouterr().err
-    assert len(FAULTS) == 17

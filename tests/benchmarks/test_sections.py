@@ -13,15 +13,12 @@ from torch import nn
 
 import benchmarks
 from benchmarks.__main__ import main
-from benchmarks.contenders.classic_seq2seq import ClassicTranslator, PresentTranslator
 from benchmarks.contenders.loops import Job, Laps, bare_loop, fabric_loop, plain_loop
 from benchmarks.contenders.peers import peer_loops
 from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.terminal import unread_terminal
 from benchmarks.sections import equal_bits, scaling
-from benchmarks.sections.callbacks_cost import BARE, CALLBACKS, Classifier, fit
 from benchmarks.sections.input_pipeline import our_loader, stock_loader, write_files
-from benchmarks.sections.seq2seq import make_data
 
 PROCESSES = ("time_to_accuracy", "start_up", "scaling", "equal_bits")
 """What they measure takes processes of their own."""
@@ -77,18 +74,6 @@ def test_all_training_loops_learn_the_same() -> None:
     assert all(torch.equal(trained(loop), expected) for loop in LOOPS.values())
 
 
-def test_trainers_with_callbacks_learn_what_a_bare_one_learns() -> None:
-    initial, learned = Classifier(8).state_dict(), {}
-    with suppress_output():
-        for name in (BARE, "SeedControl", "GradientAccumulation(1)", "SyncBN"):
-            model = Classifier(8)
-            model.load_state_dict(initial)
-            assert fit(model, 4, CALLBACKS[name]) > 0
-            learned[name] = model.state_dict()["network.0.weight"]
-    assert not torch.equal(learned[BARE], initial["network.0.weight"])
-    assert all(torch.equal(weights, learned[BARE]) for weights in learned.values())
-
-
 def test_both_sides_of_the_input_pipeline_yield_the_same_images(tmp_path: Path) -> None:
     images = torch.randint(256, (300, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     # All images differ by their first pixels, by which they are put in the same order.
@@ -103,22 +88,6 @@ def test_both_sides_of_the_input_pipeline_yield_the_same_images(tmp_path: Path) 
     ours, stock = everything(our_loader(tmp_path, augment=False)), everything(stock_loader(tmp_path))
     torch.testing.assert_close(ours[0], stock[0], rtol=0, atol=1e-5)
     assert torch.equal(ours[1], stock[1])
-
-
-@pytest.mark.parametrize(("kind", "repeats", "lr"), [(ClassicTranslator, 80, 0.1), (PresentTranslator, 800, 0.01)])
-def test_a_tutorials_network_learns_what_it_is_trained_on(kind: type, repeats: int, lr: float) -> None:
-    torch.manual_seed(0)
-    with suppress_output():
-        data = make_data(None, test_fraction=0.01)
-    pairs, rows = data.encoded_pairs, data.rows["train"][:2]
-    translator = kind(len(data.source_vocabulary), len(data.target_vocabulary), hidden=32)
-    for optimizer in translator.optimizers:
-        # Higher than the tutorial's, for a few steps.
-        optimizer.param_groups[0]["lr"] = lr
-    wanted = [pairs.target[row][1:-1] for row in rows.tolist()]
-    assert translator.translate(pairs, rows) != wanted
-    translator.train_on(pairs, rows.repeat(repeats))
-    assert translator.translate(pairs, rows) == wanted
 
 
 def test_the_scaling_figures_of_a_world_are_formed_within_a_round() -> None:

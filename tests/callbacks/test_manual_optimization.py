@@ -18,7 +18,7 @@ from tests.support.tables import CALLBACKS, QUIET, Tiny, image_network, noisy_im
 
 CASES = CALLBACKS | {"ExactCheckpoint": lambda: ExactCheckpoint("unused", save_top_k=0)}
 REFUSED = {
-    "manual": {"GradientAccumulation", "GradientAccumulation, global batch"},
+    "manual": {"GradientAccumulation", "GradientAccumulation, global batch", "WarmupLR", "FreezeLayers"},
     "iterates": {
         "GradientAccumulation",
         "GradientAccumulation, global batch",
@@ -91,27 +91,19 @@ def test_every_callback_trains_them_as_others_or_refuses_them(name: str) -> None
         assert all(torch.equal(found[key], value) for key, value in expected.items()), (kind, module)
 
 
-@pytest.mark.parametrize(("optimizers", "every"), [(1, 1), (2, 1), (3, 1), (1, 3), (2, 3)])
-def test_shares_of_a_run_are_those_of_its_batches(optimizers: int, every: int) -> None:
-    for when, batch in {"50%": 10, "1 epochs": 10, "0.5 epochs": 5}.items():
-        module = Manual(optimizers, every)
-        average, warmup = WeightAveraging(0.9), WarmupLR(when)
-        train(module, FreezeLayers(unfreeze={"network.0.0": when}), average, warmup)
-        assert module.trains_from == batch
-        assert average.samples == sum(i % 10 % every == 0 or i % 10 == 0 for i in range(1, 21))
-        assert warmup.length == batch
-        assert warmup.updates == [20] * optimizers
-
-
-def test_steps_that_are_no_number_of_batches_are_refused() -> None:
-    with pytest.raises(UserError, match=r"steps of 1 optimisers in \d batches, expected one of each"):
-        train(Manual(1, every=3), FreezeLayers(unfreeze={"network.0.0": "4 steps"}))
-    for callback in (FreezeLayers(unfreeze={"network.0.0": "50%"}), WarmupLR("50%")):
-        with pytest.raises(UserError, match="with max_epochs and without max_steps"):
-            train(Manual(2, every=3), callback, max_steps=12)
-    warmup = WarmupLR("50%")
-    train(Manual(2), warmup, max_steps=40)
-    assert warmup.length == 10
+@pytest.mark.parametrize(("optimizers", "every"), [(1, 1), (2, 3)])
+def test_whole_epochs_and_steps_of_each_optimiser_are_counted_and_shares_of_a_run_refused(
+    optimizers: int, every: int
+) -> None:
+    module, average, warmup = Manual(optimizers, every), WeightAveraging(0.9), WarmupLR("4 steps")
+    train(module, FreezeLayers(unfreeze={"network.0.0": "1 epochs"}), average, warmup)
+    assert module.trains_from == 10
+    made = sum(i % 10 % every == 0 or i % 10 == 0 for i in range(1, 21))
+    assert average.samples == made
+    assert warmup.updates == [made] * optimizers
+    for callback in (FreezeLayers(unfreeze={"network.0.0": "4 steps"}), WarmupLR("50%")):
+        with pytest.raises(UserError, match="optimises manually: write"):
+            train(Manual(optimizers, every), callback)
 
 
 class Stop(pl.Callback):

@@ -23,20 +23,35 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.signals import Preempted, SignalFlag
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
-from tests.support.batches import BatchWatcher, Moment
 from tests.support.ranks import run_ranks
-from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
+from tests.support.scontrol import BATCH, fake_scontrol
 from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
 
 EPOCHS = 3
 
 
-class Alarm(BatchWatcher):
-    """Sends signals to its own process at some moment, once."""
+Moment = tuple[str, int, int]
+"""A hook ("train", "validation" or "test"), the epoch and the batch."""
+
+
+class Alarm(pl.Callback):
+    """Sends signals to its own process at some moment, once, and notes the moments."""
 
     def __init__(self, moment: Moment | None, signum: int) -> None:
         self.moment, self.signum, self.rung = moment, signum, 0.0
-        self.places: list[tuple[str, int, int]] = []
+        self.places: list[Moment] = []
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._look(trainer, "train", args[2])
+
+    @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._look(trainer, "validation", args[2])
+
+    @override
+    def on_test_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._look(trainer, "test", args[2])
 
     def _look(self, trainer: pl.Trainer, hook: str, batch: int) -> None:
         if trainer.sanity_checking:
@@ -179,8 +194,7 @@ def test_wherever_a_signal_arrives_the_resumed_run_ends_bit_for_bit_as_an_uninte
     world_size: int, whole: Whole, tmp_path: Path
 ) -> None:
     last = 12 if world_size == 1 else 6
-    moments: list[Moment] = [("train", 0, 0), ("train", 1, 5), ("train", 1, last), ("validation", 0, 0)]
-    moments += [("validation", 1, 1), ("train", 2, last - 2)]
+    moments: list[Moment] = [("train", 0, 0), ("train", 1, 5), ("train", 1, last), ("validation", 1, 1)]
     for number, moment in enumerate(moments):
         rank = (world_size - 1, None)[number % 2]
         stopped(TOGETHER, world_size, tmp_path / str(number), moment, whole, rank=rank)
@@ -257,15 +271,11 @@ def test_forked_workers_leave_signals_to_the_run_and_end_on_sigterm() -> None:
     assert run_ranks(_each_forked, 1) == [[(7, 0), (7, 0), (-signal.SIGTERM, 0)]]
 
 
-@pytest.mark.parametrize("batch", [True, False])
-def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(batch: bool, tmp_path: Path) -> None:
-    env = fake_scontrol(tmp_path, RUNNING if batch else RUNNING.replace("BatchFlag=1", "BatchFlag=0"))
-    env |= BATCH | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NAME": "interactive"}
-    env |= {} if batch else {"ENVIRONMENT": "production"}
+def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(tmp_path: Path) -> None:
+    env = fake_scontrol(tmp_path) | BATCH | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
     lives = run_ranks(
         live, 2, BARE, 2, tmp_path / "run", ("train", 0, 2), signum=int(signal.SIGUSR1), rank=1, slurm=env
     )
     assert [life.status for life in lives] == [138, 138]
-    asked = tmp_path / "asked"
-    assert (asked.read_text() if asked.exists() else "") == ("requeue 70_3\n" if batch else "")
+    assert (tmp_path / "asked").read_text() == "requeue 70_3\n"
     assert (tmp_path / "run" / "last.ckpt").is_file()

@@ -12,7 +12,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import TRAIN, VALIDATION, adamw, hash_of
-from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
+from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, silence
 
 # In steps: one in per cent continues at the fraction that it had reached of a shorter run, as after a resume.
 MAKE = CALLBACKS | {"WarmupLR": lambda: WarmupLR("30 steps", scale="linear", base_batch_size=8)}
@@ -30,16 +30,16 @@ def model() -> Tiny:
     return Tiny(image_network(dropout=0.3), adamw)
 
 
-def two_fits(names: tuple[str, ...], folder: Path, world_size: int, renewed: bool, other_module: bool) -> list[Any]:
+def two_fits(names: tuple[str, ...], folder: Path, renewed: bool, other_module: bool) -> list[Any]:
     """The weights after two fits, in which `max_epochs` is raised, and what the last checkpoint of the second says."""
     silence()
     bar = "RunProgress" in names
-    settings = QUIET | on_ranks(world_size) | {"max_epochs": 1, "enable_progress_bar": bar}
+    settings = QUIET | {"devices": 1, "max_epochs": 1, "enable_progress_bar": bar}
     trainer = pl.Trainer(callbacks=callbacks(names, folder), **settings)
     rows, module = torch.arange(len(TRAIN[1])), model()
-    for epochs in (1, 3):
-        train = TrainLoader(*TRAIN, rows, 4, 1, trainer.global_rank, world_size)
-        validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4, trainer.global_rank, world_size)
+    for epochs in (1, 2):
+        train = TrainLoader(*TRAIN, rows, 4, 1)
+        validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4)
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module, train, validation)
         assert trainer.current_epoch == epochs
@@ -56,24 +56,8 @@ def two_fits(names: tuple[str, ...], folder: Path, world_size: int, renewed: boo
     return [hash_of(module), trainer.global_step, trainer.accumulate_grad_batches]
 
 
-def differences(names: tuple[str, ...], folder: Path, world_size: int) -> list[str]:
-    found = []
-    for other_module in (False, True):
-        used, new = (
-            two_fits(names, folder / f"{other_module} {renewed}", world_size, renewed, other_module)
-            for renewed in (False, True)
-        )
-        if used != new:
-            found.append(f"{names}, {'another' if other_module else 'the same'} module: {used} and {new}")
-    return found
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_callbacks_of_a_first_fit_do_in_a_second_what_new_ones_do(name: str, tmp_path: Path) -> None:
-    assert differences(ROWS[name], tmp_path, 1) == []
-
-
-def test_callbacks_that_change_no_weight_leave_a_second_fit_as_it_is_without_them(tmp_path: Path) -> None:
-    neutral = ["FiniteWeights", "RankConsistency", "TrainLoss", "Preemption", "LeanLoop"]
-    bare, with_all = (two_fits(names, tmp_path / str(len(names)), 1, False, False) for names in ((), tuple(neutral)))
-    assert bare == with_all
+    for other_module in (True, False) if name == "together" else (True,):
+        used, new = (two_fits(ROWS[name], tmp_path / str(renewed), renewed, other_module) for renewed in (False, True))
+        assert used == new

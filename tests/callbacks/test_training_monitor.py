@@ -101,26 +101,6 @@ def test_gradients_of_float16_are_logged_unscaled(fused: bool) -> None:
     assert rows([MixedPrecision("16-mixed", "cpu", scaler)]) == pytest.approx(rows([]), rel=0.01)
 
 
-class Manual(Tiny):
-    """Two optimisers that step in each batch, whose gradients are zeroed after the step."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            self.manual_backward(loss_of(self.network(batch[0]), batch[1]))
-            optimizer.step()
-            self.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.network[i].parameters(), lr=0.1) for i in (1, 4)]
-
-
-def test_all_optimisers_of_a_manual_step_are_measured() -> None:
-    (row,) = fit(Manual(network(), sgd), batches(8), every=4)
-    assert row > 0
-
-
 @pytest.mark.parametrize(("every", "logged_after"), [(3, [3, 6, 9, 12, 15]), (10, [8, 10]), (20, [8, 16])])
 def test_the_end_of_an_interval_or_of_an_epoch_without_one_is_logged(
     every: int, logged_after: list[int], tmp_path: Path

@@ -9,8 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.warmup_lr import WarmupLR, batch_size_scale, warmup_factor
+from callbacks.warmup_lr import WarmupLR, warmup_factor
 
 
 class Recorder(torch.optim.SGD):
@@ -83,12 +81,6 @@ def train(model: pl.LightningModule, *callbacks: pl.Callback, ckpt_path: Any = N
 
 def curve(length: int, steps: int) -> list[float]:
     return [warmup_factor(step / length) for step in range(steps)]
-
-
-@given(st.sampled_from(["linear", "sqrt", None]), st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5))
-def test_scaling_by_way_of_another_batch_size_is_scaling_at_once(scale: Any, a: int, b: int, c: int) -> None:
-    assert batch_size_scale(a, b, scale) * batch_size_scale(b, c, scale) == pytest.approx(batch_size_scale(a, c, scale))
-    assert batch_size_scale(a, a, scale) == 1
 
 
 @pytest.mark.parametrize(("duration", "length"), [(5, 5), ("5 steps", 5), ("1.5 epochs", 15), ("25%", 5), ("0%", 0)])

@@ -9,8 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from callbacks import FreezeLayers
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.replay import RAW_WEIGHTS
-from callbacks.weight_averaging import WeightAveraging, ema_weight
+from callbacks.weight_averaging import WeightAveraging
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.support.tables import QUIET, Tiny, image_network, loss_of, noisy_images, silence
@@ -96,13 +94,6 @@ def equal(one: State, other: State) -> bool:
 def saved(folder: Path) -> dict[str, Any]:
     checkpoint: dict[str, Any] = torch.load(folder / "last.ckpt", weights_only=True)
     return checkpoint
-
-
-@given(st.integers(0, 10**9), st.floats(0.01, 0.9999))
-def test_the_weights_of_samples_are_shares_and_an_average_begins_with_its_first_sample(samples: int, decay: float):
-    weight = ema_weight(samples, decay)
-    assert max(0, 1 - decay - 1e-12) < weight <= 1
-    assert (weight == 1) == (samples == 0)
 
 
 def expected_average(after: dict[int, State], update: int) -> State:

@@ -12,14 +12,13 @@ from typing_extensions import override
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
-from callbacks.sync_bn import SyncBN
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.cuda.conftest import Device
 from tests.end_to_end import test_equal_bits as equal_bits
-from tests.end_to_end.test_split_table import BOUNDS, EPOCHS, GLOBAL_BATCH, SGD, TASKS, by_hand, data_of, error
+from tests.end_to_end.test_split_table import BOUNDS, TASKS, by_hand, error, train
 from tests.support.devices import on_device, precision_on, run_on
 from tests.support.tables import Tiny, image_network, noisy_images, silence
 
@@ -29,34 +28,17 @@ SPLITS = {1: (1, 4), 2: (2, 4)}
 Row = tuple[str, torch.dtype, int]
 
 
-def _train(device: str, world_size: int, row: Row) -> dict[str, Tensor]:
-    name, dtype, micro_batches = row
-    task, batch_size = TASKS[name], GLOBAL_BATCH // micro_batches
-    synchronised = [SyncBN()] if task.passes == "step" else []
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS,
-        enable_checkpointing=False,
-        callbacks=[GradientAccumulation(global_batch_size=GLOBAL_BATCH), *synchronised],
-        **on_device(device, world_size),
-    )
-    inputs, targets = data_of(task, dtype)
-    rows = torch.arange(len(inputs))
-    loader = TrainLoader(inputs, targets, rows, batch_size, 1, trainer.global_rank, world_size)
-    model = Tiny(task.network().to(dtype), torch.optim.SGD, **SGD)
-    trainer.fit(model, loader)
-    assert trainer.world_size == world_size
-    return {key: tensor.cpu().clone() for key, tensor in model.network.state_dict().items()}
-
-
-def _train_all(device: str, world_size: int) -> dict[Row, dict[str, Tensor]]:
+def _train_all(world_size: int) -> dict[Row, dict[str, Tensor]]:
     silence()
     rows = [(name, dtype, count) for name in TASKS for dtype in BOUNDS for count in SPLITS[world_size]]
-    return {row: _train(device, world_size, row) for row in rows}
+    on = on_device("cuda", world_size)
+    return {row: train(TASKS[row[0]], row[1], world_size, row[2], on) for row in rows}
 
 
+@pytest.mark.cuda  # On the CPU this is the table of splits.
 @pytest.mark.parametrize("world_size", SPLITS)
-def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(device: Device, world_size: int) -> None:
-    ranks = run_on(device, _train_all, world_size, device, world_size)
+def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(world_size: int) -> None:
+    ranks = run_on("cuda", _train_all, world_size, world_size)
     for row, found in ranks[0].items():
         name, dtype, micro_batches = row
         expected = by_hand(TASKS[name], dtype, world_size, micro_batches)

@@ -49,7 +49,7 @@ def variables(pod: int, port: int) -> Mapping[str, str]:
     }
 
 
-def pods(folder: Path, name: str) -> list[Agent]:
+def pods(folder: Path) -> list[Agent]:
     """The pods' containers, started at once."""
     container = REPLICAS["Master"]["template"]["spec"]["containers"][0]
     assert container["command"][0] == "torchrun"
@@ -57,25 +57,17 @@ def pods(folder: Path, name: str) -> list[Agent]:
     small = ["--accelerator=cpu", "--precision=32", "--max-epochs=10"]
     small += ["--batch-size=16", "--enable-progress-bar=false", "--save-every=5 steps"]
     port = free_port()
-    return [Agent(folder, f"{name}-{pod}", [*command, *small], variables(pod, port)) for pod in range(NODES)]
+    return [Agent(folder, f"pod-{pod}", [*command, *small], variables(pod, port)) for pod in range(NODES)]
 
 
 @pytest.mark.slow
-def test_the_pods_of_a_job_train_together_save_when_one_is_preempted_and_go_on_when_they_start_again(
-    tmp_path: Path,
-) -> None:
+def test_the_pods_of_a_job_train_together_and_save_when_one_is_preempted(tmp_path: Path) -> None:
     write_digits(tmp_path / "data")
     last = tmp_path / "runs/mnist/digits/checkpoints/last.ckpt"
-    started = pods(tmp_path, "first")
+    started = pods(tmp_path)
     wait_until(lambda: updates_done(last) >= 5, "the first save")
     started[1].process.send_signal(signal.SIGTERM)
     output = [(pod.wait(60), pod.output()) for pod in started]
     assert [status for status, _ in output] == [1, 1], output
     assert f"started by torchrun, {NODES} nodes x {DEVICES} device," in output[0][1]
-    saved = updates_done(last)
-    started = pods(tmp_path, "again")
-    output = [(pod.wait(), pod.output()) for pod in started]
-    assert [status for status, _ in output] == [0, 0], output
-    assert f"after {saved} updates" in output[0][1]
-    assert updates_done(last) > saved
-    assert (last.parents[1] / "results.json").is_file()
+    assert f"SIGTERM after update {updates_done(last)}: saved" in output[0][1]

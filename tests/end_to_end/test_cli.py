@@ -15,7 +15,6 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 from sklearn.datasets import load_digits
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.command_lines import Typed, in_tensorboard, type_line, typed
 from tests.support.ranks import run_ranks
@@ -35,8 +34,6 @@ LATER = {
     "out.json": f"predict --ckpt {BEST} --output out.json light.png dark.jpg",
     "out.csv": f"predict --ckpt {BEST} --output out.csv light.png dark.jpg",
     "diverges": f"{QUICK} --dataset digits --lr 1e6 --name div --log-every-n-steps 1",
-    "help": "--help",
-    "help-all": "--help-all",
     "settings": f"--config {FIRST}/config.yaml --print-config --batch-size 32",
 }
 
@@ -122,15 +119,6 @@ def test_the_table_names_data_parameters_scores_and_what_to_type_next(session: S
         assert part in joined
 
 
-def test_tensorboard_shows_one_curve_for_each_score(session: Session) -> None:
-    scalars = set()
-    for file in (session.folder / FIRST).glob("events*"):
-        events = EventAccumulator(str(file)).Reload()
-        scalars |= set(events.Tags()["scalars"])
-    assert scalars >= {f"{part}/{score}" for score in ("accuracy", "loss") for part in ("test", "val")}
-    assert scalars >= {"train/loss", "train/loss_epoch", "train/samples_per_second", "monitor/gradient_norm"}
-
-
 def test_a_second_run_of_the_same_name_touches_nothing_of_the_first(session: Session) -> None:
     assert session.later["the same name"].status == 0, session.later["the same name"].err
     assert (session.folder / "runs/mnist/first-2/results.json").is_file()
@@ -177,16 +165,6 @@ def test_a_run_that_diverges_keeps_its_folder_and_its_curves(session: Session) -
     assert "the run has diverged" in session.later["diverges"].err
     names = {path.name.split(".")[0] for path in (session.folder / "runs/mnist/div").iterdir()}
     assert {"config", "events"} <= names
-
-
-def test_help_is_grouped_and_fits_two_screens(session: Session) -> None:
-    out, everything = session.later["help"].out, session.later["help-all"].out
-    assert len(out.splitlines()) <= 88
-    for word in ("Run:", "Data:", "Recipe:", "Trainer:", "--devices", "--max-epochs", "--help-all", "--print-config"):
-        assert word in out
-    for rare in ("--check-val-every-n-epoch", "--schedule-args"):
-        assert rare in everything
-        assert rare not in out
 
 
 def test_resuming_a_copied_checkpoint_leaves_the_folders_around_it_alone(session: Session, tmp_path: Path) -> None:

@@ -7,10 +7,6 @@ a run is the SHA-256 of its parameters and buffers, on every rank.
 
 Alone means with SeedControl: no checkpoint holds the generators that dropout draws from, so that without SeedControl no
 run with dropout can be exact.
-
-Loader workers: a data set that draws from its worker's generator depends on how many workers there are and on what
-they prefetched when they died. So `WorkerLoader` augments by (seed, epoch, index) in the worker, and counts its
-position where batches are consumed.
 """
 
 import contextlib
@@ -30,14 +26,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 import callbacks
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.randomness import uniform
-from datamodules.loading.sampling import epoch_order
 from tests.support.ranks import run_ranks
 from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, noisy_images, on_ranks, silence
 
@@ -54,71 +48,14 @@ def augment(inputs: Tensor, rows: Tensor, epoch: int) -> Tensor:
     return inputs + uniform(1, "augment", epoch, rows, draws=25).view_as(inputs)
 
 
-class Augmented(Dataset):
-    """Pictures under keys (epoch, number), for worker processes."""
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        epoch, number = key
-        rows = torch.tensor([number])
-        return augment(TRAIN[0][rows], rows, epoch)[0], TRAIN[1][number]
-
-
-class WorkerLoader:
-    """A DataLoader in the global order; resumable at any batch, however far its workers are ahead.
-
-    Its workers stay for all epochs: CPython 3.11 hangs, now and then, in a fork while another thread ends, as those
-    do that fed the workers of the epoch before.
-    """
-
-    def __init__(self, num_workers: int, rank: int, world_size: int) -> None:
-        self.num_workers, self.rank, self.world_size = num_workers, rank, world_size
-        self.batch_size = BATCH_SIZE
-        self.epoch = self.done = 0
-        workers: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True} if num_workers else {}
-        self.batches: list[list[tuple[int, int]]] = []
-        self.loader: DataLoader = DataLoader(
-            Augmented(), batch_sampler=self.batches, num_workers=num_workers, **workers
-        )
-
-    @property
-    def sampler(self) -> "WorkerLoader":
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch, self.done = epoch, 0
-
-    def __len__(self) -> int:
-        return -(-len(TRAIN[1]) // (BATCH_SIZE * self.world_size))
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        epoch, done = self.epoch, self.done
-        parts = epoch_order(len(TRAIN[1]), 1, epoch).split(BATCH_SIZE * self.world_size)
-        mine = [part.tensor_split(self.world_size)[self.rank].tolist() for part in parts[done:]]
-        self.batches[:] = [[(epoch, number) for number in numbers] for numbers in mine]
-        for number, batch in enumerate(self.loader, done + 1):
-            self.epoch, self.done = (epoch, number) if number < len(self) else (epoch + 1, 0)
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.done = state["epoch"], state["done"]
-
-
 Place = tuple[int, int]
 """An epoch, and the micro-batch of it that is next."""
 
 
 class Case(NamedTuple):
-    """A run: its rows of the table, where batches come from, and when it is saved.
-
-    `loader` is "memory" (TrainLoader) or the number of workers of a DataLoader; `saves` is "epochs" or "updates".
-    """
+    """A run: its rows of the table, and when it is saved, after "epochs" or "updates"."""
 
     callbacks: tuple[str, ...]
-    loader: str | int = "memory"
     saves: str = "updates"
 
 
@@ -175,12 +112,8 @@ def live(case: Case, world_size: int, folder: Path, dies_at: Place | None = None
         **QUIET,
     )
     rank = trainer.global_rank
-    train: Any
-    if case.loader == "memory":
-        rows = torch.arange(len(TRAIN[1]))
-        train = TrainLoader(*TRAIN, rows, BATCH_SIZE, 1, rank, world_size, transform=augment)
-    else:
-        train = WorkerLoader(int(case.loader), rank, world_size)
+    rows = torch.arange(len(TRAIN[1]))
+    train = TrainLoader(*TRAIN, rows, BATCH_SIZE, 1, rank, world_size, transform=augment)
     validation = EvaluationLoader(*VALIDATION, torch.arange(len(VALIDATION[1])), BATCH_SIZE, rank, world_size)
     model = Tiny(image_network(dropout=0.3), adamw)
     if seconds is not None and rank == 0:
@@ -229,13 +162,13 @@ def broken_runs(runs: list[tuple[Case, list[Place]]], world_size: int, folder: P
 STOPS: dict[str, tuple[str, list[Place]]] = {
     "at an epoch's end": ("epochs", [(1, 5)]),
     "twice in a window": ("updates", [(1, 5), (1, 5)]),
-    "after a last update and in a window": ("updates", [(1, 0), (1, 5)]),
+    "in a window": ("updates", [(1, 5)]),
     "in every epoch": ("updates", [(0, 1), (0, 3), (1, 5), (2, 0)]),
 }
 
 
-def stopped(callbacks: tuple[str, ...], loader: str | int, *names: str) -> list[tuple[Case, list[Place]]]:
-    return [(Case(callbacks, loader, saves), places) for saves, places in (STOPS[name] for name in names)]
+def stopped(callbacks: tuple[str, ...], *names: str) -> list[tuple[Case, list[Place]]]:
+    return [(Case(callbacks, saves), places) for saves, places in (STOPS[name] for name in names)]
 
 
 ALONE = [("SeedControl",)] + [("SeedControl", name) for name in CALLBACKS if name != "SeedControl"]
@@ -259,23 +192,21 @@ def test_the_table_holds_every_callback_of_the_package() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_callbacks_together_resume_to_the_bit_after_kill_9(world_size: int, tmp_path: Path) -> None:
-    runs = stopped(TOGETHER, "memory", "twice in a window") + stopped(TOGETHER, 2, "at an epoch's end")
-    assert broken_runs(runs, world_size, tmp_path) == []
+    assert broken_runs(stopped(TOGETHER, "twice in a window", "at an epoch's end"), world_size, tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_callback_alone_resumes_to_the_bit_after_kill_9(world_size: int, tmp_path: Path) -> None:
-    runs = [run for alone in ALONE for run in stopped(alone, "memory", "after a last update and in a window")]
+    runs = [run for alone in ALONE for run in stopped(alone, "in a window")]
     assert broken_runs(runs, world_size, tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_callbacks_together_resume_to_the_bit_wherever_they_are_stopped(world_size: int, tmp_path: Path) -> None:
-    runs = [run for loader in ("memory", 2) for run in stopped(TOGETHER, loader, "in every epoch")]
-    assert broken_runs(runs + stopped(TOGETHER, 0, "twice in a window"), world_size, tmp_path) == []
+    assert broken_runs(stopped(TOGETHER, "in every epoch"), world_size, tmp_path) == []
 
 
 @pytest.mark.slow
@@ -284,7 +215,7 @@ def test_a_run_killed_at_any_moments_ends_with_the_bits_of_one_that_was_not(worl
     case = Case(TOGETHER)
     expected = [end.sha256 for end in run_ranks(live, world_size, case, world_size, tmp_path / "unstopped")]
     moments = random.Random(1)
-    for _ in range(8):
+    for _ in range(5):
         # Saving, validating or in a collective: wherever it is then. Its peers lose it or are killed with it.
         with contextlib.suppress(AssertionError):
             run_ranks(live, world_size, case, world_size, tmp_path / "killed", seconds=moments.uniform(0.1, 1.2))

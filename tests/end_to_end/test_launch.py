@@ -184,19 +184,6 @@ def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     assert not (tmp_path / "runs/failing/other").exists()
 
 
-@pytest.mark.slow
-def test_two_nodes_of_two_started_manually_train_and_prepare_the_data_once_each(tmp_path):
-    port = free_port()
-    where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    where += ["--name", "run", "--rendezvous-timeout", "80"]
-    path = {"PYTHONPATH": str(ROOT)}
-    zero, one = start(tmp_path, [([*where, "--node-rank", node], path) for node in ("0", "1")])
-    assert (zero.status, one.status) == (0, 0), (zero, one)
-    assert f"started manually, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero.out
-    assert one.out == ""
-    assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
-
-
 @pytest.mark.parametrize(
     ("launcher", "advice"),
     [

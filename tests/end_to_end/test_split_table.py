@@ -15,7 +15,7 @@ sample, so that of three processes one has none. Of 65 sentences of 1 to 20 word
 That rows of equal micro-batches have equal bits is shown elsewhere; here is that each of them is right.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -96,23 +96,24 @@ def by_hand(task: Task, dtype: torch.dtype, world_size: int, micro_batches: int)
     return network.state_dict()
 
 
-def train(task: Task, dtype: torch.dtype, world_size: int, micro_batches: int) -> dict[str, Tensor]:
-    """The same run in a Trainer."""
+def train(
+    task: Task, dtype: torch.dtype, world_size: int, micro_batches: int, on: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """The same run in a Trainer; `on` are its arguments for a device."""
     synchronised = [SyncBN()] if task.passes == "step" else []
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        **on_ranks(world_size),
         callbacks=[GradientAccumulation(global_batch_size=GLOBAL_BATCH), *synchronised],
-        **QUIET,
+        **(QUIET | {"enable_progress_bar": False} | on_ranks(world_size) | dict(on or {})),
     )
     inputs, targets = data_of(task, dtype)
     rows, batch_size = torch.arange(len(inputs)), GLOBAL_BATCH // micro_batches
     loader = TrainLoader(inputs, targets, rows, batch_size, 1, trainer.global_rank, world_size)
     model = Tiny(task.network().to(dtype), torch.optim.SGD, **SGD)
     trainer.fit(model, loader)
-    return {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
+    assert trainer.world_size == world_size
+    return {name: tensor.cpu().clone() for name, tensor in model.network.state_dict().items()}
 
 
 Row = tuple[str, torch.dtype, int]

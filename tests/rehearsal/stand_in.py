@@ -36,8 +36,6 @@ _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonz
 _WAITING |= {"_unique2", "unique_dim", "unique_consecutive"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _COPIES = {aten.copy_.default, aten._to_copy.default, aten._copy_from.default}
-# Lengths stay on the host, as cuDNN wants them.
-_TAKE_HOST_TENSORS = {aten._pack_padded_sequence.default, aten._pad_packed_sequence.default}
 
 
 class Wait:
@@ -199,7 +197,7 @@ def _check_mixture(func: Any, args: Any, kwargs: Any) -> None:
         if any(not isinstance(t, DeviceTensor) for t in indices):
             Wait(f"{name} by an index of the CPU")
         host = [t for t in host if not any(t is i for i in indices)]
-    if not host or func in _TAKE_HOST_TENSORS:
+    if not host:
         return
     scalars = all(t.dim() == 0 for t in host) and (torch.Tag.pointwise in func.tags or name in _INDEXING)
     # The steps of an optimiser that is not fused.
@@ -255,9 +253,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(lambda x: x.raw if isinstance(x, DeviceTensor) else x, (args, kwargs))
     if device is not None:
         kwargs["device"] = torch.device("cpu")
-    if func in _KERNELS:
-        found = _KERNELS[func](*args, **kwargs)
-    elif torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+    if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
         with _device_generator():
             found = func(*args, **kwargs)
     else:
@@ -295,32 +291,6 @@ def _device_generator() -> Iterator[None]:
     finally:
         _generator.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(host)
-
-
-# The GRU of accelerators, which the CPU does not have.
-
-
-def _gru_cell(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):  # type: ignore[no-untyped-def]
-    given = input_gates if input_bias is None else input_gates + input_bias
-    before = hidden_gates if hidden_bias is None else hidden_gates + hidden_bias
-    (ir, iz, i_n), (hr, hz, hn) = given.chunk(3, 1), before.chunk(3, 1)
-    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
-    n = (i_n + r * hn).tanh()
-    return n + z * (hx - n), torch.cat((r, z, n, hx, hn), 1)
-
-
-def _gru_cell_backward(grad, workspace, has_bias):  # type: ignore[no-untyped-def]
-    r, z, n, hx, hn = workspace.chunk(5, 1)
-    grad_z, grad_n = grad * (hx - n) * z * (1 - z), grad * (1 - z) * (1 - n * n)
-    grad_r = grad_n * hn * r * (1 - r)
-    given, before = torch.cat((grad_r, grad_z, grad_n), 1), torch.cat((grad_r, grad_z, grad_n * r), 1)
-    return given, before, grad * z, given.sum(0) if has_bias else None, before.sum(0) if has_bias else None
-
-
-_KERNELS = {
-    aten._thnn_fused_gru_cell.default: _gru_cell,
-    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
-}
 
 
 class _Mode(TorchDispatchMode):

@@ -77,13 +77,6 @@ def fit(make: Experiment, device: torch.device | None = None, **settings: Any) -
     return Run({name: value.detach().clone() for name, value in weights.items()}, waits)
 
 
-def fit_on_both(make: Experiment, **settings: Any) -> tuple[Run, Run]:
-    """The run on the CPU, and the same on the stand-in device."""
-    on_cpu = fit(make, **settings)
-    with stand_in_device() as device:
-        return on_cpu, fit(make, device, **settings)
-
-
 def largest_difference(one: Run, other: Run) -> float:
     """Between the weights of two runs."""
     return max(
@@ -144,8 +137,8 @@ def refused(waits: Sequence[Wait]) -> list[str]:
     return found
 
 
-def _rows(run: Any) -> list[tuple[str, str, str, int]]:
-    return [(wait.phase, wait.site, wait.operation, wait.update) for wait in run.waits if wait.phase != "elsewhere"]
+def _sites(run: Run) -> set[str]:
+    return {wait.site for wait in run.waits if wait.phase != "elsewhere"}
 
 
 def _loaders(data: tuple[Tensor, ...], batch_size: int = 4) -> dict[str, Any]:
@@ -181,10 +174,12 @@ def _resnet() -> Any:
     return recipe, data, []
 
 
-def _translator(**options: Any) -> Any:
+def _translator() -> Any:
+    """The Transformer: the GRU of accelerators is a kernel that the CPU does not have."""
     data = TranslationDataModule(batch_size=8, eval_batch_size=4)
     settings = Seq2SeqTranslator.settings_from_data(data)
-    return Seq2SeqTranslator(**settings, hidden_size=16, num_layers=1, **options), data, []
+    sizes = {"hidden_size": 16, "num_layers": 1, "feedforward_size": 16}
+    return Seq2SeqTranslator(**settings, network="transformer", **sizes), data, []
 
 
 _FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "enable_progress_bar": False}
@@ -193,7 +188,6 @@ RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
     "seq2seq": (_translator, _FEW),
-    "seq2seq, Transformer": (functools.partial(_translator, network="transformer", feedforward_size=16), _FEW),
 }
 
 
@@ -207,8 +201,10 @@ def _rehearse(names: Sequence[str]) -> dict[str, Any]:
     Dropout.forward = _drop_nothing  # type: ignore[method-assign]
     for name in names:
         make, settings = RUNS[name]
-        on_cpu, on_device = fit_on_both(make, **settings)
-        found[name] = refused(on_device.waits), _rows(on_device), largest_difference(on_cpu, on_device)
+        on_cpu = fit(make, **settings)
+        with stand_in_device() as device:
+            on_device = fit(make, device, **settings)
+        found[name] = refused(on_device.waits), _sites(on_device), largest_difference(on_cpu, on_device)
     return found
 
 
@@ -226,23 +222,19 @@ def test_no_step_waits_for_the_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_an_accelerator_has_the_weights_of_the_cpu(name: str) -> None:
-    """The GRU and the attention of accelerators are other formulas than the CPU's; all else is equal to the bit."""
-    assert rehearsal()[name][2] <= {"seq2seq": 1e-5, "seq2seq, Transformer": 1e-4}.get(name, 0.0)
+    """The attention of accelerators is another formula than the CPU's; all else is equal to the bit."""
+    assert rehearsal()[name][2] <= (1e-4 if name == "seq2seq" else 0.0)
 
 
 def test_each_place_that_may_wait_does() -> None:
-    rows = [row for _, found, _ in rehearsal().values() for row in found]
-    assert not MEANT.keys() - {where for _, where, _, _ in rows}, "they do not wait: they need no line here"
-
-
-Fault = Callable[[Tensor, Tensor], Any]
-"""It takes a weight and the targets of a batch."""
+    waited = set().union(*(found for _, found, _ in rehearsal().values()))
+    assert not MEANT.keys() - waited, "they do not wait: they need no line here"
 
 
 class Planted(pl.Callback):
-    """A fault in a hook of the training or validation step."""
+    """A fault in a hook of the training or validation step; it takes a weight and the targets of a batch."""
 
-    def __init__(self, hook: str, fault: Fault) -> None:
+    def __init__(self, hook: str, fault: Callable[[Tensor, Tensor], Any]) -> None:
         def run(trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
             batch = next(arg for arg in args if isinstance(arg, (list, tuple)))
             fault(pl_module.network[1].weight, batch[1])
@@ -250,22 +242,17 @@ class Planted(pl.Callback):
         setattr(self, hook, run)
 
 
-FAULTS: dict[str, Fault] = {
+FAULTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "item": lambda weight, _: weight.sum().item(),
-    "bool": lambda weight, _: bool((weight > 0).any()),
-    "tolist": lambda _, targets: targets.tolist(),
     "cpu": lambda weight, _: weight.detach().cpu(),
     "nonzero": lambda _, targets: targets.nonzero(),
     "a mask as index": lambda _, targets: targets[targets > 1],
     "an index of the CPU": lambda weight, _: weight[torch.tensor([0])],
-    "unique": lambda _, targets: targets.unique(),
-    "equal": lambda weight, _: torch.equal(weight, weight),
     "a tensor from a number": lambda weight, _: torch.tensor(0.5, device=weight.device),
     "a blocking transfer": lambda weight, _: torch.zeros(3).to(weight.device),
     "synchronize": lambda weight, _: torch.get_device_module(weight.device).synchronize(),
 }
-GOOD: dict[str, Fault] = {
-    "full": lambda weight, _: torch.full((), 0.5, device=weight.device) + weight.detach(),
+GOOD: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "where": lambda weight, _: torch.where(weight > 0, weight, 0.0).sum(),
     "a copy behind the work": lambda weight, _: weight.detach().to("cpu", non_blocking=True),
     "a scalar of the CPU": lambda weight, _: weight.detach() * torch.tensor(2.0),

@@ -41,42 +41,26 @@ GLOBAL_BATCH, EPOCHS, WARMUP = 8, 3, 5
 SAMPLES, EVEN_SAMPLES = 29, 28
 UPDATES = 4
 """In an epoch; the last one is short."""
-LIMIT = 3
 STOP_EPOCH, STOP_UPDATE = 1, 1
+STOP_STEPS = STOP_EPOCH * UPDATES + STOP_UPDATE + 1
 
 ON_OFF = ("off", "on")
 FACTORS: dict[str, tuple[str, ...]] = {
     "split": ("1x1", "1x4", "2x1", "2x2"),
-    "stop": (
-        "to the end",
-        "max_steps",
-        "max_steps at an epoch's end",
-        "EarlyStopping",
-        "should_stop by the module",
-        "SIGTERM to one rank",
-        "an exception",
-    ),
+    "stop": ("to the end", "max_steps", "EarlyStopping", "SIGTERM to one rank", "an exception"),
     "resumed": ("no", "as before", "on another split"),
-    "optimizer": ("SGD", "AdamW fused", "AdamW foreach"),
-    "schedule": ("none", "StepLR", "OneCycleLR", "LambdaLR", "ReduceLROnPlateau", "SequentialLR"),
-    "clipping": ("none", "norm", "value"),
-    "loader": (
-        "TrainLoader",
-        "limit_train_batches",
-        "DataLoader with DistributedSampler",
-        "DataLoader with Lightning's sampler",
-    ),
+    "optimizer": ("SGD", "AdamW fused"),
+    "schedule": ("none", "StepLR", "OneCycleLR", "ReduceLROnPlateau"),
+    "clipping": ("none", "norm"),
+    "loader": ("TrainLoader", "DataLoader with DistributedSampler", "DataLoader with Lightning's sampler"),
     "network": ("BatchNorm", "tokens"),
     "accumulate": ("steps", "global_batch_size"),
     "WarmupLR": ON_OFF,
     "SyncBN": ON_OFF,
     "SeedControl": ON_OFF,
     "FreezeLayers": ON_OFF,
-    "TrainLoss": ON_OFF,
-    "RankConsistency": ON_OFF,
-    "FiniteWeights": ON_OFF,
     "Preemption": ON_OFF,
-    "LeanLoop": ON_OFF,
+    "LeanLoop": ON_OFF,  # With those that watch a run: TrainLoss, RankConsistency, FiniteWeights.
 }
 """The values of each factor, the simplest one first."""
 
@@ -123,7 +107,6 @@ def samples(settings: Settings) -> tuple[Tensor, Tensor]:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, fused=True),
-    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, foreach=True),
 }
 
 
@@ -134,15 +117,9 @@ def schedule_of(name: str, optimizer: torch.optim.Optimizer) -> tuple[Any, str]:
     if name == "OneCycleLR":
         peak = 2 * optimizer.param_groups[0]["lr"]
         return lr_scheduler.OneCycleLR(optimizer, peak, total_steps=EPOCHS * UPDATES, cycle_momentum=False), "step"
-    if name == "LambdaLR":
-        return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)), "step"
     if name == "ReduceLROnPlateau":
         # The loss falls, so that waiting for it to rise ends at once, after each validation but the first.
         return lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0), "epoch"
-    if name == "SequentialLR":
-        first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
-        then = lr_scheduler.CosineAnnealingLR(optimizer, 7)
-        return lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[5]), "step"
     return None, "step"
 
 
@@ -150,7 +127,7 @@ class Learner(pl.LightningModule):
     """An ordinary module: the mean loss over its batch, and the number of targets where samples hold several.
 
     Args:
-        stops_at: the epoch and micro-batch at which the module, or its validation metric, asks for the end.
+        stops_at: the epoch and micro-batch at which its validation metric asks for the end.
     """
 
     def __init__(self, settings: Settings, stops_at: tuple[int, int] | None) -> None:
@@ -162,13 +139,8 @@ class Learner(pl.LightningModule):
     def forward(self, inputs: Any) -> Tensor:
         return self.head(self.backbone(inputs))
 
-    def _stops_now(self) -> bool:
-        return self.stops_at is not None and (self.current_epoch, self.trainer.fit_loop.batch_idx) >= self.stops_at
-
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.settings["stop"] == "should_stop by the module" and self._stops_now():
-            self.trainer.should_stop = True
         inputs, targets = batch
         loss = loss_of(self(inputs), targets)
         return {"loss": loss, "count": (targets != PADDING).sum()} if targets.dim() > 1 else loss
@@ -177,7 +149,8 @@ class Learner(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         inputs, targets = batch
         self.log("val_loss", loss_of(self(inputs), targets), sync_dist=True)
-        self.log("stop", float(self._stops_now()), sync_dist=True)
+        place = self.current_epoch, self.trainer.fit_loop.batch_idx
+        self.log("stop", float(self.stops_at is not None and place >= self.stops_at), sync_dist=True)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -246,14 +219,13 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path) -> list[pl.Call
         "WarmupLR": lambda: WarmupLR(f"{WARMUP} steps"),
         "SyncBN": SyncBN,
         "FreezeLayers": lambda: FreezeLayers(until="head", unfreeze={"backbone": "1 epochs"}),
-        "TrainLoss": TrainLoss,
-        "RankConsistency": RankConsistency,
-        "FiniteWeights": FiniteWeights,
         "Preemption": Preemption,
         "LeanLoop": LeanLoop,
     }
     found: list[pl.Callback] = [GradientAccumulation(steps, global_batch_size)]
     found += [make() for name, make in ours.items() if settings[name] == "on"]
+    if settings["LeanLoop"] == "on":
+        found += [TrainLoss(), RankConsistency(), FiniteWeights()]
     if settings["stop"] == "EarlyStopping":
         threshold: dict[str, Any] = {"mode": "max", "stopping_threshold": 0.5, "patience": 10**6}
         found.append(EarlyStopping("stop", check_on_train_epoch_end=False, **threshold))
@@ -269,20 +241,12 @@ def is_stock(settings: Settings) -> bool:
 
 def epoch_batches(settings: Settings, cut: Cut) -> int:
     """Micro-batches in an epoch."""
-    if settings["loader"] == "limit_train_batches":
-        return LIMIT * cut.micro_batches
     return -(-(EVEN_SAMPLES if is_stock(settings) else SAMPLES) * cut.micro_batches // GLOBAL_BATCH)
 
 
 def stop_batch(cut: Cut) -> int:
     """The micro-batch of the epoch at which a run is to end: not its window's last, where it has several."""
     return STOP_UPDATE * cut.micro_batches + max(0, cut.micro_batches // 2 - 1)
-
-
-def steps_until_stop(settings: Settings) -> int:
-    """Updates before a run is to end."""
-    epoch = LIMIT if settings["loader"] == "limit_train_batches" else UPDATES
-    return STOP_EPOCH * epoch + (0 if settings["stop"] == "max_steps at an epoch's end" else STOP_UPDATE + 1)
 
 
 class Life(NamedTuple):
@@ -317,12 +281,10 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
         model = Learner(settings, stops_at)
         options: dict[str, Any] = {
             "max_epochs": EPOCHS,
-            "max_steps": steps_until_stop(settings) if stopping and "max_steps" in settings["stop"] else -1,
+            "max_steps": STOP_STEPS if stopping and settings["stop"] == "max_steps" else -1,
             "use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler",
-            "limit_train_batches": LIMIT * cut.micro_batches if settings["loader"] == "limit_train_batches" else None,
             "val_check_interval": cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
-            "gradient_clip_val": {"none": None, "norm": 0.3, "value": 0.02}[settings["clipping"]],
-            "gradient_clip_algorithm": None if settings["clipping"] == "none" else settings["clipping"],
+            "gradient_clip_val": 0.3 if settings["clipping"] == "norm" else None,
             "enable_checkpointing": settings["resumed"] != "no",
             "enable_progress_bar": False,
             "callbacks": [*seeds, *callbacks_of_row(settings, cut, folder), watch],

@@ -18,7 +18,6 @@ from tests.support.combinations import (
     EPOCHS,
     EVEN_SAMPLES,
     GLOBAL_BATCH,
-    LIMIT,
     OPTIMIZERS,
     SAMPLES,
     WARMUP,
@@ -66,8 +65,7 @@ def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
     if is_stock(settings):
         seed = 1 if name == "DataLoader with DistributedSampler" or settings["SeedControl"] == "on" else 0
         return torch.randperm(EVEN_SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
-    order = epoch_order(SAMPLES, seed=1, epoch=epoch)
-    return order[: LIMIT * GLOBAL_BATCH] if name == "limit_train_batches" else order
+    return epoch_order(SAMPLES, seed=1, epoch=epoch)
 
 
 def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[Tensor]:
@@ -122,8 +120,6 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             (total / count).backward()
             if settings["clipping"] == "norm":
                 nn.utils.clip_grad_norm_(network.parameters(), 0.3)
-            elif settings["clipping"] == "value":
-                nn.utils.clip_grad_value_(network.parameters(), 0.02)
             rate = optimizer.param_groups[0]["lr"]
             if settings["WarmupLR"] == "on" and len(rates) < WARMUP:
                 optimizer.param_groups[0]["lr"] = rate * (0.01 + 0.99 * len(rates) / WARMUP)

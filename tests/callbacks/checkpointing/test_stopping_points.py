@@ -9,12 +9,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.loop_place import place_after_batch, trains, validation_is_next
 from callbacks.checkpointing.stopping_points import (
     RULES,
     Place,
     move_counters,
+    place_after_batch,
+    trains,
     validation_is_due,
+    validation_is_next,
 )
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError

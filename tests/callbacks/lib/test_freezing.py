@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from callbacks import freeze_layers
 from callbacks.lib.freezing import FrozenLayers
-from datamodules.errors import UserError
 
 
 def network() -> nn.Module:
@@ -78,23 +77,6 @@ def test_statistics_of_all_batch_norm_stay_while_its_weights_train() -> None:
     assert not net["stem"][1].training  # type: ignore[index]
 
 
-def test_flags_modes_and_hooks_are_restored() -> None:
-    net = network()
-    net["head"].bias.requires_grad_(False)  # type: ignore[index]
-
-    def state() -> list[Any]:
-        flags = [parameter.requires_grad for parameter in net.parameters()]
-        return [flags, *((module.training, len(module._forward_pre_hooks)) for module in net.modules())]
-
-    before = state()
-    frozen = freeze_layers(net, "head", train_bn=False)
-    assert frozen.counts() == (8, 66)
-    assert state() != before
-    net.train()
-    frozen.restore()
-    assert state() == before
-
-
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudnn_has_a_backward_pass(
     kind: Any,
@@ -128,10 +110,3 @@ def test_a_frozen_network_can_be_copied_and_pickled() -> None:
         before = copy.deepcopy(twin.state_dict())
         train(twin)
         assert changed(twin, before) == {"head.weight", "head.bias"}
-
-
-def test_what_cannot_be_frozen_is_refused() -> None:
-    with pytest.raises(UserError, match="there is no 'boddy' in the module; did you mean 'body'"):
-        freeze_layers(network(), until="boddy")
-    with pytest.raises(UserError, match="'0' could be"):
-        freeze_layers(network(), until="head").unfreeze("0")

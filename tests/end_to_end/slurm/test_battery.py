@@ -113,54 +113,13 @@ def test_sigusr1_requeues_a_job_that_then_ends_as_an_undisturbed_one(cluster: Cl
     assert weights_of(cluster.last(job)) == undisturbed
 
 
-def test_a_job_that_is_requeued_from_outside(cluster: Cluster, undisturbed: str) -> None:
+def test_a_job_of_which_a_task_was_killed_is_requeued_by_the_other(cluster: Cluster, undisturbed: str) -> None:
     job = cluster.sbatch()
     cluster.trains(job)
-    cluster.slurm.call("scontrol", "requeue", job)
+    os.kill(cluster.slurm.tasks(job)[0], signal.SIGKILL)
     cluster.restarts(job)
-    assert "ended by SIGTERM" in cluster.log(job)
+    assert re.search(r"error: rank 0 \(.*\) ended without a report: ", cluster.log(job)), cluster.log(job)
     assert weights_of(cluster.last(job)) == undisturbed
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_job_of_which_a_task_was_killed_is_requeued_by_the_other(
-    rank: int, cluster: Cluster, undisturbed: str
-) -> None:
-    job = cluster.sbatch()
-    cluster.trains(job)
-    os.kill(cluster.slurm.tasks(job)[rank], signal.SIGKILL)
-    cluster.restarts(job)
-    line = rf"error: rank {rank} \(.*\) ended without a report: "
-    assert re.search(line, cluster.log(job)), cluster.log(job)
-    assert weights_of(cluster.last(job)) == undisturbed
-
-
-def test_a_job_that_must_not_be_requeued_fails_and_tells_how_to_go_on(cluster: Cluster, undisturbed: str) -> None:
-    job = cluster.sbatch("--no-requeue")
-    cluster.trains(job)
-    os.kill(cluster.slurm.tasks(job)[1], signal.SIGKILL)
-    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "FAILED", "failed", 60)
-    how = f"submitted without --requeue; resume in a new job with --name slurm-{job}"
-    assert how in cluster.log(job)
-    other = cluster.sbatch(flags=("--name", f"slurm-{job}"))
-    cluster.finishes(other)
-    assert weights_of(cluster.last(job)) == undisturbed
-
-
-def test_the_tasks_of_an_array_are_requeued_each_for_itself(cluster: Cluster, undisturbed: str) -> None:
-    array = cluster.sbatch("--array=1-2")
-    first, second = f"{array}_1", f"{array}_2"
-    wait_until(
-        lambda: cluster.slurm.job(first)["JobState"] == cluster.slurm.job(second)["JobState"] == "RUNNING", "run"
-    )
-    numbers = {task: cluster.slurm.job(task)["JobId"] for task in (first, second)}
-    wait_until(lambda: updates_done(cluster.last(numbers[second])) > 0, "a first checkpoint")
-    cluster.slurm.call("scancel", "--signal=USR1", second)
-    cluster.restarts(second)
-    cluster.finishes(first)
-    assert cluster.slurm.job(first)["Restarts"] == "0"
-    assert re.search(r"SIGUSR1 after update \d+: saved ", cluster.log(second)), cluster.log(second)
-    assert {weights_of(cluster.last(number)) for number in numbers.values()} == {undisturbed}
 
 
 def test_a_cancelled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cluster, undisturbed: str) -> None:
@@ -173,20 +132,6 @@ def test_a_cancelled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cl
     other = cluster.sbatch(flags=("--name", f"slurm-{job}"))
     cluster.finishes(other)
     assert f"resuming from runs/mnist/slurm-{job}/checkpoints/last.ckpt, after {done:,} updates" in cluster.log(other)
-    assert weights_of(cluster.last(job)) == undisturbed
-
-
-def test_a_job_is_requeued_before_its_time_limit(cluster: Cluster, undisturbed: str) -> None:
-    job = cluster.sbatch("--signal=USR1@600")
-    cluster.trains(job)
-    # The limit has a resolution of minutes, and Slurm looks at it every 30 seconds: the run would end before. With the
-    # signal Slurm sends SIGCONT.
-    os.kill(cluster.slurm.tasks(job)[1], signal.SIGSTOP)
-    cluster.slurm.call("scontrol", "update", f"jobid={job}", "TimeLimit=10")
-    cluster.is_requeued(job)
-    cluster.slurm.call("scontrol", "update", f"jobid={job}", "TimeLimit=30")
-    cluster.restarts(job)
-    assert re.search(r"SIGUSR1 after update \d+: saved ", cluster.log(job)), cluster.log(job)
     assert weights_of(cluster.last(job)) == undisturbed
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ExactCheckpoint, GradientAccumulation
-from callbacks.checkpointing import loop_place
+from callbacks.checkpointing import stopping_points
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
 from recipes.runner.limits import WholeUpdates, limits_per_device, micro_batches_of_update, seconds_of
@@ -142,7 +142,7 @@ def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_save
     assert torch.load(tmp_path / "best.ckpt")["global_step"] == max(first, 5)
     assert validated(timedelta(hours=1), "none") == []
     # A rank follows the clock of rank 0, for which no time has passed.
-    monkeypatch.setattr(loop_place, "broadcast", lambda *_: False)
+    monkeypatch.setattr(stopping_points, "broadcast", lambda *_: False)
     assert validated(timedelta(microseconds=1), "other") == []
 
 
