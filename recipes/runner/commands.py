@@ -196,9 +196,9 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _record_start(experiment: Experiment, folder: Path) -> None:
     """Record where this job starts, and rename the later checkpoints of the run, where --resume names a checkpoint."""
-    checkpoint, run = experiment.point.checkpoint, experiment.run
-    if checkpoint and checkpoint == run.resume:
-        for path in start_from(checkpoint, folder, run.name):
+    checkpoint = experiment.point.checkpoint
+    if checkpoint and experiment.point.given:
+        for path in start_from(checkpoint, folder, experiment.run.name):
             rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
 
 

@@ -8,7 +8,7 @@ defaults that the recipe's constructor computes, and what the data module finds 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -160,7 +160,7 @@ class Experiment:
 
     @property
     def micro_batches(self) -> int | None:
-        """Of an update, on all devices; None where their number changes or is not known yet."""
+        """Of an update, on all devices; None where their number is not known yet."""
         saved = read_run(self.point.checkpoint) if self.point.checkpoint else None
         if saved and not self.update_items and saved.devices != self.launch.world_size:
             return None  # A loader without numbers keeps the samples of an update, and they are not known here.
@@ -168,10 +168,10 @@ class Experiment:
         return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
-def _seed(values: Mapping[str, Any], checkpoint: str | None, connection: FailureMonitor | None) -> int:
+def _seed(asked: int | str, checkpoint: str | None, connection: FailureMonitor | None) -> int:
     """The seed; for "random" that of the checkpoint, or one that rank 0 draws for all."""
-    if values["seed"] != "random":
-        return int(values["seed"])
+    if asked != "random":
+        return int(asked)
     saved = read_run(checkpoint).config.get("seed") if checkpoint else None
     return saved if isinstance(saved, int) else int(share(connection, "seed", draw_seed))
 
@@ -236,6 +236,7 @@ def _resolve_data(
 
 def build_experiment(
     command: str,
+    run: RunSettings,
     options: Callable[[str], dict[str, Any]],
     values: dict[str, Any],
     config: dict[str, Any],
@@ -250,7 +251,8 @@ def build_experiment(
     """Complete what the flags left open, and build from it.
 
     Args:
-        options: the values of a group of flags, by its title.
+        run: with the seed and the threads as they were given.
+        options: the values of another group of flags, by its title.
         values: of all flags.
         config: those that make the experiment, as plain values.
         connection: to the other ranks; None where the run is one process.
@@ -261,16 +263,17 @@ def build_experiment(
     before = read_run(point.checkpoint) if point.checkpoint else None
     if before and before.devices not in (None, launch.world_size):
         rank_zero_print(f"devices: {before.devices} before, {launch.world_size} now; the updates and their order stay")
-    threads = _set_threads(command, values["threads"], launch, connection)
-    seed = _seed(values, point.checkpoint or values["ckpt"], connection)
-    if values["seed"] == "random":
+    threads = _set_threads(command, run.threads, launch, connection)
+    seed = _seed(run.seed, point.checkpoint or run.ckpt, connection)
+    if run.seed == "random":
         notes += f", seed {seed}"
+    run = replace(run, seed=seed, threads=threads)
     for settings in (values, config):
         settings |= {"seed": seed, "threads": threads}
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed)
-        run, of_data, of_recipe = RunSettings(**options("Run")), options("Data"), options("Recipe")
+        of_data, of_recipe = options("Data"), options("Recipe")
         data = classes.build_data(of_data)
         # Before the data are read, so that wrong flags are refused before a download.
         if before is None and not run.ckpt:

@@ -388,12 +388,12 @@ class CommandLine:
     def _check_going_on(self, checkpoint: str, namespace: Namespace) -> None:
         """Refuse to train longer than the run was to, and say where it resumes."""
         saved = read_run(checkpoint)
-        if namespace.resume == checkpoint and saved.is_finished(namespace.max_epochs, namespace.max_steps):
+        if self._point.given and saved.is_finished(namespace.max_epochs, namespace.max_steps):
             raise UserError(
                 f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass --max-epochs"
                 f" {2 * max(1, saved.epochs)} to train longer"
             )
-        if namespace.resume != checkpoint:
+        if not self._point.given:
             rank_zero_print(f"resuming from {shown(checkpoint)}, after {saved.updates:,} updates")
 
     def _verify(self, folder: Path | None, args: list[str]) -> None:
@@ -464,13 +464,14 @@ class CommandLine:
             inputs = values.get("inputs") if title == "Data" else None
             return self.parser.select(values, title) | ({"predict_inputs": inputs} if inputs else {})
 
-        RunSettings(**options("Run"))  # What is out of its range is refused before any process waits for another.
+        run = RunSettings(**options("Run"))  # What is out of its range is refused before a process waits for another.
         typed = Command(self.program, self.args, in_program=self.classes.in_program)
         launch, connection = self._join(command, values, config, typed)
         checkpoint = self._point.checkpoint or values["ckpt"]
         try:
             experiment = build_experiment(
                 command,
+                run,
                 options,
                 values,
                 config,

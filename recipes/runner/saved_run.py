@@ -62,7 +62,7 @@ def read_run(path: str | Path) -> SavedRun:
         UserError: the file is missing or damaged, or is not a checkpoint of a run.
     """
     if Path(path).is_dir():
-        newest = newest_valid_checkpoint(Path(path) / "checkpoints")
+        newest = newest_valid_checkpoint(Path(path) / "checkpoints", warn=False)
         raise UserError(f"{path} is a folder; pass a checkpoint" + (f", such as {newest}" if newest else ""))
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
@@ -128,13 +128,14 @@ def readable_checkpoints(folder: Path) -> dict[Path, SavedRun]:
     return _checkpoints(folder)[0]
 
 
-def newest_valid_checkpoint(folder: Path) -> Path | None:
-    """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are reported.
+def newest_valid_checkpoint(folder: Path, warn: bool = True) -> Path | None:
+    """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are logged.
 
     The number of updates decides, not the time of the file, since clocks may be set back.
 
     Args:
         folder: the run's ``checkpoints``.
+        warn: log them.
     """
     found, damaged = _checkpoints(folder)
     valid = None
@@ -144,7 +145,7 @@ def newest_valid_checkpoint(folder: Path) -> Path | None:
             valid = path
             break
         damaged[path] = problem
-    for path, problem in damaged.items():
+    for path, problem in damaged.items() if warn else ():
         log.warning("warning: %s is skipped: %s", path, problem)
     return valid
 

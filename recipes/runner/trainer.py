@@ -49,9 +49,7 @@ def _global_batch_text(experiment: Experiment) -> str:
         return ""
     on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
     if micro_batches is None:
-        # A resumed run keeps its updates, on other devices too.
-        each = "" if experiment.point.checkpoint else f", {experiment.run.accumulate} on each device"
-        return f"micro-batches of {size}{' tokens' * limited}{each} {on}"
+        return f"micro-batches of {size}{' tokens' * limited} {on}"
     total = (None if limited else experiment.update_items) or micro_batches * size
     short = f", the last of {total % size}," if total % size else ""
     parts = f"{_counted(micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited}{short} {on}"

@@ -167,6 +167,7 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     from recipes.runner.launch import Command, Launch
     from recipes.runner.resume import ResumePoint
     from recipes.runner.run import build_parser
+    from recipes.runner.settings import RunSettings
     from recipes.runner.trainer import _global_batch_text
     from tests.recipes.runner.test_resume import save
 
@@ -177,6 +178,7 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     values = parser.get_defaults().as_dict() | config
     experiment = build_experiment(
         "fit",
+        RunSettings(**parser.select(values, "Run")),
         lambda title: parser.select(values, title),
         values,
         config,

