@@ -175,9 +175,7 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
             report_unsaved(folder)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 
-    if experiment.trainer["barebones"]:
-        rank_zero_print("--barebones measures speed: nothing is logged, saved or tested, so the run cannot be resumed")
-    if experiment.trainer["fast_dev_run"] or experiment.trainer["barebones"]:
+    if experiment.trainer["fast_dev_run"]:
         return train(None)
     parent = Path(experiment.run.run_dir) / experiment.recipe.title
     with run_folder(parent, experiment.run.name, experiment.point) as folder:
@@ -217,8 +215,6 @@ def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | 
     with _interruptible(trainer, experiment, folder), _restoring(resume), _within_memory(trainer, experiment):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
-    if experiment.trainer["barebones"]:
-        return Outcome({}, None, stopped, epochs)
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
@@ -333,20 +329,20 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
 
 
 def _smaller_batches(experiment: Experiment, evaluates: bool) -> str:
-    """The sizes of a run that is out of memory, and what to pass instead.
+    """The size of a batch that is out of memory, and what to pass instead.
 
     Args:
         evaluates: it was out while a batch was validated, tested or predicted.
     """
     config, run = experiment.config, experiment.run
     name = experiment.tokens_parameter or "batch_size"
+    name = "eval_batch_size" if evaluates and "eval_batch_size" in config else name
+    given, advice = f"with {name}={config.get(name)}", f"pass a smaller `{name}`"
     if evaluates:
-        name = "eval_batch_size" if "eval_batch_size" in config else name
-        return f"with {name}={config.get(name)}: pass a smaller `{name}`"
+        return f"{given}: {advice}"
     if name == "batch_size" and (run.global_batch_size is not None or experiment.point.checkpoint):
-        return f"with {name}={config.get(name)}: pass a smaller `{name}`; an update keeps its samples"
-    factor = f"accumulate={run.accumulate}"
-    return f"with {name}={config.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
+        return f"{given}: {advice}; an update keeps its samples"
+    return f"{given} and accumulate={run.accumulate}: {advice} with as many times the `accumulate`"
 
 
 @contextmanager

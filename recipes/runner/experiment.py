@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -39,19 +39,11 @@ __all__ = ["Classes", "Experiment", "as_user_errors", "build_experiment", "takes
 _OF_ONE_CALL = frozenset({"config", "inputs", "predict_inputs", "profiler"})
 _FREE_OF_TRAINER = {
     *("accelerator", "strategy", "devices", "num_nodes", "benchmark", "use_distributed_sampler", "inference_mode"),
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "barebones", "model_registry"),
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "model_registry"),
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
     *("enable_progress_bar", "profiler", "detect_anomaly"),
 }
-
-
-@runtime_checkable
-class _PreparesData(Protocol):
-    """A recipe on which arguments of the data module depend, such as the statistics that its weights expect."""
-
-    def settings_for_data(self) -> dict[str, Any]:
-        """These arguments; they are taken where the user has given no value, and saved with the settings."""
 
 
 @contextmanager
@@ -219,8 +211,7 @@ def _resolve_data(
     if saved is not None:
         found, asked = {name: value for name, value in saved.items() if name not in classes.free_parameters}, False
     else:
-        if isinstance(recipe, _PreparesData):
-            options = _fill(options, recipe.settings_for_data())
+        options = _fill(options, recipe.settings_for_data())
         _set_arguments(data, options)
         found = share(connection, "settings of the data", data_contract(data).resolve)
         asked = connection is None or connection.launch.rank == 0

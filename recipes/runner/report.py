@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,8 +26,6 @@ from recipes.runner.launch import print_error
 from recipes.runner.loggers import METRICS
 from recipes.runner.results import (
     RESULTS,
-    Best,
-    Results,
     Stopwatch,
     count_parameters,
     hardware,
@@ -98,48 +97,57 @@ class Outcome:
     epochs: int
 
 
-def _best(outcome: Outcome, monitor: str | None) -> Best | None:
+def _best(outcome: Outcome, monitor: str | None) -> dict[str, Any] | None:
+    """The checkpoint that the scores are of, and the score by which it is the best, where something was validated."""
     if outcome.best is None:
         return None
     saved, value = read_run(outcome.best), outcome.scores.get(monitor or "")
     monitored = monitor if value is not None else None
-    return Best(checkpoint=outcome.best, epoch=saved.epoch, step=saved.updates, monitor=monitored, value=value)
+    best = {"checkpoint": outcome.best, "epoch": saved.epoch, "step": saved.updates}
+    return best | {"monitor": monitored, "value": value}
 
 
-def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome) -> Results:
+def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome) -> dict[str, Any]:
+    """The entries of ``results.json``.
+
+    `scores` are of the checkpoint `best`, which was saved in `epoch`, from 1, after `step` updates. `seconds` has
+    "start_up" to the beginning of training, "train" without validation, and "total" of the program that has written the
+    file, which are those after a resume; `epochs` counts all. `devices` are those of one node, and `peak_memory_bytes`
+    that of the process with rank 0.
+    """
     recipe, data, device = experiment.recipe, data_contract(experiment.data), trainer.strategy.root_device
     sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
     seconds, ended_at = stopwatch.seconds(), datetime.now().astimezone()
     parameters, trainable = count_parameters(recipe)
-    return Results(
-        recipe=recipe.title,
-        command=experiment.typed.using(),
-        started_at=(ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
-        ended_at=ended_at.isoformat(timespec="seconds"),
-        host=platform.node(),
-        hardware=hardware(trainer),
-        devices=trainer.num_devices,
-        num_nodes=trainer.num_nodes,
-        versions=versions(),
-        scores=outcome.scores,
-        headline=recipe.headline(outcome.scores),
-        best=_best(outcome, recipe.monitor),
-        seconds=seconds,
-        epochs=outcome.epochs,
-        samples_per_second=stopwatch.epochs * sizes.get("train", 0) / max(1e-9, seconds["train"]),
-        peak_memory_bytes={
+    return {
+        "recipe": recipe.title,
+        "command": experiment.typed.using(),
+        "started_at": (ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
+        "ended_at": ended_at.isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "hardware": hardware(trainer),
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+        "versions": versions(),
+        "scores": outcome.scores,
+        "headline": recipe.headline(outcome.scores),
+        "best": _best(outcome, recipe.monitor),
+        "seconds": seconds,
+        "epochs": outcome.epochs,
+        "samples_per_second": stopwatch.epochs * sizes.get("train", 0) / max(1e-9, seconds["train"]),
+        "peak_memory_bytes": {
             "host": peak_memory(torch.device("cpu")),
             "device": peak_memory(device) if device.type == "cuda" else None,
         },
-        stopped_early=outcome.stopped_early or None,
-        parameters=parameters,
-        trainable_parameters=stopwatch.trainable or trainable,
-        data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
-        config=dict(experiment.config),
-    )
+        "stopped_early": outcome.stopped_early or None,
+        "parameters": parameters,
+        "trainable_parameters": stopwatch.trainable or trainable,
+        "data": {"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
+        "config": dict(experiment.config),
+    }
 
 
-def _rows(results: Results, headline: Mapping[str, str]) -> dict[str, str]:
+def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, str]:
     """What the closing table says, and the page, which shows the headline elsewhere."""
     data, seconds, rate = results["data"], results["seconds"], results["samples_per_second"]
     sizes = ", ".join(f"{size:,} {part}" for part, size in data["sizes"].items())
@@ -166,7 +174,7 @@ def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str) -> dict[
     return rows
 
 
-def _write(folder: Path, results: Results, tables: Mapping[str, Table]) -> dict[str, str]:
+def _write(folder: Path, results: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, str]:
     """Write the files of a finished run; returns the rows that name them."""
     rows = {}
     with best_effort(RESULTS):
@@ -226,7 +234,7 @@ def _tables(folder: Path) -> dict[str, list[list[str]]]:
     return tables
 
 
-def write_report(folder: Path, results: Results) -> Path:
+def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
     """Write the page of a finished run into its folder, from its results, metrics.csv and the tables beside it.
 
     Raises:

@@ -1,6 +1,5 @@
 """What is read from a saved run: settings and progress in a checkpoint, and settings in a file."""
 
-import json
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -183,7 +182,7 @@ def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], fr
 
 
 def read_settings(path: str | Path) -> Any:
-    """What a YAML file of settings, or a run's results.json, holds of settings, as plain Python.
+    """What a YAML file of settings holds, as plain Python.
 
     Raises:
         UserError: it is no file, is no YAML, or has a setting twice.
@@ -194,8 +193,7 @@ def read_settings(path: str | Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         _refuse_repeated(yaml.compose(text, yaml.SafeLoader), path)
-        # In YAML 1.1 numbers such as 1e-05 are text.
-        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return yaml.safe_load(text)
     except UserError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -203,8 +201,6 @@ def read_settings(path: str | Path) -> Any:
         raise UserError(f"{path}{where}: cannot be read as a file of settings: {error.problem}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read as a file of settings: {' '.join(str(error).split())}") from error
-    inside = settings.get("config") if isinstance(settings, dict) else None  # Of results.json.
-    return inside if isinstance(inside, dict) else settings
 
 
 def _refuse_repeated(root: yaml.Node | None, path: Path) -> None:

@@ -21,12 +21,12 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
-from recipes.base import Recipe, RecipeParameters
+from recipes.base import Recipe
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
 from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, known
 from recipes.seq2seq.decoding import beam_search, sentences_of
-from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet, target_positions
+from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
 
@@ -52,24 +52,6 @@ def rate_of_run(network: str, samples: int, epochs: int) -> float:
     if network == "transformer":
         return 0.001
     return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / Seq2SeqTranslator.base_batch_size):.2g}"))
-
-
-class TranslatorParameters(RecipeParameters):
-    """The parameters of `Seq2SeqTranslator`, as ``self.hparams`` holds them."""
-
-    network: NetworkName
-    hidden_size: int
-    num_layers: int | None
-    heads: int
-    feedforward_size: int
-    dropout: float
-    source_vocab_size: int
-    target_vocab_size: int
-    label_smoothing: float
-    val_sentences: int
-    beam: int
-    length_penalty: float
-    bleu_tokenize: BleuTokenizer
 
 
 class Seq2SeqTranslator(Recipe):
@@ -112,8 +94,7 @@ class Seq2SeqTranslator(Recipe):
     prediction_columns: ClassVar[tuple[str, ...]] = ("sentence", "translation", "score")
     prediction_files: ClassVar[tuple[str, ...]] = (*Recipe.prediction_files, ".txt")
 
-    network: AnyNetwork
-    hparams: TranslatorParameters
+    network: TranslationNetwork
 
     def __init__(
         self,
@@ -178,7 +159,7 @@ class Seq2SeqTranslator(Recipe):
         return found
 
     @override
-    def build_network(self) -> AnyNetwork:
+    def build_network(self) -> TranslationNetwork:
         """Returns the network, whose parameters are those of the recipe of the same names."""
         options = self.hparams
         sizes = options.source_vocab_size, options.target_vocab_size, options.hidden_size

@@ -146,13 +146,6 @@ def test_random_seed_and_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_k
     assert yaml.safe_load((run.with_name("other") / "config.yaml").read_text())["seed"] not in (1, seed)
 
 
-def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> None:
-    assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path))[0][0] == 0
-    last = "runs/points/run/checkpoints/last.ckpt"
-    trial = ["--resume", last, "--fast-dev-run", "--max-epochs", "1"]
-    assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
-
-
 @pytest.mark.parametrize(
     ("batch_size", "line"),
     [
