@@ -4,10 +4,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,18 +259,19 @@ def _evaluate(experiment: Experiment) -> None:
         raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
     if not trainer.is_global_zero:
         return
-    problem = None
-    if run.output and Path(run.output).suffix == ".txt":
-        problem = _written(
-            write_text, Path(run.output), "".join(f"{row[recipe.prediction_columns[1]] or ''}\n" for row in rows)
-        )
-    elif run.output:
-        problem = _written(write_rows, Path(run.output), list(rows) if command == "predict" else rows[0])
-    tables, files = recipe.tables, {}
+    problem, tables, files = None, recipe.tables, {}
     if run.output:
-        files = {name: Path(run.output).with_name(f"{Path(run.output).stem}_{name}") for name in tables}
-    for name, path in files.items():
-        problem = problem or _written(partial(write_rows, columns=tables[name].columns), path, tables[name].rows)
+        output, text = Path(run.output), recipe.prediction_columns[1:2]
+        content: Any = rows if command == "predict" else rows[0]
+        if output.suffix == ".txt":
+            content = [{name: row[name] or "" for name in text} for row in rows]
+        files = {name: output.with_name(f"{output.stem}_{name}") for name in tables}
+        try:
+            write_rows(output, content, text if output.suffix == ".txt" else None)
+            for name, path in files.items():
+                write_rows(path, tables[name].rows, tables[name].columns)
+        except OSError as error:
+            problem = error.strerror or str(error)
     if command == "predict":
         print_rows(prediction_table(rows))
     else:
@@ -295,15 +295,6 @@ def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str,
         rank_zero_print("")
         rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]
         print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
-
-
-def _written(write: Callable[[Path, Any], None], path: Path, content: Any) -> str | None:
-    """Write the file of ``--output``; why it could not be written, if so."""
-    try:
-        write(path, content)
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 @contextmanager
