@@ -11,17 +11,21 @@ from torch import Tensor
 
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.subwords import AnyVocabulary
 from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK
-from recipes.seq2seq.checks import Vocabularies
 from recipes.seq2seq.network import TranslationNetwork
 
 __all__ = [
     "Translations",
+    "Vocabularies",
     "beam_search",
     "length_limits",
     "length_penalty",
     "sentences_of",
 ]
+
+Vocabularies = tuple[AnyVocabulary, AnyVocabulary]
+"""Of the source and of the target."""
 
 NEVER = PAD, SOS, UNK
 """Tokens that no translation has."""

@@ -24,8 +24,7 @@ from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
-from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, known
-from recipes.seq2seq.decoding import beam_search, sentences_of
+from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
 from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
@@ -52,6 +51,44 @@ def rate_of_run(network: str, samples: int, epochs: int) -> float:
     if network == "transformer":
         return 0.001
     return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / Seq2SeqTranslator.base_batch_size):.2g}"))
+
+
+class CheckVocabularies(pl.Callback):
+    """Refuses data whose vocabularies have other sizes than the network's.
+
+    Runs on: the start of a fit, of a validation and of a test.
+
+    Raises:
+        UserError: says what to pass.
+    """
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.vocabularies is None:
+            return
+        sizes = pl_module.hparams.source_vocab_size, pl_module.hparams.target_vocab_size
+        for vocabulary, size, side in zip(pl_module.vocabularies, sizes, ("source", "target"), strict=True):
+            if len(vocabulary) != size:
+                raise UserError(
+                    f"the network has {size:,} {side} tokens, and the data has {len(vocabulary):,}; pass the data and "
+                    f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
+                )
+
+    on_validation_start = on_test_start = on_fit_start
+
+
+def known(vocabularies: Vocabularies | None) -> Vocabularies:
+    """The vocabularies, which translating needs.
+
+    Raises:
+        UserError: there are none; it says where they come from.
+    """
+    if vocabularies is None:
+        raise UserError(
+            "the network has no vocabularies yet; train it on a TranslationDataModule, load a checkpoint, or set "
+            "recipe.vocabularies = (source, target)"
+        )
+    return vocabularies
 
 
 class Seq2SeqTranslator(Recipe):
