@@ -1,5 +1,4 @@
 from .base import Recipe as Recipe
-from .base import RecipeParameters as RecipeParameters
 from .classifier import Classifier as Classifier
 from .mnist.recipe import MNISTClassifier as MNISTClassifier
 from .optim import build_optimizer as build_optimizer

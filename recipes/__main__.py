@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import sys
 from pathlib import Path
 from runpy import run_module
@@ -23,31 +22,10 @@ def find_recipes() -> dict[str, str]:
 
 def _print_list(program: str) -> None:
     print(f"usage: {program} RECIPE [fit|validate|test|predict|verify|export] [flags]")  # noqa: T201
-    print(f"       {program} verify RUN")  # noqa: T201
     print(f"       {program} list | --version\n")  # noqa: T201
     for name, summary in find_recipes().items():
         print(f"{name}: {summary}")  # noqa: T201
         print(f"  lightning-recipes {name} --help  or  python -m recipes.{name} --help")  # noqa: T201
-
-
-def _recipe_of(runs: list[str]) -> str:
-    """The recipe that has trained the run to verify."""
-    if not runs or runs[0].startswith("-"):
-        sys.exit(_error("verify needs the folder of a run; pass verify runs/RECIPE/NAME"))
-    record = Path(runs[0]) / "weights.jsonl"
-    if not record.is_file():
-        sys.exit(_error(f"there is no {record}: expected the folder of a run, which records a hash of its weights"))
-    with record.open(encoding="utf-8", errors="replace") as lines:
-        found = re.match(r'{"start": {"recipe": "(.*?)"', lines.readline(1000))
-    recipe = found[1] if found else ""
-    if recipe not in find_recipes():
-        sys.exit(_error(f"{runs[0]} is of the recipe {recipe!r}, a program of its own: pass verify {runs[0]} to it"))
-    return recipe
-
-
-def _error(message: str, status: int = 2) -> int:
-    print(f"error: {message}", file=sys.stderr)  # noqa: T201
-    return status
 
 
 def main() -> None:
@@ -58,9 +36,6 @@ def main() -> None:
         # A console command does not import from the current folder; nor do the processes that it starts.
         os.environ["PYTHONSAFEPATH"] = "1"
     name = args[0] if args else "list"
-    if name == "verify":
-        name = _recipe_of(args[1:])
-        sys.argv.insert(1, name)
     if name in ("list", "-h", "--help"):
         _print_list(program)
     elif name == "--version":
@@ -70,7 +45,8 @@ def main() -> None:
         run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
         return
     else:
-        sys.exit(_error(f"there is no recipe {name!r}; expected list, verify, {', '.join(recipes)}"))
+        print(f"error: there is no recipe {name!r}; expected list, {', '.join(recipes)}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
 
-__all__ = ["Recipe", "RecipeParameters"]
+__all__ = ["Recipe"]
 
 
 def _all_parameters(kind: type) -> inspect.Signature:
@@ -35,22 +34,6 @@ def _all_parameters(kind: type) -> inspect.Signature:
         if all(p.kind != p.VAR_KEYWORD for p in own):
             break
     return inspect.Signature(sorted(found.values(), key=lambda p: (p.kind, p.default is not p.empty)))
-
-
-class RecipeParameters(AttributeDict):
-    """The parameters of a recipe, as ``self.hparams`` holds them, for type checkers; a subclass may declare its own."""
-
-    optimizer: str
-    lr: float
-    weight_decay: float
-    momentum: float
-    schedule: ScheduleName
-    schedule_args: dict[str, Any] | None
-    optimizer_args: dict[str, Any] | None
-    channels_last: bool
-    compile: bool | CompileMode
-    weights: str | None
-    weights_skip: str | Sequence[str] | None
 
 
 class Recipe(pl.LightningModule):
@@ -115,7 +98,8 @@ class Recipe(pl.LightningModule):
     targets = "samples"
     """What the mean loss is over, for the rate that is logged."""
 
-    hparams: RecipeParameters
+    hparams: Any
+    """The parameters; Lightning declares a mapping without attributes, and makes one with them."""
 
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -177,6 +161,10 @@ class Recipe(pl.LightningModule):
             data: before its `setup`.
             settings: the arguments of the constructor as they were given, and ``max_epochs`` of the run.
         """
+        return {}
+
+    def settings_for_data(self) -> dict[str, Any]:
+        """Arguments of the data module, such as statistics that the weights expect, for those that are not given."""
         return {}
 
     def build_network(self) -> nn.Module:

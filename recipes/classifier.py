@@ -10,21 +10,13 @@ from typing_extensions import override
 from datamodules.contract import Free, Rare, data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.ranges import COUNT, SHARE, check_ranges
-from recipes.base import Recipe, RecipeParameters
+from recipes.base import Recipe
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables
 
-__all__ = ["Classifier", "ClassifierParameters"]
-
-
-class ClassifierParameters(RecipeParameters):
-    """The parameters of a classifier, as ``self.hparams`` holds them."""
-
-    num_classes: int
-    label_smoothing: float
-    top_k: int
+__all__ = ["Classifier"]
 
 
 class Classifier(Recipe):
@@ -58,7 +50,6 @@ class Classifier(Recipe):
     unclear_below: ClassVar[float] = 0.0
     """The probability of the likeliest class below which `predict` calls an image unclear."""
 
-    hparams: ClassifierParameters
     class_weights: Tensor | None
     """The data's weights of the classes in the training loss, of shape (classes,); None where all weigh 1."""
 

@@ -27,7 +27,6 @@ __all__ = ["Exported", "export"]
 _ENDINGS = {"safetensors": ".safetensors", "state-dict": ".pt", "onnx": ".onnx"}
 _BATCHES = (2, 1, 5)
 _TOLERANCE = 1e-4
-_ONNX_LIMIT = 2_000_000_000  # Bytes: what protobuf can hold, less the graph.
 
 
 class _Graph(nn.Module):
@@ -164,30 +163,26 @@ def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str,
 
 def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
     """Write a graph for any batch size; returns what was checked."""
-    size = sum(tensor.nbytes for tensor in graph.state_dict().values())
-    if size > _ONNX_LIMIT:
-        # The weights would be written to a second file, which a rename does not move.
-        raise UserError(
-            f"an onnx file holds 2 GB at most, and the weights are {size / 1e9:.1f} GB; pass format='safetensors'"
-        )
     example = graph.example(2)
     outputs = list(graph(example))
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
     try:
         program = torch.onnx.export(graph, (example,), input_names=[graph.input], output_names=outputs, **options)
+        assert program is not None
+        model = program.model
+        for node in model.graph.all_nodes():
+            node.metadata_props.clear()  # It names the folders of this machine.
+        model.graph.inputs[0].doc_string = graph.text
+        model.producer_name, model.producer_version = "lightning-recipes", __version__
+        model.metadata_props.update(_as_text(metadata))
+        program.save(str(path), external_data=False)
+    except OSError:
+        raise
     except Exception as error:  # What torch's exporter makes of a network may be anything.
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"torch cannot write the network as onnx ({type(error).__name__}: {reason}); pass format='safetensors'"
         ) from error
-    assert program is not None
-    model = program.model
-    for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # It names the folders of this machine.
-    model.graph.inputs[0].doc_string = graph.text
-    model.producer_name, model.producer_version = "lightning-recipes", __version__
-    model.metadata_props.update(_as_text(metadata))
-    program.save(str(path), external_data=False)
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -13,7 +13,7 @@ from datamodules.contract import data_contract
 from datamodules.loading.loaders import EvaluationSampling, sample_numbers
 from recipes.labels import as_classes
 
-__all__ = ["EvaluationTables", "ScoredSamples", "Table", "class_table", "mistakes_table"]
+__all__ = ["EvaluationTables", "Table", "class_table", "mistakes_table"]
 
 
 class Table(NamedTuple):
@@ -23,42 +23,33 @@ class Table(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-class ScoredSamples:
-    """The true and the predicted class of each sample of this rank, and their probabilities."""
+def _scored(logits: Tensor, targets: Tensor) -> Tensor:
+    """True and predicted class, and their probabilities: float32, which holds the number of any class, (batch, 4)."""
+    probabilities = logits.float().softmax(1)
+    probability, predicted = probabilities.max(1)
+    of_target = probabilities.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.stack((targets.float(), predicted.float(), probability, of_target), 1)
 
-    def __init__(self) -> None:
-        self.reset()
 
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch, as `ClassificationScores` does."""
-        probabilities = logits.float().softmax(1)
-        probability, predicted = probabilities.max(1)
-        of_target = probabilities.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
-        # One tensor a batch; float32 holds the number of any class.
-        self._batches.append(torch.stack((targets.float(), predicted.float(), probability, of_target), 1))
+def _mistakes(samples: list[Tensor], numbers: Tensor) -> Tensor | None:
+    """Number, true and predicted class and their probabilities of each mistake, float64 of shape (m, 5).
 
-    def reset(self) -> None:
-        """Forget all batches."""
-        self._batches: list[Tensor] = []
-
-    def mistakes(self, numbers: Tensor) -> Tensor | None:
-        """Number, true and predicted class and their probabilities of each mistake, float64 of shape (m, 5).
-
-        Args:
-            numbers: of the samples in their order, int64 of shape (n,) or longer; None is returned for fewer.
-        """
-        found = torch.cat(self._batches).cpu().double() if self._batches else torch.empty(0, 4).double()
-        if len(numbers) < len(found):
-            return None
-        wrong = (found[:, 0] >= 0) & (found[:, 0] != found[:, 1])
-        return torch.cat((numbers[: len(found), None].double(), found), 1)[wrong].nan_to_num(0.0)
+    Args:
+        samples: the batches of this rank, as `_scored` gives them.
+        numbers: of the samples in their order, int64 of shape (n,) or longer; None is returned for fewer.
+    """
+    found = (torch.cat(samples).cpu() if samples else torch.empty(0, 4)).double()
+    if len(numbers) < len(found):
+        return None
+    wrong = (found[:, 0] >= 0) & (found[:, 0] != found[:, 1])
+    return torch.cat((numbers[: len(found), None].double(), found), 1)[wrong].nan_to_num(0.0)
 
 
 def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: Sequence[str] = ()) -> Table:
     """A row for each mistake, the most confident first.
 
     Args:
-        mistakes: those of all ranks, as `ScoredSamples.mistakes` gives them.
+        mistakes: those of all ranks: number, true and predicted class and their probabilities, of shape (m, 5).
         sample_names: of the samples by their numbers; by default the numbers stand for themselves.
 
     Example:
@@ -109,7 +100,7 @@ class EvaluationTables(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.samples = ScoredSamples()
+        self.samples: list[Tensor] = []
 
     @override
     def on_validation_batch_end(
@@ -117,7 +108,7 @@ class EvaluationTables(pl.Callback):
     ) -> None:
         if trainer.state.fn != "fit" and isinstance(outputs, dict) and "logits" in outputs:
             logits = outputs["logits"]
-            self.samples.update(logits, as_classes(batch[1], logits.shape[1]))
+            self.samples.append(_scored(logits, as_classes(batch[1], logits.shape[1])))
 
     on_test_batch_end = on_validation_batch_end
 
@@ -130,8 +121,8 @@ class EvaluationTables(pl.Callback):
         numbers, names = sample_numbers(loader), data_contract(pl_module.data_module()).sample_names(part)
         if not isinstance(loader, EvaluationSampling) and len(names) != len(getattr(loader, "dataset", ())):
             names = ()  # Of a data module whose loader was replaced.
-        mine = self.samples.mistakes(numbers) if numbers is not None else None
-        self.samples.reset()
+        mine = _mistakes(self.samples, numbers) if numbers is not None else None
+        self.samples = []
         mistakes = gather(trainer.strategy, mine)
         tables.pop(f"{part}_mistakes.csv", None)
         if all(found is not None for found in mistakes):

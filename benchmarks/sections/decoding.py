@@ -21,13 +21,13 @@ from datamodules.translation.bundled_corpus import bundled_pairs
 from datamodules.translation.text import EOS, PAD, SOS, Vocabulary
 from recipes.runner.machine import resolve_precision
 from recipes.seq2seq.decoding import beam_search, length_penalty
-from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet
+from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork
 from recipes.seq2seq.transformer import TransformerNet
 
 __all__ = ["run"]
 
 BEAM, ALPHA, AT_ONCE, GOAL = 5, 0.6, 64, 5
-NETWORKS: dict[str, Callable[..., AnyNetwork]] = {"recurrent": Seq2SeqNet, "Transformer": TransformerNet}
+NETWORKS: dict[str, Callable[..., TranslationNetwork]] = {"recurrent": Seq2SeqNet, "Transformer": TransformerNet}
 
 
 def multi30k_texts(data_dir: str, part: str, count: int) -> tuple[str, list[list[str]]]:
@@ -42,7 +42,7 @@ def multi30k_texts(data_dir: str, part: str, count: int) -> tuple[str, list[list
 
 
 @torch.no_grad()
-def plain_search(network: AnyNetwork, source: Tensor, limit: int) -> list[int]:
+def plain_search(network: TranslationNetwork, source: Tensor, limit: int) -> list[int]:
     """The best translation of a sentence, of shape (source,), by beam search with Python lists."""
     encoded, state = network.encode(source.unsqueeze(0), torch.tensor([len(source)]))
     running: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -72,15 +72,15 @@ def plain_search(network: AnyNetwork, source: Tensor, limit: int) -> list[int]:
                 rows.append(row)
         if not running:
             break
-        state = state.select(torch.tensor(rows))
+        state = network.select(state, torch.tensor(rows))
     return max(finished, key=lambda pair: pair[0])[1]
 
 
-def _plainly(network: AnyNetwork, sources: list[Tensor], limits: list[int]) -> list[list[int]]:
+def _plainly(network: TranslationNetwork, sources: list[Tensor], limits: list[int]) -> list[list[int]]:
     return [plain_search(network, source, limit) for source, limit in zip(sources, limits, strict=True)]
 
 
-def _in_batches(network: AnyNetwork, sources: list[Tensor], limits: list[int]) -> list[list[int]]:
+def _in_batches(network: TranslationNetwork, sources: list[Tensor], limits: list[int]) -> list[list[int]]:
     """As the recipe translates: sentences of like length together."""
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     found: list[list[int]] = [[] for _ in sources]
@@ -98,7 +98,7 @@ def _in_batches(network: AnyNetwork, sources: list[Tensor], limits: list[int]) -
 
 def _seconds(
     search: Callable[..., Any],
-    network: AnyNetwork,
+    network: TranslationNetwork,
     sources: list[Tensor],
     limits: list[int],
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,

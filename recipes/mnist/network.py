@@ -19,7 +19,6 @@ class MNISTNet(nn.Sequential):
 
     Args:
         num_classes: number of logits.
-        in_channels: 1 for grey images, 3 for colour.
         width: channels after the first convolution; the others have 2, 4 and 8 times as many.
 
     Example:
@@ -28,10 +27,10 @@ class MNISTNet(nn.Sequential):
         torch.Size([2, 10])
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 1, width: int = 16) -> None:
+    def __init__(self, num_classes: int = 10, width: int = 16) -> None:
         super().__init__(
             OrderedDict(
-                block1=_block(in_channels, width, kernel_size=5, pool=True),  # (batch, width, 12, 12)
+                block1=_block(1, width, kernel_size=5, pool=True),  # (batch, width, 12, 12)
                 block2=_block(width, 2 * width),  # (batch, 2 * width, 10, 10)
                 block3=_block(2 * width, 4 * width, pool=True),  # (batch, 4 * width, 4, 4)
                 block4=_block(4 * width, 8 * width),  # (batch, 8 * width, 2, 2)
@@ -57,7 +56,6 @@ class ClassicNet(nn.Module):
 
     Args:
         num_classes: number of logits.
-        in_channels: 1 for grey images, 3 for colour.
 
     Example:
         >>> import torch
@@ -65,10 +63,10 @@ class ClassicNet(nn.Module):
         torch.Size([2, 10])
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+    def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(in_channels, 32, 3),
+            nn.Conv2d(1, 32, 3),
             nn.ReLU(inplace=True),
             nn.Conv2d(32, 64, 3),
             nn.ReLU(inplace=True),
@@ -84,7 +82,7 @@ class ClassicNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (batch, num_classes) for images of shape (batch, in_channels, 28, 28)."""
+        """Logits of shape (batch, num_classes) for images of shape (batch, 1, 28, 28)."""
         logits: Tensor = self.classifier(self.features(images))
         return logits
 
@@ -96,7 +94,6 @@ class TutorialNet(nn.Sequential):
 
     Args:
         num_classes: number of logits.
-        in_channels: 1 for grey images, 3 for colour.
 
     Example:
         >>> import torch
@@ -104,9 +101,9 @@ class TutorialNet(nn.Sequential):
         torch.Size([2, 10])
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+    def __init__(self, num_classes: int = 10) -> None:
         super().__init__(
-            nn.Conv2d(in_channels, 16, 3, stride=2, padding=1),  # (batch, 16, 14, 14)
+            nn.Conv2d(1, 16, 3, stride=2, padding=1),  # (batch, 16, 14, 14)
             nn.ReLU(inplace=True),
             nn.Conv2d(16, 16, 3, stride=2, padding=1),  # (batch, 16, 7, 7)
             nn.ReLU(inplace=True),

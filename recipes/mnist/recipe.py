@@ -8,19 +8,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from datamodules.images.mnist import MNISTDataModule
-from recipes.classifier import Classifier, ClassifierParameters
+from recipes.classifier import Classifier
 from recipes.labels import count_correct, mean_cross_entropy
 from recipes.mnist.network import NETWORKS, NetworkName
 from recipes.optim import build_optimizer, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
 
 __all__ = ["MNISTClassifier"]
-
-
-class MNISTParameters(ClassifierParameters):
-    """The parameters of `MNISTClassifier`, as ``self.hparams`` holds them."""
-
-    network: NetworkName
 
 
 class MNISTClassifier(Classifier):
@@ -38,7 +32,6 @@ class MNISTClassifier(Classifier):
     unclear_below = 0.5
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}
 
-    hparams: MNISTParameters
     example_input_array: Tensor
 
     def __init__(

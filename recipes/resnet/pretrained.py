@@ -22,13 +22,12 @@ __all__ = ["download_weights", "imagenet_weights", "published_weights", "weights
 log = logging.getLogger("lightning_recipes")
 
 
-def download_weights(url: str, timeout: float = 30.0, name: str | None = None) -> Path:
+def download_weights(url: str, name: str | None = None) -> Path:
     """A file of weights in torch hub's cache, downloaded where it is not there yet, by one process at a time.
 
     Args:
         url: where it ends in ``-<first digits of the SHA-256>.pth``, as torchvision's do, the file has to have that
             digest.
-        timeout: seconds without an answer or without data before the download fails.
         name: of the file in the cache; by default the last part of `url`.
 
     Raises:
@@ -40,7 +39,7 @@ def download_weights(url: str, timeout: float = 30.0, name: str | None = None) -
     if not path.exists():
         rank_zero_only(log.warning)("downloading %s", url)
         try:
-            download([url], path, digest, timeout, "sha256")
+            download([url], path, digest, 30.0, "sha256")
         except (DownloadError, OSError) as error:
             raise UserError(
                 f"{error}; download it elsewhere and copy it to {path}, or pass weights='FILE', or weights='none' to"

@@ -17,7 +17,7 @@ from datamodules.images.decoding import is_small
 from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.images.reading import share_kept
 from datamodules.ranges import RATE, Range, check_ranges
-from recipes.classifier import Classifier, ClassifierParameters
+from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
 from recipes.labels import count_correct, mean_cross_entropy
 from recipes.optim import build_optimizer, default_rate, layer_groups, may_be_fused
@@ -34,21 +34,6 @@ log = logging.getLogger("lightning_recipes")
 
 _IMAGE_SIZE = 224
 """The default side of the images in pixels, where the data has none."""
-
-
-class ResNetParameters(ClassifierParameters):
-    """The parameters of `ResNetFineTuner`, as ``self.hparams`` holds them."""
-
-    arch: str
-    image_size: int
-    weights: str
-    small_images: bool
-    freeze_until: str | None
-    unfreeze: dict[str, int | str] | None
-    bn: Literal["train", "eval"]
-    head_lr_factor: float
-    layer_lr_decay: float
-    cache_features: bool
 
 
 class ResNetFineTuner(Classifier):
@@ -85,10 +70,6 @@ class ResNetFineTuner(Classifier):
     base_batch_size = 32
     predict_example = "IMAGE.jpg FOLDER"
 
-    last_block: str | None = None
-    """The block that trains beside the head by default; by default found."""
-
-    hparams: ResNetParameters
     example_input_array: Tensor
 
     def __init__(
@@ -142,9 +123,8 @@ class ResNetFineTuner(Classifier):
         )
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.cached_head = ""
-        self._block: str | None = None
         if freeze_until == "auto":
-            freeze_until = "none" if new else self.block
+            freeze_until = "none" if new else last_block_of(self.network, self.example_input_array)
         freeze_until = freeze_until if freeze_until != "none" else None
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
@@ -162,6 +142,7 @@ class ResNetFineTuner(Classifier):
             known["small_images"] = False
         return known if contract.photographs and not small else known | {"weights": "none"}
 
+    @override
     def settings_for_data(self) -> dict[str, Any]:
         """The mean and the standard deviation of pixels that the weights expect: their run's, or those of `arch`."""
         weights, names = self.hparams.weights, ("pixel_mean", "pixel_std")
@@ -176,13 +157,6 @@ class ResNetFineTuner(Classifier):
         """Maps floats of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
         options = self.hparams
         return build_network(options.arch, options.num_classes, options.image_size or _IMAGE_SIZE, options.small_images)
-
-    @property
-    def block(self) -> str:
-        """The block that trains beside the head by default; it is looked for once."""
-        if self._block is None:
-            self._block = self.last_block or last_block_of(self.network, self.example_input_array)
-        return self._block
 
     def layers(self) -> list[Layer]:
         """The network in parts, from the images to the head: the units of learning rates."""

@@ -4,10 +4,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +174,7 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
             report_unsaved(folder)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 
-    if experiment.trainer["barebones"]:
-        rank_zero_print("--barebones measures speed: nothing is logged, saved or tested, so the run cannot be resumed")
-    if experiment.trainer["fast_dev_run"] or experiment.trainer["barebones"]:
+    if experiment.trainer["fast_dev_run"]:
         return train(None)
     parent = Path(experiment.run.run_dir) / experiment.recipe.title
     with run_folder(parent, experiment.run.name, experiment.point) as folder:
@@ -196,9 +193,9 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _record_start(experiment: Experiment, folder: Path) -> None:
     """Record where this job starts, and rename the later checkpoints of the run, where --resume names a checkpoint."""
-    checkpoint, run = experiment.point.checkpoint, experiment.run
-    if checkpoint and checkpoint == run.resume:
-        for path in start_from(checkpoint, folder, run.name):
+    checkpoint = experiment.point.checkpoint
+    if checkpoint and experiment.point.given:
+        for path in start_from(checkpoint, folder, experiment.run.name):
             rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
 
 
@@ -217,8 +214,6 @@ def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | 
     with _interruptible(trainer, experiment, folder), _restoring(resume), _within_memory(trainer, experiment):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
-    if experiment.trainer["barebones"]:
-        return Outcome({}, None, stopped, epochs)
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
@@ -264,18 +259,19 @@ def _evaluate(experiment: Experiment) -> None:
         raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
     if not trainer.is_global_zero:
         return
-    problem = None
-    if run.output and Path(run.output).suffix == ".txt":
-        problem = _written(
-            write_text, Path(run.output), "".join(f"{row[recipe.prediction_columns[1]] or ''}\n" for row in rows)
-        )
-    elif run.output:
-        problem = _written(write_rows, Path(run.output), list(rows) if command == "predict" else rows[0])
-    tables, files = recipe.tables, {}
+    problem, tables, files = None, recipe.tables, {}
     if run.output:
-        files = {name: Path(run.output).with_name(f"{Path(run.output).stem}_{name}") for name in tables}
-    for name, path in files.items():
-        problem = problem or _written(partial(write_rows, columns=tables[name].columns), path, tables[name].rows)
+        output, text = Path(run.output), recipe.prediction_columns[1:2]
+        content: Any = rows if command == "predict" else rows[0]
+        if output.suffix == ".txt":
+            content = [{name: row[name] or "" for name in text} for row in rows]
+        files = {name: output.with_name(f"{output.stem}_{name}") for name in tables}
+        try:
+            write_rows(output, content, text if output.suffix == ".txt" else None)
+            for name, path in files.items():
+                write_rows(path, tables[name].rows, tables[name].columns)
+        except OSError as error:
+            problem = error.strerror or str(error)
     if command == "predict":
         print_rows(prediction_table(rows))
     else:
@@ -301,15 +297,6 @@ def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str,
         print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
 
 
-def _written(write: Callable[[Path, Any], None], path: Path, content: Any) -> str | None:
-    """Write the file of ``--output``; why it could not be written, if so."""
-    try:
-        write(path, content)
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
 @contextmanager
 def _restoring(checkpoint: str | None) -> Iterator[None]:
     """Turn an error that the values in a checkpoint cause while it is restored into one line.
@@ -333,20 +320,20 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
 
 
 def _smaller_batches(experiment: Experiment, evaluates: bool) -> str:
-    """The sizes of a run that is out of memory, and what to pass instead.
+    """The size of a batch that is out of memory, and what to pass instead.
 
     Args:
         evaluates: it was out while a batch was validated, tested or predicted.
     """
     config, run = experiment.config, experiment.run
     name = experiment.tokens_parameter or "batch_size"
+    name = "eval_batch_size" if evaluates and "eval_batch_size" in config else name
+    given, advice = f"with {name}={config.get(name)}", f"pass a smaller `{name}`"
     if evaluates:
-        name = "eval_batch_size" if "eval_batch_size" in config else name
-        return f"with {name}={config.get(name)}: pass a smaller `{name}`"
+        return f"{given}: {advice}"
     if name == "batch_size" and (run.global_batch_size is not None or experiment.point.checkpoint):
-        return f"with {name}={config.get(name)}: pass a smaller `{name}`; an update keeps its samples"
-    factor = f"accumulate={run.accumulate}"
-    return f"with {name}={config.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
+        return f"{given}: {advice}; an update keeps its samples"
+    return f"{given} and accumulate={run.accumulate}: {advice} with as many times the `accumulate`"
 
 
 @contextmanager

@@ -89,18 +89,14 @@ def _cut(text: str, longest: int) -> str:
     return f"{text[: longest - 5 - half]} ... {text[-half:]}"
 
 
-def one_line(message: str, longest: int = 10_000, longest_word: int = 500) -> str:
+def one_line(message: str) -> str:
     """A message in one line that shows on any terminal, since values of any kind and length may stand in it.
 
-    Args:
-        longest: characters. The commands in a message may be long, so it is a bound for hostile values only.
-        longest_word: characters of a word; of longer ones, such as a value, the middle is left out.
+    Of words beyond 500 characters, and of a text beyond 10,000, the middle is left out.
 
     Example:
         >>> print(one_line("no file \x1b[31mred\\n"))
         no file \\x1b[31mred\\n
-        >>> one_line("--lr " + "9" * 100 + " is not a number", longest_word=20)
-        '--lr 99999999 ... 9999999 is not a number'
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-    return _cut(" ".join(_cut(word, longest_word) for word in shown.split(" ")), longest)
+    return _cut(" ".join(_cut(word, 500) for word in shown.split(" ")), 10_000)

@@ -9,9 +9,9 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -40,19 +40,11 @@ __all__ = ["Classes", "Experiment", "as_user_errors", "build_experiment", "takes
 _OF_ONE_CALL = frozenset({"config", "inputs", "predict_inputs", "profiler"})
 _FREE_OF_TRAINER = {
     *("accelerator", "strategy", "devices", "num_nodes", "benchmark", "use_distributed_sampler", "inference_mode"),
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "barebones", "model_registry"),
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "model_registry"),
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
     *("enable_progress_bar", "profiler", "detect_anomaly"),
 }
-
-
-@runtime_checkable
-class _PreparesData(Protocol):
-    """A recipe on which arguments of the data module depend, such as the statistics that its weights expect."""
-
-    def settings_for_data(self) -> dict[str, Any]:
-        """These arguments; they are taken where the user has given no value, and saved with the settings."""
 
 
 @contextmanager
@@ -161,7 +153,7 @@ class Experiment:
 
     @property
     def micro_batches(self) -> int | None:
-        """Of an update, on all devices; None where their number changes or is not known yet."""
+        """Of an update, on all devices; None where their number is not known yet."""
         saved = read_run(self.point.checkpoint) if self.point.checkpoint else None
         if saved and not self.update_items and saved.devices != self.launch.world_size:
             return None  # A loader without numbers keeps the samples of an update, and they are not known here.
@@ -169,10 +161,10 @@ class Experiment:
         return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
-def _seed(values: Mapping[str, Any], checkpoint: str | None, connection: FailureMonitor | None) -> int:
+def _seed(asked: int | str, checkpoint: str | None, connection: FailureMonitor | None) -> int:
     """The seed; for "random" that of the checkpoint, or one that rank 0 draws for all."""
-    if values["seed"] != "random":
-        return int(values["seed"])
+    if asked != "random":
+        return int(asked)
     saved = read_run(checkpoint).config.get("seed") if checkpoint else None
     return saved if isinstance(saved, int) else int(share(connection, "seed", lambda: secrets.randbits(32)))
 
@@ -220,8 +212,7 @@ def _resolve_data(
     if saved is not None:
         found, asked = {name: value for name, value in saved.items() if name not in classes.free_parameters}, False
     else:
-        if isinstance(recipe, _PreparesData):
-            options = _fill(options, recipe.settings_for_data())
+        options = _fill(options, recipe.settings_for_data())
         _set_arguments(data, options)
         found = share(connection, "settings of the data", data_contract(data).resolve)
         asked = connection is None or connection.launch.rank == 0
@@ -237,6 +228,7 @@ def _resolve_data(
 
 def build_experiment(
     command: str,
+    run: RunSettings,
     options: Callable[[str], dict[str, Any]],
     values: dict[str, Any],
     config: dict[str, Any],
@@ -251,7 +243,8 @@ def build_experiment(
     """Complete what the flags left open, and build from it.
 
     Args:
-        options: the values of a group of flags, by its title.
+        run: with the seed and the threads as they were given.
+        options: the values of another group of flags, by its title.
         values: of all flags.
         config: those that make the experiment, as plain values.
         connection: to the other ranks; None where the run is one process.
@@ -262,16 +255,17 @@ def build_experiment(
     before = read_run(point.checkpoint) if point.checkpoint else None
     if before and before.devices not in (None, launch.world_size):
         rank_zero_print(f"devices: {before.devices} before, {launch.world_size} now; the updates and their order stay")
-    threads = _set_threads(command, values["threads"], launch, connection)
-    seed = _seed(values, point.checkpoint or values["ckpt"], connection)
-    if values["seed"] == "random":
+    threads = _set_threads(command, run.threads, launch, connection)
+    seed = _seed(run.seed, point.checkpoint or run.ckpt, connection)
+    if run.seed == "random":
         notes += f", seed {seed}"
+    run = replace(run, seed=seed, threads=threads)
     for settings in (values, config):
         settings |= {"seed": seed, "threads": threads}
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed)
-        run, of_data, of_recipe = RunSettings(**options("Run")), options("Data"), options("Recipe")
+        of_data, of_recipe = options("Data"), options("Recipe")
         data = classes.build_data(of_data)
         # Before the data are read, so that wrong flags are refused before a download.
         if before is None and not run.ckpt:

@@ -165,8 +165,8 @@ def _flag_type(annotation: Any) -> Any:
 
 
 def help_width() -> int:
-    """The columns of the help: those of the terminal, or 100."""
-    return shutil.get_terminal_size((100, 24)).columns
+    """The columns of the help: those of the terminal, 80 at least, or 100."""
+    return max(80, shutil.get_terminal_size((100, 24)).columns)
 
 
 class FlagParser(ArgumentParser):
@@ -274,22 +274,14 @@ class FlagParser(ArgumentParser):
             joined += [json.dumps(given)] if several else given
         return joined
 
-    @staticmethod
-    def _with_settings_of_results(args: Sequence[str]) -> list[str]:
-        """The arguments with the settings of a run's results.json in its place: the parser would take all it holds."""
-        resolved = list(args)
-        for i, (flag, path) in enumerate(pairwise(args)):
-            if flag == "--config":
-                settings = read_settings(path)
-                if path.endswith(".json"):
-                    resolved[i + 1] = yaml.safe_dump(settings)
-        return resolved
-
     def parse(self, args: Sequence[str]) -> Namespace:
         """Read a command line."""
         args = self._spell_out(args)
         try:
-            return self.parse_args(self._with_settings_of_results(args))
+            for flag, path in pairwise(args):
+                if flag == "--config":
+                    read_settings(path)  # The parser would take the last of two values for one setting.
+            return self.parse_args(args)
         except Exception as error:
             message = str(error).replace("unrecognized arguments:", "pass all inputs beside each other, also")
             raise UserError(self._explain(args) or self._explain_default(message) or _one_line(message)) from error
@@ -313,8 +305,7 @@ class FlagParser(ArgumentParser):
 
     def typed(self, args: Sequence[str]) -> dict[str, Any]:
         """The settings of a command line that `parse` has taken, and of the file that it names, without defaults."""
-        spelled = self._with_settings_of_results(self._spell_out(args))
-        return vars(self.parse_args(spelled, defaults=False))
+        return vars(self.parse_args(self._spell_out(args), defaults=False))
 
     def _failure(self, parse: Callable[[Any], Any], settings: Any) -> str | None:
         try:
@@ -380,8 +371,7 @@ class FlagParser(ArgumentParser):
     def print_flags(self, everything: bool = False) -> None:
         """Print the help: grouped, a line per flag; `everything` adds the rarely used flags and the full texts."""
         width = help_width()
-        narrow = width < 80  # Then the texts stand below the flags.
-        indent = 4 if narrow else 34
+        indent = 34
         lines = []
         for group, names in self._shown:
             common = set(names) - marked_parameters(group.cls, Rare) if group.common is None else group.common
@@ -401,10 +391,10 @@ class FlagParser(ArgumentParser):
                 if default:  # Lightning's texts repeat it.
                     text = re.sub(r"[. ]*Default: \S+$", "", text)
                 room = width - indent - len(default)
-                if not everything and not narrow:
+                if not everything:
                     text = textwrap.shorten(text, max(20, room), break_on_hyphens=False, placeholder=" ...")
                 wrapped = textwrap.wrap(text + default, max(20, width - indent), break_on_hyphens=False) or [""]
                 begin = f"\n{'':<{indent}}"
-                first = f"{left:<33} " if len(left) < 33 and not narrow else left + begin
+                first = f"{left:<33} " if len(left) < 33 else left + begin
                 lines.append(first + begin.join(wrapped))
         print("\n".join(lines))  # noqa: T201

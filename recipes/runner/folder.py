@@ -10,6 +10,7 @@ from filelock import FileLock, Timeout
 
 from datamodules.errors import UserError
 from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
+from recipes.runner.loggers import METRICS
 from recipes.runner.resume import ResumePoint, numbered
 
 __all__ = ["locked", "run_folder"]
@@ -41,7 +42,7 @@ def run_folder(parent: Path, name: str | None, start: ResumePoint) -> Iterator[P
         try:
             yield folder
         except UserError:
-            if new and not (folder / "metrics.csv").exists() and not any(folder.glob("checkpoints/*.ckpt")):
+            if new and not (folder / METRICS).exists() and not any(folder.glob("checkpoints/*.ckpt")):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 

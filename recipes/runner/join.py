@@ -302,12 +302,6 @@ def _join(request: Request, find: Callable[[], tuple[str, int] | None], deadline
         raise UserError(text) from error
     except RuntimeError as error:
         raise UserError(f"rank 0 at {address}:{port} ended during the rendezvous; see its own output") from error
-    except (KeyboardInterrupt, SystemExit):
-        # This process may be started again in time.
-        withdrawn = {"rank": launch.rank, "withdrawn": True}
-        with contextlib.suppress(Exception):
-            _in_time(lambda: append(store, _RECORDS, withdrawn), 2.0)
-        raise
     both = {0: result["record"], launch.rank: request.record}
     return Rendezvous(of_run, address, port, describe_differences(both) if launch.joins else "")
 
@@ -360,14 +354,11 @@ def _compare(store: TCPStore, request: Request, deadline: float) -> str:
         everyone: dict[int, dict[str, Any]] = {}
         for record in map(json.loads, store.get(_RECORDS).decode().splitlines()):
             rank = record["rank"]
-            if "withdrawn" in record:
-                everyone.pop(rank, None)
-            elif rank in everyone:
+            if rank in everyone:
                 return (
                     f"two processes claim to be rank {rank} (node {record['node']}); give each node its own `node_rank`"
                 )
-            else:
-                everyone[rank] = record
+            everyone[rank] = record
         problem = _problem(request, everyone, late=time.monotonic() > deadline)
         if problem is not None:
             return problem

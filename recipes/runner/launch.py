@@ -22,7 +22,7 @@ from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.machine import LOOPBACK, Machine, number_of_devices
 
 __all__ = [
-    *("LAUNCHER_VARIABLE", "Command", "Launch", "LaunchSettings", "check_precision", "first_host", "flag_of"),
+    *("LAUNCHER_VARIABLE", "Command", "Launch", "LaunchSettings", "first_host", "flag_of"),
     *("is_rank_zero", "plan_launch", "print_error", "rank_zero_print"),
 ]
 
@@ -426,16 +426,3 @@ def plan_launch(
         f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
         f" {command.split(launch.num_nodes, here.count)}"
     )
-
-
-def check_precision(precision: str, here: Machine, command: Command) -> None:
-    """Refuse a precision that the device does not have.
-
-    Raises:
-        UserError: 16-mixed on a CPU.
-    """
-    if precision == "16-mixed" and here.kind == "cpu":
-        raise UserError(
-            "16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed:"
-            f" {command.using(precision='bf16-mixed')}"
-        )

@@ -19,7 +19,7 @@ from datamodules.errors import UserError
 
 __all__ = [
     *("LOOPBACK", "Machine", "Precision", "address_for_others", "bf16_unit", "declare_parent", "default_threads"),
-    *("detect_machine", "devices_of", "drop_inherited_variables", "exit_with_parent", "interface_towards"),
+    *("detect_machine", "devices_of", "exit_with_parent", "interface_towards"),
     *("is_loopback", "listen", "loopback_interface", "number_of_devices", "own_address", "parent_of_rank"),
     *("resolve_precision", "stop_gpu_search", "tune_allocator"),
 ]
@@ -109,7 +109,12 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
 
     bf16-mixed where the hardware multiplies bf16 faster than float32: NVIDIA from Ampere on, and CPUs with AMX or
     AVX512-BF16. Other values are returned unchanged, without a reason.
+
+    Raises:
+        UserError: 16-mixed on a CPU, where Lightning would take another one.
     """
+    if precision == "16-mixed" and detect_machine(accelerator).kind == "cpu":
+        raise UserError("16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed")
     if precision != "auto":
         return str(precision), ""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
@@ -240,33 +245,12 @@ def interface_towards(address: str) -> str | None:
 # while starting one, and the workers of a torchrun that was killed would train beside those that replace them.
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
-_OF_USER = {"LIGHTNING_RECIPES_DATA"}
 _WAIT = 3.0  # In a regular end of the run the parent may be the first process to exit.
 
 
 def declare_parent(env: MutableMapping[str, str]) -> None:
     """Record this process as the parent of the processes that it will start."""
     env[_PARENT] = str(os.getpid())
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
-
-
-def drop_inherited_variables(env: MutableMapping[str, str]) -> None:
-    """Remove our variables if they were set by a process that is not the parent of this one.
-
-    A program that calls `run` and starts other programs later passes its environment on to them.
-    """
-    told = env.get(_PARENT, "")
-    if not told.isdigit() or int(told) in (os.getpid(), os.getppid()) or not _is_alive(int(told)):
-        return
-    for name in [name for name in env if name.startswith("LIGHTNING_RECIPES_") and name not in _OF_USER]:
-        del env[name]
 
 
 def parent_of_rank(env: Mapping[str, str]) -> int | None:

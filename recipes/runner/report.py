@@ -1,16 +1,12 @@
-"""The results of a run at its end: the closing table, results.json, and all of it on the page report.html."""
+"""The results of a run at its end: the closing table, and results.json with the tables beside it."""
 
-import csv
-import itertools
-import json
-import math
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from html import escape
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,11 +18,8 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.runner.experiment import Experiment, takes_inputs
 from recipes.runner.launch import print_error
-from recipes.runner.loggers import METRICS
 from recipes.runner.results import (
     RESULTS,
-    Best,
-    Results,
     Stopwatch,
     count_parameters,
     hardware,
@@ -34,18 +27,13 @@ from recipes.runner.results import (
     peak_memory,
     versions,
     write_rows,
-    write_text,
 )
 from recipes.runner.saved_run import read_run
 from recipes.tables import Table
 
 __all__ = [
-    *("Outcome", "check_output", "print_pairs", "print_rows", "read_curves", "report", "report_unsaved", "shown"),
-    "write_report",
+    *("Outcome", "check_output", "print_pairs", "print_rows", "report", "report_unsaved", "shown"),
 ]
-
-_REPORT = "report.html"
-_MOST_ROWS = 25
 
 
 def shown(path: str | Path) -> str:
@@ -98,56 +86,65 @@ class Outcome:
     epochs: int
 
 
-def _best(outcome: Outcome, monitor: str | None) -> Best | None:
+def _best(outcome: Outcome, monitor: str | None) -> dict[str, Any] | None:
+    """The checkpoint that the scores are of, and the score by which it is the best, where something was validated."""
     if outcome.best is None:
         return None
     saved, value = read_run(outcome.best), outcome.scores.get(monitor or "")
     monitored = monitor if value is not None else None
-    return Best(checkpoint=outcome.best, epoch=saved.epoch, step=saved.updates, monitor=monitored, value=value)
+    best = {"checkpoint": outcome.best, "epoch": saved.epoch, "step": saved.updates}
+    return best | {"monitor": monitored, "value": value}
 
 
-def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome) -> Results:
+def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome) -> dict[str, Any]:
+    """The entries of ``results.json``.
+
+    `scores` are of the checkpoint `best`, which was saved in `epoch`, from 1, after `step` updates. `seconds` has
+    "start_up" to the beginning of training, "train" without validation, and "total" of the program that has written the
+    file, which are those after a resume; `epochs` counts all. `devices` are those of one node, and `peak_memory_bytes`
+    that of the process with rank 0.
+    """
     recipe, data, device = experiment.recipe, data_contract(experiment.data), trainer.strategy.root_device
     sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
     seconds, ended_at = stopwatch.seconds(), datetime.now().astimezone()
     parameters, trainable = count_parameters(recipe)
-    return Results(
-        recipe=recipe.title,
-        command=experiment.typed.using(),
-        started_at=(ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
-        ended_at=ended_at.isoformat(timespec="seconds"),
-        host=platform.node(),
-        hardware=hardware(trainer),
-        devices=trainer.num_devices,
-        num_nodes=trainer.num_nodes,
-        versions=versions(),
-        scores=outcome.scores,
-        headline=recipe.headline(outcome.scores),
-        best=_best(outcome, recipe.monitor),
-        seconds=seconds,
-        epochs=outcome.epochs,
-        samples_per_second=stopwatch.epochs * sizes.get("train", 0) / max(1e-9, seconds["train"]),
-        peak_memory_bytes={
+    return {
+        "recipe": recipe.title,
+        "command": experiment.typed.using(),
+        "started_at": (ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
+        "ended_at": ended_at.isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "hardware": hardware(trainer),
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+        "versions": versions(),
+        "scores": outcome.scores,
+        "headline": recipe.headline(outcome.scores),
+        "best": _best(outcome, recipe.monitor),
+        "seconds": seconds,
+        "epochs": outcome.epochs,
+        "samples_per_second": stopwatch.epochs * sizes.get("train", 0) / max(1e-9, seconds["train"]),
+        "peak_memory_bytes": {
             "host": peak_memory(torch.device("cpu")),
             "device": peak_memory(device) if device.type == "cuda" else None,
         },
-        stopped_early=outcome.stopped_early or None,
-        parameters=parameters,
-        trainable_parameters=stopwatch.trainable or trainable,
-        data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
-        config=dict(experiment.config),
-    )
+        "stopped_early": outcome.stopped_early or None,
+        "parameters": parameters,
+        "trainable_parameters": stopwatch.trainable or trainable,
+        "data": {"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
+        "config": dict(experiment.config),
+    }
 
 
-def _rows(results: Results, headline: Mapping[str, str]) -> dict[str, str]:
-    """What the closing table says, and the page, which shows the headline elsewhere."""
+def _rows(results: Mapping[str, Any]) -> dict[str, str]:
+    """What the closing table says."""
     data, seconds, rate = results["data"], results["seconds"], results["samples_per_second"]
     sizes = ", ".join(f"{size:,} {part}" for part, size in data["sizes"].items())
     memory = {where: size / 1e9 for where, size in results["peak_memory_bytes"].items() if size}
     rows = {
         "data": ": ".join(filter(None, (data["name"], sizes))),
         "parameters": f"{results['parameters']:,} ({results['trainable_parameters']:,} trainable)",
-        **headline,
+        **results["headline"],
         "training": f"{seconds['train']:.1f} s" + (f", {rate:,.0f} samples/s" if rate else ""),
         "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
         "peak memory": ", ".join(f"{size:.2f} GB {where}" for where, size in memory.items()),
@@ -166,7 +163,7 @@ def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str) -> dict[
     return rows
 
 
-def _write(folder: Path, results: Results, tables: Mapping[str, Table]) -> dict[str, str]:
+def _write(folder: Path, results: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, str]:
     """Write the files of a finished run; returns the rows that name them."""
     rows = {}
     with best_effort(RESULTS):
@@ -176,17 +173,15 @@ def _write(folder: Path, results: Results, tables: Mapping[str, Table]) -> dict[
                 write_rows(folder / name, table.rows, table.columns)
         if tables:
             rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
-        with best_effort(_REPORT):
-            rows["report"] = shown(write_report(folder, results))
     return rows
 
 
 def report(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, outcome: Outcome
 ) -> None:
-    """Write results.json, its tables and report.html into `folder`, and print the closing table."""
+    """Write results.json and its tables into `folder`, and print the closing table."""
     results = _results(trainer, experiment, stopwatch, outcome)
-    rows = _rows(results, results["headline"])
+    rows = _rows(results)
     if folder is not None:
         if outcome.best:
             rows |= _next_steps(trainer, experiment, outcome.best)
@@ -211,119 +206,3 @@ def report_unsaved(folder: Path | None) -> None:
     if lost:
         saved = f"; the weights and {RESULTS} are in {shown(folder)}" if folder else ""
         print_error(f"warning: not saved: {what}{saved}")
-
-
-# report.html
-
-
-def _tables(folder: Path) -> dict[str, list[list[str]]]:
-    """The first rows of the tables in the folder, such as those of classes, mistakes and translations."""
-    tables = {}
-    for path in sorted(folder.glob("*.csv")):
-        if path.name != METRICS:
-            with path.open(newline="", encoding="utf-8", errors="replace") as file:
-                tables[path.name] = list(itertools.islice(csv.reader(file), _MOST_ROWS + 1))
-    return tables
-
-
-def write_report(folder: Path, results: Results) -> Path:
-    """Write the page of a finished run into its folder, from its results, metrics.csv and the tables beside it.
-
-    Raises:
-        OSError: the page cannot be written; an earlier one is as it was.
-    """
-    from jinja2 import Template
-
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    best, config, left_out = results["best"], results["config"], results["data"]["left_out"]
-    environment = {
-        **_rows(results, {}),
-        "left out": ", ".join(f"{count:,} {reason}" for reason, count in left_out.items()),
-        "epochs": str(results["epochs"]),
-        "hardware": results["hardware"],
-        "nodes": str(results["num_nodes"]),
-        "host": results["host"],
-        "started": results["started_at"],
-        "ended": results["ended_at"],
-        **results["versions"],
-    }
-    texts = {name: json.dumps(value, ensure_ascii=False, default=str) for name, value in config.items()}
-    settings = {name: value if isinstance(value := config[name], str) else text for name, text in texts.items()}
-    page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
-        title=f"{results['recipe']}: {folder.resolve().name}",
-        command=results["command"],
-        best=f"Scores of {Path(best['checkpoint']).name}, saved after {best['step']:,} updates" if best else "Scores",
-        headline=results["headline"],
-        scores={name: f"{value:.5g}" for name, value in results["scores"].items() if "_class_" not in name},
-        drawings=[curve_svg(title, lines) for title, lines in read_curves(folder / METRICS).items()],
-        tables=_tables(folder),
-        most_rows=_MOST_ROWS,
-        settings=settings,
-        environment={name: text for name, text in environment.items() if text},
-    )
-    write_text(folder / _REPORT, page)
-    return folder / _REPORT
-
-
-Curve = list[tuple[float, float]]
-"""The updates made at each value, and the value."""
-
-_STAGES = {"train": "training", "val": "validation"}
-_COLOURS = ("#2f81f7", "#e8730c", "#2da44e", "#bf4b8a", "#8250df")
-_POINTS = 400  # Of a curve that is drawn: more than its pixels make a larger file only.
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 350, 30, 170
-
-
-def read_curves(metrics: Path) -> dict[str, dict[str, Curve]]:
-    """The curves of a run by score, such as "loss", and by stage; without those of single classes and of the test.
-
-    Of a score that is logged within epochs and at their ends the means of several epochs are taken.
-    """
-    columns: dict[str, Curve] = {}
-    if metrics.is_file():
-        with metrics.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                for name, text in row.items():
-                    if text and math.isfinite(value := float(text)):
-                        columns.setdefault(name, []).append((float(row["step"]) + 1, value))
-    curves: dict[str, dict[str, Curve]] = {}
-    for column, curve in columns.items():
-        name = column.removesuffix("_epoch")
-        several = len(columns.get(f"{name}_epoch", ())) > 1
-        is_other = f"{name}_epoch" in columns and name in columns and several == (column == name)
-        if is_other or column in ("epoch", "step") or "_class_" in column or column.startswith("test"):
-            continue
-        stage, _, score = name.partition("/")
-        title = score if stage in _STAGES else name
-        curves.setdefault(title, {})[_STAGES.get(stage, "")] = curve
-    # What counts comes first; learning rates and speeds come last.
-    return dict(sorted(curves.items(), key=lambda item: ("validation" not in item[1], item[0] != "loss")))
-
-
-def _axis_text(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # What fits beside the axis.
-
-
-def curve_svg(title: str, curves: Mapping[str, Curve]) -> str:
-    """The curves of one score as SVG, in the page's font and its colours of text and lines."""
-    points = [point for curve in curves.values() for point in curve]
-    right = max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    lines, legend = [], []
-    for (name, curve), colour in zip(curves.items(), _COLOURS):
-        thinned = [*curve[:: -(-len(curve) // _POINTS)], curve[-1]]  # A single point twice, so that it is drawn.
-        places = " ".join(
-            f"{_LEFT + (_RIGHT - _LEFT) * x / right:.1f},"
-            f"{_BOTTOM - (_BOTTOM - _TOP) * ((y - low) / (high - low) if high > low else 0.5):.1f}"
-            for x, y in thinned
-        )
-        lines.append(f'<polyline points="{places}" stroke="{colour}"/>')
-        legend.append(f'<tspan fill="{colour}"> {escape(name)}</tspan>')
-    return (
-        f'<svg viewBox="0 0 360 200"><g class="axes"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/></g>'
-        f'<text x="{_LEFT}" y="18">{escape(title)}{"".join(legend)}</text>'
-        f'<g text-anchor="end"><text x="{_LEFT - 5}" y="{_TOP + 4}">{_axis_text(high)}</text>'
-        f'<text x="{_LEFT - 5}" y="{_BOTTOM}">{_axis_text(low)}</text>'
-        f'<text x="{_RIGHT}" y="{_BOTTOM + 18}">{right:,.0f} updates</text></g>'
-        f'<g class="curves">{"".join(lines)}</g></svg>'
-    )

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +21,7 @@ from datamodules.errors import UserError
 from recipes.version import __version__
 
 __all__ = [
-    *("RESULTS", "Best", "Results", "Stopwatch", "count_parameters", "differences", "environment", "hardware"),
+    *("RESULTS", "Stopwatch", "count_parameters", "differences", "environment", "hardware"),
     *("loader_sizes", "peak_memory", "process_age", "read_results", "versions", "write_rows"),
     "write_text",
 ]
@@ -71,51 +71,7 @@ def write_rows(
 # results.json
 
 
-class Best(TypedDict):
-    """The checkpoint that the scores are of: saved in `epoch`, from 1, after `step` updates.
-
-    `monitor` is the score by which it is the best, and `value` its value; both are None without a validation.
-    """
-
-    checkpoint: str
-    epoch: int
-    step: int
-    monitor: str | None
-    value: float | None
-
-
-class Results(TypedDict, total=False):
-    """The entries of ``results.json``.
-
-    `scores` are of the checkpoint `best`. `seconds` has "start_up" to the beginning of training, "train" without
-    validation, and "total" of the program that has written the file, which are those after a resume; `epochs` counts
-    all. `devices` are those of one node, and `peak_memory_bytes` that of the process with rank 0.
-    """
-
-    recipe: str
-    command: str
-    started_at: str
-    ended_at: str
-    host: str
-    hardware: str
-    devices: int
-    num_nodes: int
-    versions: dict[str, str]
-    scores: dict[str, float]
-    headline: dict[str, str]
-    best: Best | None
-    seconds: dict[str, float]
-    epochs: int
-    samples_per_second: float
-    peak_memory_bytes: dict[str, int | None]
-    stopped_early: str | None
-    parameters: int
-    trainable_parameters: int
-    data: dict[str, Any]
-    config: dict[str, Any]
-
-
-def read_results(folder: Path) -> Results:
+def read_results(folder: Path) -> dict[str, Any]:
     """The results of a finished run.
 
     Raises:
@@ -125,12 +81,12 @@ def read_results(folder: Path) -> Results:
     if not path.is_file():
         raise UserError(f"there is no {path}: expected the folder of a run that has finished")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("scores"), dict):
         raise UserError(f"{path} holds no results of a run: expected an object with an entry scores")
-    return cast(Results, found)
+    return found
 
 
 # Where a run comes from

@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from callbacks.checkpointing.verified_io import describe_damage
 from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
 from datamodules.errors import UserError
 from recipes.runner.launch import is_rank_zero
@@ -48,11 +47,13 @@ class ResumePoint:
         folder: the run's folder, which may exist; None for a new one, named by --name or the time.
         checkpoint: the checkpoint to resume from.
         finished: the run has been trained and tested.
+        given: the user has named the checkpoint.
     """
 
     folder: str | None = None
     checkpoint: str | None = None
     finished: bool = False
+    given: bool = False
 
 
 def find_resume_point(
@@ -162,13 +163,11 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
             return own
     try:
         read_run(resume)
-        if problem := describe_damage(resume):  # In its weights.
-            raise UserError(f"{resume} is not a checkpoint: {problem}")
     except UserError as error:
-        valid = newest_valid_checkpoint(home) if home.name == "checkpoints" else None
+        valid = newest_valid_checkpoint(home, warn=False) if home.name == "checkpoints" else None
         newest = f"{error}; the newest valid checkpoint is {valid}: pass --resume auto"
         raise UserError(newest if valid else str(error)) from error
-    return ResumePoint(str(folder) if folder else None, resume)
+    return ResumePoint(str(folder) if folder else None, resume, given=True)
 
 
 def start_from(checkpoint: str, folder: Path, name: str | None) -> list[Path]:

@@ -4,13 +4,11 @@
 process of the run this one is and wait for the others, build the experiment, and carry out the command.
 """
 
-import io
 import os
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from recipes.runner.launch import (
     Command,
     Launch,
     LaunchSettings,
-    check_precision,
     flag_of,
     is_rank_zero,
     plan_launch,
@@ -47,14 +44,13 @@ from recipes.runner.machine import (
     declare_parent,
     detect_machine,
     devices_of,
-    drop_inherited_variables,
     exit_with_parent,
     parent_of_rank,
     resolve_precision,
     stop_gpu_search,
     tune_allocator,
 )
-from recipes.runner.quick_imports import keep_help, program_name
+from recipes.runner.quick_imports import program_name
 from recipes.runner.report import check_output, shown
 from recipes.runner.results import process_age
 from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss
@@ -80,7 +76,7 @@ _COMMANDS = {
 # not: --accumulate, --sync-bn, --deterministic.
 _NO_FLAGS_OF_TRAINER = """
     logger callbacks plugins precision default_root_dir enable_autolog_hparams enable_model_summary
-    accumulate_grad_batches sync_batchnorm deterministic
+    accumulate_grad_batches sync_batchnorm deterministic barebones
 """
 _COMMON_TRAINER_PARAMETERS = """
     accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
@@ -88,7 +84,6 @@ _COMMON_TRAINER_PARAMETERS = """
 """
 _TRAINER_TEXTS = LIMIT_TEXTS | {
     "strategy": "ddp, or auto, which is one device or ddp",
-    "barebones": "measure the speed of training: without logs, progress, checkpoints and test",
 }
 # They take weights alone, too.
 _SCORING = ("validate", "test")
@@ -114,7 +109,6 @@ def run(
         args: the command line; by default that of the process.
     """
     escape_output()
-    drop_inherited_variables(os.environ)
     exit_with_parent(os.environ)
     if parent_of_rank(os.environ) is None:
         declare_parent(os.environ)
@@ -141,15 +135,13 @@ def run(
 
 
 def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
-    """Print names and their texts, in a column or, where there is no room for one, below the names."""
+    """Print names and their texts in two columns."""
     column = max(map(len, texts)) + 2
     print(f"{title}:")  # noqa: T201
     for name, text in texts.items():
-        beside = width >= column + 34
-        indent = " " * (column + 2 if beside else 4)
-        lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
-        first = f"  {name:<{column}}{lines[0]}" if beside else f"  {name}\n{indent}{lines[0]}"
-        print("\n".join([first, *(indent + line for line in lines[1:])]))  # noqa: T201
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        options |= {"initial_indent": f"  {name:<{column}}", "subsequent_indent": " " * (column + 2)}
+        print(textwrap.fill(text, width, **options))  # noqa: T201
 
 
 def build_parser(classes: Classes, program: str) -> FlagParser:
@@ -213,10 +205,7 @@ class CommandLine:
         command, args = self._command()
         folder = Path(args.pop(0)) if command == "verify" and args and not args[0].startswith("-") else None
         if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
-            with redirect_stdout(io.StringIO()) as text:
-                self._print_help(everything=any(arg.endswith("all") for arg in asked))
-            print(text.getvalue(), end="")  # noqa: T201
-            keep_help(self.program, self.args, text.getvalue())
+            self._print_help(everything=any(arg.endswith("all") for arg in asked))
             return None
         namespace = self.parser.parse(args)
         self._check("fit" if command == "verify" else command, namespace)
@@ -280,10 +269,6 @@ class CommandLine:
                 "--patience is a number of validations, 1 or more, for --early-stopping SCORE",
             ),
             (
-                given.barebones and given.early_stopping,
-                "--barebones has no scores to stop by; leave --early-stopping out",
-            ),
-            (
                 given.val_check_interval == 0,
                 "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation out",
             ),
@@ -301,10 +286,6 @@ class CommandLine:
                 "fit writes results.json into its run's folder; --output is for the other commands",
             ),
             (not fits and given.resume, f"--resume continues training; pass --ckpt FILE to {command}"),
-            (
-                not fits and given.barebones,
-                f"--barebones measures the speed of training, and keeps no scores; leave it out to {command}",
-            ),
         )
         if fits:
             return
@@ -339,7 +320,7 @@ class CommandLine:
         self.parser.print_flags(everything)
         rest = {} if everything else {"--help-all": "all flags, with their full texts"}
         settings = {
-            "--config FILE": "YAML file of settings, or a run's results.json; the last wins, what is typed over all",
+            "--config FILE": "YAML file of settings; the last wins, and what is typed wins over all",
             "--print-config": "print all settings as such a file, and exit",
         }
         print()  # noqa: T201
@@ -355,7 +336,7 @@ class CommandLine:
         if namespace.name is not None and Path(namespace.name).name != namespace.name:
             raise UserError(f"--name {namespace.name} is not the name of a folder; pass --run-dir for where runs go")
         resume = namespace.resume
-        if namespace.fast_dev_run or namespace.barebones or namespace.enable_checkpointing is False:
+        if namespace.fast_dev_run or namespace.enable_checkpointing is False:
             resume = "none" if resume in (None, "auto") else resume
         parent = Path(namespace.run_dir) / self.classes.recipe.title
         config, typed = self._config(namespace), self.parser.typed(args)
@@ -388,12 +369,12 @@ class CommandLine:
     def _check_going_on(self, checkpoint: str, namespace: Namespace) -> None:
         """Refuse to train longer than the run was to, and say where it resumes."""
         saved = read_run(checkpoint)
-        if namespace.resume == checkpoint and saved.is_finished(namespace.max_epochs, namespace.max_steps):
+        if self._point.given and saved.is_finished(namespace.max_epochs, namespace.max_steps):
             raise UserError(
                 f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass --max-epochs"
                 f" {2 * max(1, saved.epochs)} to train longer"
             )
-        if namespace.resume != checkpoint:
+        if not self._point.given:
             rank_zero_print(f"resuming from {shown(checkpoint)}, after {saved.updates:,} updates")
 
     def _verify(self, folder: Path | None, args: list[str]) -> None:
@@ -439,7 +420,6 @@ class CommandLine:
                 " or use the recipe's command line"
             )
         typed = typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
-        check_precision(str(values["precision"]), here, typed)
         check_strategy(values["strategy"])
         if launch.address is not None and not launch.spawns:
             values["devices"] = devices_of(launch.devices, values["devices"], here)
@@ -464,13 +444,14 @@ class CommandLine:
             inputs = values.get("inputs") if title == "Data" else None
             return self.parser.select(values, title) | ({"predict_inputs": inputs} if inputs else {})
 
-        RunSettings(**options("Run"))  # What is out of its range is refused before any process waits for another.
+        run = RunSettings(**options("Run"))  # What is out of its range is refused before a process waits for another.
         typed = Command(self.program, self.args, in_program=self.classes.in_program)
         launch, connection = self._join(command, values, config, typed)
         checkpoint = self._point.checkpoint or values["ckpt"]
         try:
             experiment = build_experiment(
                 command,
+                run,
                 options,
                 values,
                 config,

@@ -1,6 +1,5 @@
 """What is read from a saved run: settings and progress in a checkpoint, and settings in a file."""
 
-import json
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -62,7 +61,7 @@ def read_run(path: str | Path) -> SavedRun:
         UserError: the file is missing or damaged, or is not a checkpoint of a run.
     """
     if Path(path).is_dir():
-        newest = newest_valid_checkpoint(Path(path) / "checkpoints")
+        newest = newest_valid_checkpoint(Path(path) / "checkpoints", warn=False)
         raise UserError(f"{path} is a folder; pass a checkpoint" + (f", such as {newest}" if newest else ""))
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
@@ -128,13 +127,14 @@ def readable_checkpoints(folder: Path) -> dict[Path, SavedRun]:
     return _checkpoints(folder)[0]
 
 
-def newest_valid_checkpoint(folder: Path) -> Path | None:
-    """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are reported.
+def newest_valid_checkpoint(folder: Path, warn: bool = True) -> Path | None:
+    """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are logged.
 
     The number of updates decides, not the time of the file, since clocks may be set back.
 
     Args:
         folder: the run's ``checkpoints``.
+        warn: log them.
     """
     found, damaged = _checkpoints(folder)
     valid = None
@@ -144,7 +144,7 @@ def newest_valid_checkpoint(folder: Path) -> Path | None:
             valid = path
             break
         damaged[path] = problem
-    for path, problem in damaged.items():
+    for path, problem in damaged.items() if warn else ():
         log.warning("warning: %s is skipped: %s", path, problem)
     return valid
 
@@ -182,7 +182,7 @@ def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], fr
 
 
 def read_settings(path: str | Path) -> Any:
-    """What a YAML file of settings, or a run's results.json, holds of settings, as plain Python.
+    """What a YAML file of settings holds, as plain Python.
 
     Raises:
         UserError: it is no file, is no YAML, or has a setting twice.
@@ -193,8 +193,7 @@ def read_settings(path: str | Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         _refuse_repeated(yaml.compose(text, yaml.SafeLoader), path)
-        # In YAML 1.1 numbers such as 1e-05 are text.
-        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return yaml.safe_load(text)
     except UserError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -202,8 +201,6 @@ def read_settings(path: str | Path) -> Any:
         raise UserError(f"{path}{where}: cannot be read as a file of settings: {error.problem}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read as a file of settings: {' '.join(str(error).split())}") from error
-    inside = settings.get("config") if isinstance(settings, dict) else None  # Of results.json.
-    return inside if isinstance(inside, dict) else settings
 
 
 def _refuse_repeated(root: yaml.Node | None, path: Path) -> None:

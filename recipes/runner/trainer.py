@@ -49,9 +49,7 @@ def _global_batch_text(experiment: Experiment) -> str:
         return ""
     on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
     if micro_batches is None:
-        # A resumed run keeps its updates, on other devices too.
-        each = "" if experiment.point.checkpoint else f", {experiment.run.accumulate} on each device"
-        return f"micro-batches of {size}{' tokens' * limited}{each} {on}"
+        return f"micro-batches of {size}{' tokens' * limited} {on}"
     total = (None if limited else experiment.update_items) or micro_batches * size
     short = f", the last of {total % size}," if total % size else ""
     parts = f"{_counted(micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited}{short} {on}"
@@ -70,7 +68,7 @@ def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
 def _callbacks(experiment: Experiment) -> list[Callback]:
     """New callbacks of any command."""
     options, callbacks = experiment.trainer, experiment.callbacks()
-    shows = options["enable_progress_bar"] is not False and not options["barebones"] and prints_progress()
+    shows = options["enable_progress_bar"] is not False and prints_progress()
     given = any(isinstance(callback, ProgressBar) for callback in callbacks)
     return [FailureReporter(), *callbacks, *([RunProgress()] if shows and not given else [])]
 
@@ -95,7 +93,6 @@ def build_trainer(
     more: Sequence[Callback] = (),
     folder: Path | None = None,
     checkpoint_io: VerifiedCheckpointIO | None = None,
-    announces: bool = True,
 ) -> pl.Trainer:
     """Build the Trainer of a command and print what it will use.
 
@@ -103,7 +100,6 @@ def build_trainer(
         more: callbacks of this command.
         folder: the run's folder, for logs.
         checkpoint_io: writes the checkpoints.
-        announces: prints it.
     """
     run, launch = experiment.run, experiment.launch
     options: dict[str, Any] = {**experiment.trainer, **_limits(experiment)}
@@ -133,6 +129,6 @@ def build_trainer(
         raise UserError("NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which uses gloo")
     without_pickles(trainer.strategy)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
-    if announces and experiment.command != "predict":
+    if experiment.command != "predict":
         _print_first_line(trainer, experiment)
     return trainer

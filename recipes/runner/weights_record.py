@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.writing import best_effort
@@ -54,11 +54,8 @@ class Save:
     sha256: str
 
 
-def weights_hash(state_dict: Mapping[str, Any]) -> str | None:
+def weights_hash(state_dict: Mapping[str, Any]) -> str:
     """The SHA-256 of the names, types, shapes and bytes of a state dict.
-
-    None where a rank holds a part of a tensor only, as in a checkpoint that is saved in parts: each rank would have
-    another hash.
 
     Example:
         >>> one, other = {"w": torch.tensor([1.0])}, {"w": torch.tensor([1.0 + 2**-23])}
@@ -68,8 +65,6 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str | None:
     sha256 = hashlib.sha256()
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
-            if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
-                return None
             sha256.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
             plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             content: Any = plain.reshape(-1).view(torch.uint8).numpy()
@@ -114,8 +109,8 @@ class WeightsRecorder(pl.Callback):
         """Append the hash of the weights in a checkpoint, unless another file has just been saved with the same."""
         with best_effort("the hash of the weights"):
             sha256 = weights_hash(checkpoint["state_dict"])
-            save = Save(checkpoint["global_step"], checkpoint["epoch"] + 1, sha256 or "")
-            if sha256 is None or save == self._last:
+            save = Save(checkpoint["global_step"], checkpoint["epoch"] + 1, sha256)
+            if save == self._last:
                 return
             lines: list[dict[str, Any]] = [{"save": asdict(save)}]
             if self._last is None:

@@ -11,17 +11,21 @@ from torch import Tensor
 
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.subwords import AnyVocabulary
 from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK
-from recipes.seq2seq.checks import Vocabularies
-from recipes.seq2seq.network import AnyNetwork
+from recipes.seq2seq.network import TranslationNetwork
 
 __all__ = [
     "Translations",
+    "Vocabularies",
     "beam_search",
     "length_limits",
     "length_penalty",
     "sentences_of",
 ]
+
+Vocabularies = tuple[AnyVocabulary, AnyVocabulary]
+"""Of the source and of the target."""
 
 NEVER = PAD, SOS, UNK
 """Tokens that no translation has."""
@@ -54,7 +58,7 @@ def length_limits(source_lengths: Tensor) -> Tensor:
     return 2 * source_lengths + 10
 
 
-def _likeliest(network: AnyNetwork, readouts: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _likeliest(network: TranslationNetwork, readouts: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The likeliest next tokens of each row, none of `NEVER`, and nothing but EOS where `last` is True.
 
     Returns:
@@ -74,7 +78,7 @@ def _likeliest(network: AnyNetwork, readouts: Tensor, last: Tensor, count: int) 
 
 @torch.no_grad()
 def beam_search(
-    network: AnyNetwork,
+    network: TranslationNetwork,
     source: Tensor,
     lengths: Tensor,
     beam: int = 5,
@@ -142,7 +146,7 @@ def beam_search(
             break
         rows = parents[sentence, place]
         total, tokens = values[sentence, place], chosen[sentence, place]
-        hypotheses, state = hypotheses[rows], state.select(rows)
+        hypotheses, state = hypotheses[rows], network.select(state, rows)
         hypotheses[:, time] = tokens
         if not torch.equal(sentence, before):
             rows_encoded = encoded.select(sentence)

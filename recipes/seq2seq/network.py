@@ -6,7 +6,7 @@ its positions are computed at once: one recurrent call, one batched attention, o
 modules run step by step.
 """
 
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,9 @@ from datamodules.errors import UserError
 from recipes.dropout import Dropout
 
 __all__ = [
-    "AnyNetwork",
-    "DecoderState",
     "Encoded",
     "Encoder",
     "Seq2SeqNet",
-    "State",
     "TranslationNetwork",
     "position_mask",
     "target_positions",
@@ -44,13 +41,6 @@ def target_positions(target: Tensor, target_lengths: Tensor) -> Tensor:
     return mask.flatten().nonzero().squeeze(1).to(target.device, non_blocking=True)
 
 
-class DecoderState(Protocol):
-    """The state of a decoder between two tokens, for each sentence."""
-
-    def select(self, rows: Tensor) -> Self:
-        """The state of these sentences, which may repeat."""
-
-
 class Encoded(NamedTuple):
     """The encoder's output, which the decoder attends to.
 
@@ -69,18 +59,16 @@ class Encoded(NamedTuple):
         return Encoded(self.memory[rows], self.keys[rows], self.mask[rows])
 
 
-StateT = TypeVar("StateT", bound=DecoderState)
-
-
-class TranslationNetwork(nn.Module, Generic[StateT]):
+class TranslationNetwork(nn.Module):
     """The base of translation networks, whose decoders work on whole sequences and step by step, with equal results.
 
-    A subclass has the output layer `output`, and defines `encode`, `step` and `decode`.
+    A subclass has the output layer `output`, and defines `encode`, `step` and `decode`. Its decoder's state between two
+    tokens is a tensor; where that is not of shape (batch, ...), it defines `select`, too.
     """
 
     output: nn.Linear
 
-    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, StateT]:
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, Tensor]:
         """The encoder's output, and the state in which the decoder starts.
 
         Args:
@@ -89,7 +77,7 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
         """
         raise NotImplementedError
 
-    def step(self, tokens: Tensor, state: StateT, encoded: Encoded) -> tuple[Tensor, StateT, Tensor]:
+    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
         """Decode one token.
 
         Args:
@@ -101,7 +89,7 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
         """
         raise NotImplementedError
 
-    def decode(self, inputs: Tensor, state: StateT, encoded: Encoded, positions: Tensor) -> Tensor:
+    def decode(self, inputs: Tensor, state: Tensor, encoded: Encoded, positions: Tensor) -> Tensor:
         """The readouts of whole sequences.
 
         Args:
@@ -112,6 +100,10 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
             Of shape (tokens, readout).
         """
         raise NotImplementedError
+
+    def select(self, state: Tensor, rows: Tensor) -> Tensor:
+        """The state of these sentences, which may repeat."""
+        return state[rows]
 
     def logits(self, readouts: Tensor) -> Tensor:
         """The output layer: readouts of shape (..., readout) to logits of shape (..., target_vocab_size)."""
@@ -134,9 +126,6 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
         """
         encoded, state = self.encode(source, source_lengths)
         return self.logits(self.decode(target[:, :-1], state, encoded, target_positions))
-
-
-AnyNetwork = TranslationNetwork[Any]
 
 
 def reversed_positions(lengths: Tensor, time: int) -> Tensor:
@@ -195,20 +184,6 @@ class Encoder(nn.Module):
         return states, torch.stack(ends)
 
 
-class State(NamedTuple):
-    """The state of the decoder for each sentence.
-
-    Args:
-        hidden: of shape (layers, batch, hidden).
-    """
-
-    hidden: Tensor
-
-    def select(self, rows: Tensor) -> "State":
-        """The state of these sentences, which may repeat."""
-        return State(self.hidden[:, rows])
-
-
 def attend(queries: Tensor, keys: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The means of the memory, weighted by the inner products of each query with the keys (Luong et al., 2015).
 
@@ -229,7 +204,7 @@ def attend(queries: Tensor, keys: Tensor, memory: Tensor, mask: Tensor) -> tuple
     return torch.bmm(weights.to(memory.dtype), memory), weights
 
 
-class Seq2SeqNet(TranslationNetwork[State]):
+class Seq2SeqNet(TranslationNetwork):
     """Bidirectional encoder, recurrent decoder, attention; gated recurrent units (GRU).
 
     The output layer shares its weights with the target embedding (Press and Wolf, 2017).
@@ -274,16 +249,20 @@ class Seq2SeqNet(TranslationNetwork[State]):
         self.output.weight = self.target_embedding.weight
 
     @override
-    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, State]:
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, Tensor]:
         lengths = lengths.to(source.device, non_blocking=True)
         memory, ends = self.encoder(self.dropout(self.source_embedding(source)), lengths)
         memory = self.dropout(memory)
-        return Encoded(memory, memory, position_mask(lengths, source.shape[1])), State(torch.tanh(self.bridge(ends)))
+        return Encoded(memory, memory, position_mask(lengths, source.shape[1])), torch.tanh(self.bridge(ends))
 
-    def _recur(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:
-        """The decoder's recurrent layers over inputs of shape (batch, time, size)."""
-        outputs, hidden = self.decoder(inputs, state.hidden.to(inputs.dtype).contiguous())
-        return outputs, State(hidden)
+    @override
+    def select(self, state: Tensor, rows: Tensor) -> Tensor:
+        return state[:, rows]
+
+    def _recur(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The recurrent layers over inputs of shape (batch, time, size), and a state of (layers, batch, hidden)."""
+        outputs, hidden = self.decoder(inputs, state.to(inputs.dtype).contiguous())
+        return outputs, hidden
 
     def _attend(self, outputs: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """The decoder's outputs, of shape (batch, time, hidden), with their contexts; and the attention weights."""
@@ -296,13 +275,13 @@ class Seq2SeqNet(TranslationNetwork[State]):
         return readouts
 
     @override
-    def step(self, tokens: Tensor, state: State, encoded: Encoded) -> tuple[Tensor, State, Tensor]:
+    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
         inputs = self.dropout(self.target_embedding(tokens))
         outputs, after = self._recur(inputs.unsqueeze(1), state)
         attended, weights = self._attend(outputs, encoded)
         return self._read_out(attended.squeeze(1)), after, weights.squeeze(1)
 
     @override
-    def decode(self, inputs: Tensor, state: State, encoded: Encoded, positions: Tensor) -> Tensor:
+    def decode(self, inputs: Tensor, state: Tensor, encoded: Encoded, positions: Tensor) -> Tensor:
         outputs, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
         return self._read_out(self._attend(outputs, encoded)[0].flatten(0, 1)[positions])

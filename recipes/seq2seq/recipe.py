@@ -21,12 +21,11 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
-from recipes.base import Recipe, RecipeParameters
+from recipes.base import Recipe
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
-from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, known
-from recipes.seq2seq.decoding import beam_search, sentences_of
-from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet, target_positions
+from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
+from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
 
@@ -54,22 +53,42 @@ def rate_of_run(network: str, samples: int, epochs: int) -> float:
     return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / Seq2SeqTranslator.base_batch_size):.2g}"))
 
 
-class TranslatorParameters(RecipeParameters):
-    """The parameters of `Seq2SeqTranslator`, as ``self.hparams`` holds them."""
+class CheckVocabularies(pl.Callback):
+    """Refuses data whose vocabularies have other sizes than the network's.
 
-    network: NetworkName
-    hidden_size: int
-    num_layers: int | None
-    heads: int
-    feedforward_size: int
-    dropout: float
-    source_vocab_size: int
-    target_vocab_size: int
-    label_smoothing: float
-    val_sentences: int
-    beam: int
-    length_penalty: float
-    bleu_tokenize: BleuTokenizer
+    Runs on: the start of a fit, of a validation and of a test.
+
+    Raises:
+        UserError: says what to pass.
+    """
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.vocabularies is None:
+            return
+        sizes = pl_module.hparams.source_vocab_size, pl_module.hparams.target_vocab_size
+        for vocabulary, size, side in zip(pl_module.vocabularies, sizes, ("source", "target"), strict=True):
+            if len(vocabulary) != size:
+                raise UserError(
+                    f"the network has {size:,} {side} tokens, and the data has {len(vocabulary):,}; pass the data and "
+                    f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
+                )
+
+    on_validation_start = on_test_start = on_fit_start
+
+
+def known(vocabularies: Vocabularies | None) -> Vocabularies:
+    """The vocabularies, which translating needs.
+
+    Raises:
+        UserError: there are none; it says where they come from.
+    """
+    if vocabularies is None:
+        raise UserError(
+            "the network has no vocabularies yet; train it on a TranslationDataModule, load a checkpoint, or set "
+            "recipe.vocabularies = (source, target)"
+        )
+    return vocabularies
 
 
 class Seq2SeqTranslator(Recipe):
@@ -112,8 +131,7 @@ class Seq2SeqTranslator(Recipe):
     prediction_columns: ClassVar[tuple[str, ...]] = ("sentence", "translation", "score")
     prediction_files: ClassVar[tuple[str, ...]] = (*Recipe.prediction_files, ".txt")
 
-    network: AnyNetwork
-    hparams: TranslatorParameters
+    network: TranslationNetwork
 
     def __init__(
         self,
@@ -178,7 +196,7 @@ class Seq2SeqTranslator(Recipe):
         return found
 
     @override
-    def build_network(self) -> AnyNetwork:
+    def build_network(self) -> TranslationNetwork:
         """Returns the network, whose parameters are those of the recipe of the same names."""
         options = self.hparams
         sizes = options.source_vocab_size, options.target_vocab_size, options.hidden_size

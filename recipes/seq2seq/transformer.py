@@ -1,11 +1,10 @@
 """A Transformer (Vaswani et al., 2017) whose layers normalise their inputs (pre-norm; Xiong et al., 2020).
 
 Decoding a sequence at once and token by token runs the same layers: a step attends to the keys and values of the tokens
-before it, which its state keeps.
+before it, which its state keeps: of shape (batch, time, 2 x layers x width).
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,24 +15,10 @@ from datamodules.errors import UserError
 from recipes.dropout import Dropout
 from recipes.seq2seq.network import Encoded, TranslationNetwork, position_mask
 
-__all__ = ["KeyValueCache", "TransformerNet"]
+__all__ = ["TransformerNet"]
 
 
 _MOST_WEIGHTS = 512 * 512  # Of longer sentences, torch's own attention does not hold them.
-
-
-class KeyValueCache(NamedTuple):
-    """The keys and values of the decoded tokens in all layers.
-
-    Args:
-        cache: of shape (batch, time, 2 x layers x width).
-    """
-
-    cache: Tensor
-
-    def select(self, rows: Tensor) -> "KeyValueCache":
-        """The cache of these sentences, which may repeat."""
-        return KeyValueCache(self.cache[rows])
 
 
 def sinusoids(start: int, time: int, like: Tensor) -> Tensor:
@@ -139,7 +124,7 @@ class _DecoderLayer(_Layer):
         return self._feed_forward(x + self.dropout(self.source_output(found))), new, asked
 
 
-class TransformerNet(TranslationNetwork[KeyValueCache]):
+class TransformerNet(TranslationNetwork):
     """Encoder and decoder of attention layers, for sentences of any length.
 
     Dropout is on the embeddings and on each layer's residual paths, not on the attention weights, which
@@ -208,14 +193,14 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         return embedded
 
     @override
-    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, KeyValueCache]:
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, Tensor]:
         mask = position_mask(lengths.to(source.device, non_blocking=True), source.shape[1])
         x = self._embed(self.source_embedding, source)
         for layer in self.encoder:
             x = layer(x, mask)
         x = self.encoder_norm(x)
         encoded = Encoded(self.source_values(x), self.source_keys(x), mask)
-        return encoded, KeyValueCache(encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width))
+        return encoded, encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width)
 
     def _decode(self, tokens: Tensor, cache: Tensor | None, encoded: Encoded) -> tuple[Tensor, list[Tensor], Tensor]:
         """Of tokens (batch, time): the decoder's output, their keys and values in each layer, the last queries."""
@@ -229,15 +214,15 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         return x, new, queries
 
     @override
-    def step(self, tokens: Tensor, state: KeyValueCache, encoded: Encoded) -> tuple[Tensor, KeyValueCache, Tensor]:
-        x, new, queries = self._decode(tokens.unsqueeze(1), state.cache, encoded)
+    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
+        x, new, queries = self._decode(tokens.unsqueeze(1), state, encoded)
         weights = self.heads.weights(queries, encoded.keys[:, :, -self.width :], encoded.mask)
         added = torch.cat(new, 2)
-        after = KeyValueCache(torch.cat((state.cache.to(added.dtype), added), 1))
+        after = torch.cat((state.to(added.dtype), added), 1)
         return self.decoder_norm(x).squeeze(1), after, weights.squeeze(1)
 
     @override
-    def decode(self, inputs: Tensor, state: KeyValueCache, encoded: Encoded, positions: Tensor) -> Tensor:
+    def decode(self, inputs: Tensor, state: Tensor, encoded: Encoded, positions: Tensor) -> Tensor:
         x, _, _ = self._decode(inputs, None, encoded)
         readouts: Tensor = self.decoder_norm(x.flatten(0, 1)[positions])
         return readouts

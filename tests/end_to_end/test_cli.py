@@ -181,13 +181,10 @@ def test_resuming_a_copied_checkpoint_leaves_the_folders_around_it_alone(session
     assert sorted(path.name for path in (tmp_path / "home").rglob("*")) == ["last.ckpt", "precious", "project"]
 
 
-def test_barebones_leaves_no_folder_and_no_epochs_the_initial_weights(tmp_path: Path) -> None:
+def test_no_epochs_leave_the_initial_weights(tmp_path: Path) -> None:
     zero = "--dataset digits --max-epochs 0 --name zero --precision 32-true"
-    bare, none = typed(tmp_path, f"{QUICK} --dataset digits --barebones", zero, **CLASSES)
-    assert (bare.status, none.status) == (0, 0), bare.err + none.err
-    assert "nothing is logged, saved or tested" in bare.out
-    assert "samples/s" in bare.out
-    assert [path.name for path in (tmp_path / "runs/mnist").iterdir()] == ["zero"]
+    (none,) = typed(tmp_path, zero, **CLASSES)
+    assert none.status == 0, none.err
     assert "nothing is trained in 0 epochs or steps: the initial weights are saved and scored" in none.out + none.err
     found = json.loads((tmp_path / "runs/mnist/zero/results.json").read_text())
     assert found["epochs"] == 0
@@ -219,7 +216,6 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
         "go": "unknown command 'go'; expected one of fit, validate, test, predict, verify, export, or a flag",
         "fit test": "fit and test are two commands; pass one of them",
         "test": "test needs a checkpoint; pass --ckpt runs/mnist/NAME/checkpoints/best.ckpt",
-        "test --barebones": "--barebones measures the speed of training, and keeps no scores; leave it out to test",
         "--ckpt some.ckpt": "fit begins with new weights; pass --resume FILE",
         "test --resume some.ckpt": "--resume continues training; pass --ckpt FILE to test",
         "test --ckpt a --output no/such.json": "--output no/such.json: there is no folder no",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.decoding import NEVER, beam_search, length_limits, length_penalty
-from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet
+from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork
 from recipes.seq2seq.transformer import TransformerNet
 
 SETTINGS: list[dict[str, Any]] = [
@@ -37,7 +37,7 @@ def sources(n: int, longest: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.masked_fill(torch.arange(longest) >= lengths[:, None], PAD)[:, : int(lengths.max())], lengths
 
 
-def log_probability(net: AnyNetwork, source: torch.Tensor, tokens: tuple[int, ...]) -> float:
+def log_probability(net: TranslationNetwork, source: torch.Tensor, tokens: tuple[int, ...]) -> float:
     """Of these tokens, by teacher forcing; PAD, SOS and UNK are never predicted."""
     target = torch.tensor([[SOS, *tokens]])
     logits = net(source, torch.tensor([source.shape[1]]), target, torch.arange(len(tokens)))

@@ -24,6 +24,8 @@ def build(name: str, weight_decay: float = 0.0, **options: Any) -> torch.optim.O
 def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> None:
     assert tuple(build("adamw", arguments={"betas": [0.8, 0.9]}).defaults["betas"]) == (0.8, 0.9)
     assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False
+    by_default = build("SGD").defaults
+    assert (by_default["nesterov"], by_default["momentum"], by_default["lr"]) == (True, 0.9, 0.1)
     own = build("tests.support.optimizers.Counting", 0.2, arguments={"scale": 3.0})
     assert type(own) is optimizers.Counting
     assert [(group["scale"], group["weight_decay"]) for group in own.param_groups] == [(3.0, 0.2), (3.0, 0.0)]

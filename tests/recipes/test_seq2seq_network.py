@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datamodules.translation.text import EOS, PAD, SOS
-from recipes.seq2seq.network import AnyNetwork, Encoder, Seq2SeqNet, position_mask, target_positions
+from recipes.seq2seq.network import Encoder, Seq2SeqNet, TranslationNetwork, position_mask, target_positions
 from recipes.seq2seq.transformer import TransformerNet, sinusoids
 
 TRANSFORMER: dict[str, Any] = {"network": "transformer", "heads": 2, "num_layers": 2, "feedforward_size": 12}
@@ -40,7 +40,7 @@ def batch(numbers: list[int], padding: int = 0) -> tuple[Tensor, Tensor, Tensor,
     return source, lengths[:, 0], target, lengths[:, 1]
 
 
-def step_by_step(net: AnyNetwork, source: Tensor, lengths: Tensor, target: Tensor, positions: Tensor) -> Tensor:
+def step_by_step(net: TranslationNetwork, source: Tensor, lengths: Tensor, target: Tensor, positions: Tensor) -> Tensor:
     """What `net` gives for a batch, token by token."""
     encoded, state = net.encode(source, lengths)
     readouts = []
@@ -51,7 +51,7 @@ def step_by_step(net: AnyNetwork, source: Tensor, lengths: Tensor, target: Tenso
 
 
 def loss_and_gradients(
-    net: AnyNetwork,
+    net: TranslationNetwork,
     source: Tensor,
     source_lengths: Tensor,
     target: Tensor,

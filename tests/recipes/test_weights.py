@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -93,20 +92,6 @@ def test_of_several_state_dicts_a_checkpoints_own_is_taken_and_others_are_refuse
     torch.save(several, file)
     with pytest.raises(UserError, match=r"a\.pt holds several state dicts, state_dict, current_model_state; pass"):
         read_weights(file)
-
-
-def test_a_checkpoint_of_a_real_run_is_read_and_loaded(tmp_path: Path):
-    from tests.support.minimal_recipe import Line, Points
-
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, **options)
-    trained, other, network = Line(), Line(), nn.Linear(1, 1)
-    trainer.fit(trained, Points())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert load_weights(other, read_weights(tmp_path / "last.ckpt"), "last.ckpt").new == []
-    _assert_equal(_copy(other), _copy(trained))
-    load_weights(network, read_weights(tmp_path / "last.ckpt"), "last.ckpt")
-    _assert_equal(_copy(network), _copy(trained.network))
 
 
 @pytest.mark.parametrize("save", [save_file, torch.save, partial(torch.save, _use_new_zipfile_serialization=False)])

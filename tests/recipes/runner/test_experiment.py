@@ -146,13 +146,6 @@ def test_random_seed_and_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_k
     assert yaml.safe_load((run.with_name("other") / "config.yaml").read_text())["seed"] not in (1, seed)
 
 
-def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> None:
-    assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path))[0][0] == 0
-    last = "runs/points/run/checkpoints/last.ckpt"
-    trial = ["--resume", last, "--fast-dev-run", "--max-epochs", "1"]
-    assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
-
-
 @pytest.mark.parametrize(
     ("batch_size", "line"),
     [
@@ -167,6 +160,7 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     from recipes.runner.launch import Command, Launch
     from recipes.runner.resume import ResumePoint
     from recipes.runner.run import build_parser
+    from recipes.runner.settings import RunSettings
     from recipes.runner.trainer import _global_batch_text
     from tests.recipes.runner.test_resume import save
 
@@ -177,6 +171,7 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     values = parser.get_defaults().as_dict() | config
     experiment = build_experiment(
         "fit",
+        RunSettings(**parser.select(values, "Run")),
         lambda title: parser.select(values, title),
         values,
         config,

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.runner.results import read_results
-from recipes.runner.saved_run import read_run
 from tests.support.command_lines import contents, typed
 
 FIT = "--name one --precision 32-true --logger csv --lr 0.1 --batch-size 16"
@@ -43,14 +41,3 @@ def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(train
     for ended in (given, steps):
         assert ended.status == 2
         assert "this run has finished its 2 epochs and 14 updates; pass --max-epochs 4 to train longer" in ended.err
-
-
-def test_a_finished_run_that_trains_longer_keeps_its_results_under_another_name(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / "runs" / "quadrants" / "one"
-    first = (folder / "results.json").read_bytes()
-    (longer,) = typed(tmp_path, "--name one --resume auto --max-epochs 3")
-    assert longer.status == 0
-    assert (folder / "results-before.json").read_bytes() == first
-    assert read_results(folder)["config"]["max_epochs"] == 3
-    assert read_run(folder / "checkpoints" / "last.ckpt").epochs == 3

@@ -1,4 +1,3 @@
-import json
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -131,17 +130,6 @@ def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, 
         parser.parse(["--config", str(file)])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_settings_of_results_json_are_taken(parser, tmp_path):
-    file = tmp_path / "results.json"
-    file.write_text(json.dumps({"scores": {"power": 3.0}, "config": {"power": 1e-05, "kind": "oil"}}, indent=2))
-    config = parser.parse(["--config", str(file)])
-    assert (config.power, config.kind) == (1e-05, "oil")
-    assert parser.typed(["--config", str(file), "--power", "2"])["kind"] == "oil"
-    file.write_text(file.read_text().replace('"kind"', '"knid"'))
-    with pytest.raises(UserError, match=": there is no setting knid; did you mean kind"):
-        parser.parse(["--config", str(file)])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from recipes.runner.launch import (
     Command,
     Launch,
     LaunchSettings,
-    check_precision,
     first_host,
     plan_launch,
 )
@@ -181,13 +180,6 @@ def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
     env = BY_HAND | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     assert plan(env) == plan(env, 2, 2, here=GPUS) == Launch("manual", 2, 2, 1, 1, "head", 9)
     assert plan(BY_HAND | {"WORLD_SIZE": "1"}) == Launch("local", 1, 1)
-
-
-def test_16_mixed_on_a_cpu_is_refused():
-    command = Command("python -m r", ["--precision", "16-mixed"])
-    with pytest.raises(UserError, match="pass --precision bf16-mixed: python -m r --precision bf16-mixed"):
-        check_precision("16-mixed", CPU, command)
-    check_precision("16-mixed", GPUS, command)
 
 
 def test_slurms_lists_of_hosts_and_steps():

@@ -48,11 +48,6 @@ def test_batches_of_an_evaluation_are_dealt_to_the_devices():
         limits_per_device({"limit_val_batches": 1}, 1, 0, 2)
 
 
-def test_more_batches_than_a_list_can_have_are_dealt_too():
-    each = [limits_per_device({"limit_val_batches": 2**63 + 1}, 1, rank, 2)["limit_val_batches"] for rank in range(2)]
-    assert each == [2**62 + 1, 2**62]
-
-
 def test_shares_and_what_was_not_given_stay_as_they_are():
     options = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "limit_val_batches": 0, "other": 3}
     assert limits_per_device(options | {"limit_test_batches": None}, 4, 0, 2) == {}

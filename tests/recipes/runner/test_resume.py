@@ -86,13 +86,9 @@ def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_p
     last = save(tmp_path / "last.ckpt", 12)
     os.utime(last, (0, 0))
     assert newest_valid_checkpoint(tmp_path) == last
-
-
-def test_of_two_at_the_same_update_the_last_is_taken_and_foreign_files_are_skipped(tmp_path):
     save(tmp_path / "best.ckpt", 12)
-    last = save(tmp_path / "last.ckpt", 12)
     torch.save({"weights": torch.ones(2)}, tmp_path / "zzz.ckpt")
-    assert newest_valid_checkpoint(tmp_path) == last
+    assert newest_valid_checkpoint(tmp_path) == last, "of two at the same update the last, and no foreign file"
     assert newest_valid_checkpoint(tmp_path / "nothing") is None
 
 
@@ -172,16 +168,9 @@ def test_auto_without_a_name_takes_the_newest_unfinished_run_of_the_same_experim
     assert find_resume_point("auto", None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(path))
 
 
-def test_a_finished_run_with_results_has_nothing_left_to_do(outside, tmp_path):
-    make_run(tmp_path, "a", epochs=4)
-    assert not find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished, "it was killed in the test"
-    (tmp_path / "a" / "results.json").write_text('{"scores": {}}')
-    assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished
-    assert not find_resume_point("auto", "a", tmp_path, CONFIG | {"max_epochs": 5}, {"max_epochs": 5}).finished
-
-
 def test_whether_a_run_has_finished_is_asked_of_its_own_length_and_of_a_longer_one_that_is_typed(outside, tmp_path):
     make_run(tmp_path, "a", epochs=4)
+    assert not find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished, "it was killed in the test"
     (tmp_path / "a" / "results.json").write_text('{"scores": {}}')
 
     def finished(name: str | None = "a", **typed: Any) -> bool:
@@ -232,14 +221,11 @@ def test_a_requeued_job_resumes_where_its_data_have_moved(outside, tmp_path):
     assert find_resume_point(None, None, tmp_path, moved, {}) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "bit-flipped"])
-def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(damage, outside, tmp_path):
+def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
-    DAMAGES[damage](last)
-    with pytest.raises(
-        UserError, match=f"(cut off|checksum).*the newest valid checkpoint is {best}: pass --resume auto"
-    ):
+    DAMAGES["truncated"](last)
+    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass --resume auto"):
         find_resume_point(str(last), None, tmp_path, CONFIG, {})
 
 
@@ -254,17 +240,17 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
     def begins() -> ResumePoint:
         return find_resume_point(file, name, tmp_path / "runs", CONFIG, {})
 
-    assert begins() == ResumePoint(str(folder), file)
+    assert begins() == ResumePoint(str(folder), file, given=True)
     folder.mkdir(parents=True)
     assert start_from(file, folder, name) == []
-    assert begins() == ResumePoint(str(folder), file), "it was stopped before it saved anything"
+    assert begins() == ResumePoint(str(folder), file, given=True), "it was stopped before it saved anything"
     own = make_run(tmp_path / "runs", folder.name, 4)
     assert begins() == ResumePoint(str(folder), str(own))
     Path(file).unlink()
     assert begins() == ResumePoint(str(folder), str(own)), "where it began need not last"
     outside.setenv("SLURM_JOB_ID", "8")
     save(Path(file), 3)
-    assert begins() == ResumePoint(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
+    assert begins() == ResumePoint(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file, given=True)
 
 
 def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeue_keeps_its_own_progress(
@@ -278,7 +264,7 @@ def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeu
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).checkpoint == best
     become_job(outside, "7")
     save(last, 12)
-    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), best), (
+    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), best, given=True), (
         "another job went there"
     )
     assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt-12.abandoned"]

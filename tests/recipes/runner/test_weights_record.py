@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from datamodules.errors import UserError
 from recipes.runner.saved_run import SavedRun
@@ -105,10 +104,3 @@ def test_every_bit_of_every_type_changes_the_hash(dtype: torch.dtype) -> None:
 def test_a_conjugated_view_has_the_hash_of_its_values() -> None:
     value = torch.tensor([1 + 2j])
     assert weights_hash({"w": value.conj()}) == weights_hash({"w": torch.tensor([1 - 2j])})
-
-
-def test_weights_of_which_a_rank_holds_a_part_have_no_hash() -> None:
-    class Part(Tensor):
-        """As torch's DTensor."""
-
-    assert weights_hash({"w": torch.ones(2).as_subclass(Part)}) is None
