@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 
-__all__ = ["USUALLY_FREE", "DataContract", "Free", "OneCall", "Rare", "data_contract", "marked_parameters"]
-
 _T = TypeVar("_T")
 
 Free = Annotated[_T, "free"]

@@ -3,8 +3,6 @@
 import errno
 from typing import ClassVar
 
-__all__ = ["RunFailedError", "UserError", "is_out_of_memory", "system_failure"]
-
 
 class UserError(ValueError):
     """The run could not start: parameters, data or the environment are wrong, and the user can correct them.

@@ -11,20 +11,6 @@ from typing import Any
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "COUNT",
-    "NATURAL",
-    "NOT_NEGATIVE",
-    "RATE",
-    "SECONDS",
-    "SHARE",
-    "SIZE",
-    "Range",
-    "check_choice",
-    "check_ranges",
-]
-
-
 _TOO_MANY = 2**31 - 1  # To be named in an error.
 
 

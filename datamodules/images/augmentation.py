@@ -16,18 +16,6 @@ from torch import Tensor, nn
 from datamodules.images.decoding import is_small
 from datamodules.loading.randomness import alternating_flips, uniform
 
-__all__ = [
-    "AUGMENTATIONS",
-    "BatchAugmentation",
-    "Mixing",
-    "Normalise",
-    "RandomAffine",
-    "adjust_colours",
-    "affine_matrices",
-    "shift_and_flip",
-    "warp",
-]
-
 AUGMENTATIONS = ("none", "light", "standard")
 _COLOUR = 0.2
 

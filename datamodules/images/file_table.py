@@ -13,8 +13,6 @@ from typing_extensions import override
 from datamodules.errors import UserError
 from datamodules.loading.archives import Archive, list_archive
 
-__all__ = ["FileTable", "Folder", "files_below", "list_folder", "open_archive"]
-
 
 class FileTable(Sequence[str]):
     """Files by number.

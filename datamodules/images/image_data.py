@@ -22,8 +22,6 @@ from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
-__all__ = ["ImageDataModule", "balanced_class_weights", "describe_classes"]
-
 warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 

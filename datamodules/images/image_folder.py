@@ -23,8 +23,6 @@ from datamodules.images.reading import BatchReader, Crop, ImageFiles
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
-__all__ = ["ImageFolderDataModule"]
-
 
 @lru_cache(maxsize=4)
 def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.device) -> Normalise:

@@ -16,24 +16,6 @@ from datamodules.errors import UserError
 from datamodules.images.labels import check_labels
 from datamodules.loading.download import download
 
-__all__ = [
-    "DATASETS",
-    "FILES",
-    "IMAGENET_MEAN",
-    "IMAGENET_STD",
-    "IMAGE_SETS",
-    "ImageSet",
-    "check_images_and_labels",
-    "colour_digits",
-    "describe_missing",
-    "download_files",
-    "find_files",
-    "holds_other_files",
-    "load_digits",
-    "read_idx",
-    "read_part",
-]
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DIGITS = tuple(string.digits)
 

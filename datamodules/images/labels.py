@@ -10,8 +10,6 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
-__all__ = ["IGNORED", "check_form", "check_labels", "labels_in_memory"]
-
 IGNORED = -100
 """The label of samples that have none: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 

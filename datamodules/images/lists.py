@@ -14,8 +14,6 @@ from datamodules.images.file_table import FileTable
 from datamodules.images.folders import PARTS, ImageTree, find_parts, images_below, is_archive, open_place, scan_tree
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, iter_lines, text_suffix
 
-__all__ = ["class_order", "find_images", "holds_images"]
-
 _SUFFIXES = (".txt", ".csv", ".tsv")
 _NAMES = {
     "path": ("path", "file", "filename", "file name", "filepath", "file path", "image", "image path"),

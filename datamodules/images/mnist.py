@@ -20,8 +20,6 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
-__all__ = ["MNISTDataModule"]
-
 
 class MNISTDataModule(ImageDataModule):
     """MNIST and Fashion-MNIST, scikit-learn's bundled digits or your own, exact on any number of devices.

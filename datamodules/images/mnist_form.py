@@ -14,8 +14,6 @@ from datamodules.errors import UserError
 from datamodules.images.decoding import open_image, without_alpha
 from datamodules.images.file_table import FileTable
 
-__all__ = ["ReadDigits", "as_mnist", "grey_image", "read_digits", "read_set"]
-
 _SIDE = 28
 _READ_AT = 56  # Pixels of the short side: twice MNIST's.
 

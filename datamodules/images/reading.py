@@ -20,20 +20,6 @@ from datamodules.images.pixel_cache import PixelCache, cache_folder, delete_unus
 from datamodules.loading.randomness import derive_seed_at, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
-__all__ = [
-    "BatchReader",
-    "Crop",
-    "ImageFiles",
-    "centre_square",
-    "cores",
-    "crop_box",
-    "held_in_memory",
-    "open_images",
-    "pixel_statistics",
-    "share_kept",
-    "usual_size",
-]
-
 # Where every pixel counts, evaluation keeps the whole short side, and crops are mild.
 _KEPT = 7 / 8
 # The least share of the area that a random crop takes: the usual 0.08 is for runs of a hundred epochs.

@@ -14,8 +14,6 @@ from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order, evaluation_spans, weighted_order
 from datamodules.ranges import COUNT, check_ranges
 
-__all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform", "sample_numbers"]
-
 Transform = Callable[[Tensor, Tensor, int], Tensor]
 """What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time.
 

@@ -9,16 +9,6 @@ import operator
 import torch
 from torch import Tensor
 
-__all__ = [
-    "alternating_flips",
-    "derive_seed",
-    "derive_seed_at",
-    "permutation",
-    "random_bits",
-    "signed",
-    "uniform",
-]
-
 
 def signed(value: int, bits: int = 64) -> int:
     """The signed integer with the same bits.

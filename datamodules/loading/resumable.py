@@ -12,8 +12,6 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.sampling import Division, Step
 
-__all__ = ["ResumableLoader", "Spans", "fingerprint"]
-
 Batch = TypeVar("Batch")
 
 Spans = Sequence[tuple[int, int]]

@@ -13,17 +13,6 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, permutation
 
-__all__ = [
-    "Division",
-    "Step",
-    "epoch_order",
-    "evaluation_spans",
-    "range_of_rank",
-    "split_indices",
-    "systematic_draws",
-    "weighted_order",
-]
-
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 

@@ -18,15 +18,6 @@ from typing import IO, Any, Literal, cast
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "NOT_UTF8",
-    "Faults",
-    "csv_rows",
-    "decoded_lines",
-    "iter_lines",
-    "text_suffix",
-]
-
 NOT_UTF8 = "not in UTF-8"
 """Why a line cannot be used."""
 

@@ -20,8 +20,6 @@ from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
 from datamodules.loading.resumable import Spans
 
-__all__ = ["BatchRequest", "LoadedBatch", "Mix", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
-
 log = logging.getLogger("lightning_recipes")
 
 

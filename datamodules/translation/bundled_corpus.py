@@ -4,8 +4,6 @@ import lzma
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["BUNDLED_TITLE", "bundled_pairs"]
-
 BUNDLED_TITLE = "bundled artificial French-English sentences"
 
 _FILE = Path(__file__).with_name("bundled_pairs.txt.xz")

@@ -34,16 +34,6 @@ from datamodules.translation.text import (
     normalise_lines,
 )
 
-__all__ = [
-    "TUTORIAL_PREFIXES",
-    "Corpus",
-    "CorpusFilter",
-    "CorpusInfo",
-    "hash_sources",
-    "prepare_corpus",
-    "split_by_source",
-]
-
 TUTORIAL_PREFIXES = (
     *("i am ", "i m ", "he is", "he s ", "she is", "she s "),
     *("you are", "you re ", "we are", "we re ", "they are", "they re "),

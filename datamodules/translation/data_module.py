@@ -30,8 +30,6 @@ from datamodules.translation.parallel_corpus import (
 from datamodules.translation.subwords import AnyVocabulary, SubwordKind, spellings, vocabulary_from_state
 from datamodules.translation.text import EOS, SOS, Normalisation, normalise, normalise_lines
 
-__all__ = ["TranslationDataModule"]
-
 log = logging.getLogger("lightning_recipes")
 _inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
 

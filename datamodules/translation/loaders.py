@@ -15,14 +15,6 @@ from datamodules.translation.packed_sentences import PackedPairs, TranslationBat
 
 _ORDINARY_LENGTH = 128  # Tokens of a sentence, of which as many as the batch size go into one forward pass.
 
-__all__ = [
-    "DEFAULT_BUCKET",
-    "SentenceEvaluationLoader",
-    "SentenceTrainLoader",
-    "TranslationBatch",
-    "batches_within_memory",
-]
-
 DEFAULT_BUCKET = 8
 """Updates in a pool that is sorted by length; the page of the recipe `seq2seq` has what others cost."""
 

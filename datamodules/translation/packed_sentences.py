@@ -11,13 +11,6 @@ from torch import Tensor
 
 from datamodules.translation.text import EOS, SOS, SPECIAL_TOKENS
 
-__all__ = [
-    "PackedPairs",
-    "PackedSentences",
-    "TranslationBatch",
-    "pack",
-]
-
 
 class TranslationBatch(NamedTuple):
     """Sentence pairs as numbers; shorter sentences are padded with 0.

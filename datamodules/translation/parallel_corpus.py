@@ -16,8 +16,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from datamodules.errors import UserError
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, decoded_lines, iter_lines, text_suffix
 
-__all__ = ["LONGEST_INPUT", "GivenSentence", "Pair", "SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
-
 LONGEST_INPUT = 100_000
 """Bytes in UTF-8 of a sentence to validate, test or predict on, at most."""
 _LOOKED_AT = 200  # Lines that tell what a file holds.

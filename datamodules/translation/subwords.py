@@ -15,15 +15,6 @@ from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, Voc
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
-__all__ = [
-    "AnyVocabulary",
-    "SubwordKind",
-    "SubwordVocabulary",
-    "spellings",
-    "train_subwords",
-    "vocabulary_from_state",
-]
-
 SubwordKind = Literal["bpe", "unigram", "none"]
 
 _LONGEST = 1_000_000  # Bytes of a text without a space; sentencepiece's own limit of 4,192 skips longer ones.

@@ -9,21 +9,6 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "EOS",
-    "INVISIBLE",
-    "PAD",
-    "SOS",
-    "SPECIAL_TOKENS",
-    "UNK",
-    "Normalisation",
-    "Vocabulary",
-    "before_the_end",
-    "build_vocabulary",
-    "normalise",
-    "normalise_lines",
-]
-
 PAD, SOS, EOS, UNK = range(4)
 """Padding, start of a sentence, its end, and any token outside the vocabulary."""
 SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
