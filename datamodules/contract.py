@@ -55,9 +55,6 @@ class DataContract(Protocol):
     tokens_parameter: ClassVar[str | None] = None
     """The parameter that, where it is given, limits a batch by tokens in place of ``batch_size``."""
 
-    restored_before_setup: ClassVar[bool] = False
-    """Whether validate and test load its state from the checkpoint before `setup`, which may then read less."""
-
     @property
     def title(self) -> str:
         """What the data set is called."""
@@ -175,7 +172,7 @@ def _fits(name: str, value: object) -> bool:
             return isinstance(value, Mapping)
         case "class_names" | "prediction_names":
             return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
-        case "photographs" | "validates" | "restored_before_setup":
+        case "photographs" | "validates":
             return isinstance(value, bool)
         case _:  # A method of another module may take other arguments, and do something else.
             return False

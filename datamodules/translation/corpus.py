@@ -280,7 +280,7 @@ def prepare_corpus(
 
     Args:
         files: of "train", which is split, and of "val" and "test", which are used whole: `max_length` and `prefixes`
-            of `keep` are not theirs. Without "train" there are no counts of tokens.
+            of `keep` are not theirs.
         titles: what each part is called.
         val, test, seed: of the split, see `split_by_source`.
     """
@@ -293,18 +293,17 @@ def prepare_corpus(
         infos[part] = _info(titles[part], of_part, kept, filters)
         hashes[part] = hash_sources([source for one in kept for source in one.sources], seed)
         everything += kept
-    rows = split_by_source(hashes.get("train", np.zeros(0, dtype=np.uint64)), val, test)
+    rows = split_by_source(hashes["train"], val, test)
     start = 0
     for part, info in infos.items():
         if part != "train":
             rows[part] = torch.arange(start, start + info.kept)
         start += info.kept
-    info = infos.pop("train", next(iter(infos.values())))
+    info = infos.pop("train")
     source, source_tokens = pack([line for one in everything for line in one.sources])
     target, target_tokens = pack([line for one in everything for line in one.targets], start=True)
     counts = source.counts(rows["train"], len(source_tokens)), target.counts(rows["train"], len(target_tokens))
-    notes = [note for one in everything for note in one.notes]
-    notes += _note_shared(hashes, rows["train"]) if "train" in hashes else []
+    notes = [note for one in everything for note in one.notes] + _note_shared(hashes, rows["train"])
     texts = [pair for one in everything for pair in one.texts]
     held_out = {row: texts[row] for row in torch.cat((rows["val"], rows["test"])).tolist()}
     return Corpus(info, infos, source, target, source_tokens, target_tokens, counts, rows, held_out, notes)

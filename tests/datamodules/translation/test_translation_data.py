@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
-from datamodules.translation.bundled_corpus import bundled_pairs
 from datamodules.translation.corpus import hash_sources, split_by_source
 from datamodules.translation.data_module import TranslationDataModule
+from datamodules.translation.parallel_corpus import bundled_pairs
 from datamodules.translation.text import SPECIAL_TOKENS, UNK, normalise
 
 WORDS = ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"]
@@ -253,26 +253,6 @@ def test_training_pairs_with_a_held_out_source_are_counted_and_kept(tmp_path: Pa
     assert "the test files, too" not in caplog.text
 
 
-def test_with_a_checkpoints_vocabularies_a_part_with_files_is_read_alone(tmp_path: Path) -> None:
-    held = _file(tmp_path, "un deux\tone two\n", "neuf\tnine\n", name="held.tsv")
-    trained = _data(tmp_path, test_file=held)
-    state = trained.state_dict()
-    data = TranslationDataModule(str(tmp_path / "missing.tsv"), test_file=held, subwords="none")
-    data.load_state_dict(state)
-    data.setup("test")
-    assert data.sizes == {"train": 0, "val": 0, "test": 2}
-    assert data.vocabularies() == trained.vocabularies()
-    found, expected = (list(each.test_dataloader()) for each in (data, trained))
-    assert torch.equal(found[0].source, expected[0].source)
-    assert torch.equal(found[0].target, expected[0].target)
-    assert data.target_texts(found[0].numbers) == trained.target_texts(expected[0].numbers)
-    with pytest.raises(UserError, match="there is no file"):
-        data.setup("validate")
-    _file(tmp_path, *_lines(), name="missing.tsv")
-    data.setup("fit")
-    assert data.sizes == trained.sizes
-
-
 def test_a_part_without_files_is_held_out_of_the_training_files(tmp_path: Path) -> None:
     files = _write_parts(tmp_path)
     data = TranslationDataModule(files["data_file"], val_file=files["val_file"], subwords="none")
@@ -392,7 +372,6 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(
         ({"max_tokens": -1}, "max_tokens=-1: expected a whole number, 1 or more"),
         ({"max_length": 1}, "max_length=1: expected a whole number, 2 or more"),
         ({"normalisation": "ascii"}, "no normalisation 'ascii'"),
-        ({"max_tokens": 100, "bucket": False}, "bucket=False"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_to_type(options: dict[str, Any], reason: str) -> None:
