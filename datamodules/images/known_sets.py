@@ -195,11 +195,7 @@ def read_part(name: str, part: str, data_dir: Path) -> tuple[Tensor, Tensor, tup
 
 
 def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
-    """Fashion-MNIST shares MNIST's file names; the statistics of the pixels tell them apart, however packed.
-
-    Args:
-        images: uint8 of shape (n, height, width).
-    """
+    """Fashion-MNIST shares MNIST's file names; the statistics of the pixels tell them apart, however packed."""
     some = images[:10_000].double() / 255
     mean, std = float(some.mean()), float(some.std())
 

@@ -60,10 +60,6 @@ def check_labels(
 
     Raises:
         error: with the first row and what to type.
-
-    Example:
-        >>> check_labels(torch.tensor([0, 2, -100]), num_classes=3, source="the training set")
-        1
     """
     check_form(labels, num_classes, source, error=error)
     ignored = labels == IGNORED

@@ -108,8 +108,8 @@ class TranslationDataModule(BaseDataModule):
         prefixes: "tutorial" keeps pairs of which one side has an English beginning of PyTorch's translation tutorial.
         normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
             "tutorial" leaves a to z, ! and ?. By default "unicode", and "none" with `subwords`.
-        subwords: tokens are parts of words, learnt from the training part: "bpe" or "unigram". No word is unknown, and
-            translations are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
+        subwords: "bpe": tokens are parts of words, learnt from the training part. No word is unknown, and translations
+            are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
             `normalisation` or `prefixes` are for words, or no file is given.
         vocab_size: tokens of each side at most: by default 8,000 subwords, or all words; of words the most frequent
             ones are taken, and the special tokens are not counted.
@@ -160,16 +160,14 @@ class TranslationDataModule(BaseDataModule):
         data_file, source_file, target_file = map(_paths, (data_file, source_file, target_file))
         val_file, val_source_file, val_target_file = map(_paths, (val_file, val_source_file, val_target_file))
         test_file, test_source_file, test_target_file = map(_paths, (test_file, test_source_file, test_target_file))
-        of_parts = {
-            "train": (data_file, source_file, target_file),
-            "val": (val_file, val_source_file, val_target_file),
-            "test": (test_file, test_source_file, test_target_file),
-        }
+        train = (data_file, source_file, target_file)
+        val, test = (val_file, val_source_file, val_target_file), (test_file, test_source_file, test_target_file)
+        of_parts = {"train": train, "val": val, "test": test}
         for part, files in of_parts.items():
             _check_files(part, *files)
-        for part, fraction in (("val", val_fraction), ("test", test_fraction)):
-            _check_fraction(part, fraction, any(of_parts[part]))
-        if any(of_parts["val"] + of_parts["test"]) and not any(of_parts["train"]):
+        _check_fraction("val", val_fraction, any(val))
+        _check_fraction("test", test_fraction, any(test))
+        if any(val + test) and not any(train):
             raise UserError("found files to validate or to test on and none to train on; pass `data_file` too")
         if columns is not None:
             columns = [str(column) for column in columns]
@@ -186,7 +184,7 @@ class TranslationDataModule(BaseDataModule):
             check_choice("prefixes", prefixes, ("tutorial",))
         asks_for_words = normalisation is not None or prefixes is not None
         if subwords is None:
-            subwords = "none" if asks_for_words or not any(of_parts["train"]) else "bpe"
+            subwords = "none" if asks_for_words or not any(train) else "bpe"
         if subwords not in get_args(SubwordKind):
             raise UserError(f"no subwords {subwords!r}; expected one of {', '.join(get_args(SubwordKind))}")
         if subwords != "none":
@@ -323,7 +321,7 @@ class TranslationDataModule(BaseDataModule):
             if options.subwords == "none":
                 self._vocabularies = corpus.vocabularies(options.vocab_size)
             else:
-                self._vocabularies = corpus.subwords(options.subwords, options.vocab_size or _SUBWORDS)
+                self._vocabularies = corpus.subwords(options.vocab_size or _SUBWORDS)
         return self._vocabularies
 
     @property

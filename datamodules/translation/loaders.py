@@ -38,10 +38,6 @@ def shuffle_units(n: int, unit: int, seed: int, epoch: int) -> Tensor:
 
     The unit that is left short comes last, since updates are counted from the epoch's start. Which numbers are in it is
     random, too: at the end of a sort by length it would always be the longest sentences.
-
-    Example:
-        >>> shuffle_units(7, 3, seed=1, epoch=0).tolist()
-        [4, 5, 6, 1, 2, 3, 0]
     """
     full, rest = divmod(n, unit)
     begin = int(permutation(full + 1, seed, "short unit", epoch)[0]) * unit
@@ -209,10 +205,6 @@ def batches_within_memory(lengths: Tensor, batch_size: int) -> list[Tensor]:
 
     Args:
         lengths: tokens of each sentence, of its longer side, int64 of shape (any,).
-
-    Example:
-        >>> batches_within_memory(torch.tensor([300, 3, 4, 5]), batch_size=3)
-        [tensor([1, 2]), tensor([0]), tensor([3])]
     """
     most, batches = batch_size * _ORDINARY_LENGTH**2, []
     for places in torch.arange(len(lengths)).split(batch_size) if len(lengths) else ():

@@ -204,12 +204,7 @@ def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
 
 @lru_cache(maxsize=1)
 def bundled_pairs() -> tuple[tuple[str, str], ...]:
-    """French and English sentences, 5,428 pairs, always the same.
-
-    Example:
-        >>> len(bundled_pairs()), bundled_pairs()[0]
-        (5428, ('La petite femme est fatiguée.', 'The small woman is tired.'))
-    """
+    """French and English sentences, 5,428 pairs, always the same."""
     lines = lzma.decompress(Path(__file__).with_name("bundled_pairs.txt.xz").read_bytes()).decode().splitlines()
     pairs = [line.split("\t") for line in lines]
     return tuple((french, english) for french, english in pairs)
