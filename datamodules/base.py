@@ -11,8 +11,6 @@ from typing_extensions import override
 
 from datamodules.contract import DataContract
 
-__all__ = ["BaseDataModule"]
-
 _inform = rank_zero_only(logging.getLogger("lightning_recipes").info)
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 
-__all__ = ["USUALLY_FREE", "DataContract", "Free", "OneCall", "Rare", "data_contract", "marked_parameters"]
-
 _T = TypeVar("_T")
 
 Free = Annotated[_T, "free"]
@@ -56,9 +54,6 @@ class DataContract(Protocol):
 
     tokens_parameter: ClassVar[str | None] = None
     """The parameter that, where it is given, limits a batch by tokens in place of ``batch_size``."""
-
-    restored_before_setup: ClassVar[bool] = False
-    """Whether validate and test load its state from the checkpoint before `setup`, which may then read less."""
 
     @property
     def title(self) -> str:
@@ -177,7 +172,7 @@ def _fits(name: str, value: object) -> bool:
             return isinstance(value, Mapping)
         case "class_names" | "prediction_names":
             return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
-        case "photographs" | "validates" | "restored_before_setup":
+        case "photographs" | "validates":
             return isinstance(value, bool)
         case _:  # A method of another module may take other arguments, and do something else.
             return False

@@ -3,8 +3,6 @@
 import errno
 from typing import ClassVar
 
-__all__ = ["RunFailedError", "UserError", "is_out_of_memory", "system_failure"]
-
 
 class UserError(ValueError):
     """The run could not start: parameters, data or the environment are wrong, and the user can correct them.
@@ -43,12 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def system_failure(error: BaseException) -> str | None:
-    """What to do about an error by which the system refuses files, processes or memory; None for another error.
-
-    Example:
-        >>> system_failure(ValueError("Too many open files")) is None
-        True
-    """
+    """What to do about an error by which the system refuses files, processes or memory; None for another error."""
     if not isinstance(error, (MemoryError, OSError, RuntimeError, TypeError)):
         return None
     number, text = getattr(error, "errno", None), str(error)

@@ -11,20 +11,6 @@ from typing import Any
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "COUNT",
-    "NATURAL",
-    "NOT_NEGATIVE",
-    "RATE",
-    "SECONDS",
-    "SHARE",
-    "SIZE",
-    "Range",
-    "check_choice",
-    "check_ranges",
-]
-
-
 _TOO_MANY = 2**31 - 1  # To be named in an error.
 
 
@@ -36,12 +22,6 @@ class Range:
         above: without `low` itself.
         below: without `high` itself.
         whole: whole numbers only.
-
-    Example:
-        >>> print(Range(0, 1, below=True))
-        0 or more and below 1
-        >>> 1.0 in Range(0, 1, below=True), float("nan") in Range(0)
-        (False, False)
     """
 
     low: float = -math.inf
@@ -96,11 +76,6 @@ def check_ranges(**numbers: tuple[Any, Range]) -> None:
 
     Raises:
         UserError: with the first parameter, its value and the range.
-
-    Example:
-        >>> check_ranges(momentum=(0.9, SHARE), dropout=(2.0, SHARE))
-        Traceback (most recent call last):
-        datamodules.errors.UserError: dropout=2.0: expected 0 or more and 1 at most
     """
     for name, (value, allowed) in numbers.items():
         if value is not None and value not in allowed:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
-from datamodules.translation.bundled_corpus import bundled_pairs
+from datamodules.translation.parallel_corpus import bundled_pairs
 from datamodules.translation.text import EOS, PAD, SOS, Vocabulary
 from recipes.runner.machine import resolve_precision
 from recipes.seq2seq.decoding import beam_search, length_penalty

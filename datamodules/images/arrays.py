@@ -13,8 +13,6 @@ from datamodules.images.folders import ImageTree
 from datamodules.images.labels import IGNORED
 from datamodules.images.lists import class_order, find_images, holds_images
 
-__all__ = ["as_bytes", "holds_own_images", "images_from_arrays", "read_own_images"]
-
 _KEYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("X_train", "y_train")),
     "val": (("val_images", "val_labels"), ("x_val", "y_val"), ("X_val", "y_val")),

@@ -16,18 +16,6 @@ from torch import Tensor, nn
 from datamodules.images.decoding import is_small
 from datamodules.loading.randomness import alternating_flips, uniform
 
-__all__ = [
-    "AUGMENTATIONS",
-    "BatchAugmentation",
-    "Mixing",
-    "Normalise",
-    "RandomAffine",
-    "adjust_colours",
-    "affine_matrices",
-    "shift_and_flip",
-    "warp",
-]
-
 AUGMENTATIONS = ("none", "light", "standard")
 _COLOUR = 0.2
 
@@ -132,13 +120,6 @@ class RandomAffine:
         scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
         flip: mirror half of the samples in the even epochs, and the others in the odd ones.
         count: samples in the set, whose maps are then made once per epoch; 0 makes those of each batch.
-
-    Example:
-        >>> images, rows = torch.rand(3, 1, 28, 28), torch.tensor([5, 9, 2])
-        >>> augment = RandomAffine(seed=1, shift=2, rotation=10, scale=0.1)
-        >>> together, alone = augment(images, rows, epoch=0), augment(images[1:2], rows[1:2], epoch=0)
-        >>> torch.equal(together[1:2], alone)
-        True
     """
 
     seed: int

@@ -19,20 +19,6 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "Source",
-    "UnreadableImage",
-    "decoders",
-    "ending",
-    "is_image",
-    "is_small",
-    "load_image",
-    "open_image",
-    "resized",
-    "unreadable",
-    "without_alpha",
-]
-
 Source = str | Path | bytes | Image.Image
 
 _RULES = 3  # Of this file, by which the same content has the same pixels.

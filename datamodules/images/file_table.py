@@ -13,8 +13,6 @@ from typing_extensions import override
 from datamodules.errors import UserError
 from datamodules.loading.archives import Archive, list_archive
 
-__all__ = ["FileTable", "Folder", "files_below", "list_folder", "open_archive"]
-
 
 class FileTable(Sequence[str]):
     """Files by number.
@@ -23,11 +21,6 @@ class FileTable(Sequence[str]):
         names: of the files; what they begin with in common may be left to `root`.
         root: the beginning of each name, such as a folder with its slash.
         archive: that holds files of these names; without one they are on disk.
-
-    Example:
-        >>> table = FileTable(["ant/1.jpg", "bee/1.jpg", "bee/2.jpg"], root="images/")
-        >>> table[1], list(table.select(torch.tensor([2, 0])))
-        ('images/bee/1.jpg', ['images/bee/2.jpg', 'images/ant/1.jpg'])
     """
 
     def __init__(self, names: Iterable[str] = (), root: str = "", archive: Archive | None = None) -> None:

@@ -16,19 +16,6 @@ from datamodules.images.decoding import ending, is_image
 from datamodules.images.file_table import FileTable, Folder, files_below, list_folder, open_archive
 from datamodules.loading.randomness import permutation
 
-__all__ = [
-    "PARTS",
-    "ImageTree",
-    "describe_left_out",
-    "find_parts",
-    "images_below",
-    "is_archive",
-    "open_place",
-    "part_of",
-    "scan_tree",
-    "split_by_class",
-]
-
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 """The usual names of the parts of a set."""
 _NO_CLASSES = {"annotations", "fold", "folds", "images", "imgs", "labels", "masks", "split", "splits"}

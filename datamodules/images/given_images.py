@@ -16,8 +16,6 @@ from datamodules.errors import UserError
 from datamodules.images.arrays import as_bytes
 from datamodules.images.folders import describe_left_out, images_below
 
-__all__ = ["GivenImages", "given_images"]
-
 _COLOURS = (1, 3, 4)
 _warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 

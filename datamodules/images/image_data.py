@@ -22,8 +22,6 @@ from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
-__all__ = ["ImageDataModule", "balanced_class_weights", "describe_classes"]
-
 warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 
@@ -46,12 +44,7 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def describe_classes(names: Sequence[str], counts: Sequence[int]) -> str:
-    """A line on the classes and how many samples each has, which a run prints before it trains; ten are named.
-
-    Example:
-        >>> describe_classes(["ants", "bees"], [1204, 121])
-        '2 classes: ants (1,204), bees (121)'
-    """
+    """A line on the classes and how many samples each has, which a run prints before it trains; ten are named."""
     named = [f"{name} ({count:,})" for name, count in zip(names[:10], counts)]
     if len(names) > 10:
         named.append(f"and {len(names) - 10:,} more")
@@ -94,7 +87,7 @@ class ImageDataModule(BaseDataModule):
     ) -> str | None:
         """Check parameters that both data modules have, and give ``data_dir`` as it is saved."""
         check_choice("dataset", dataset, ("auto", *self._sets))
-        check_choice("balance", balance, ("none", "sampling", "loss"))
+        check_choice("balance", balance, ("none", "loss"))
         share = Range(0, 1, below=True)
         check_ranges(val_fraction=(shares[0], share), test_fraction=(shares[1], share))
         check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
@@ -271,10 +264,7 @@ class ImageDataModule(BaseDataModule):
 
     def _training_order(self) -> dict[str, Any]:
         """What the training loader needs to know of the order, besides the samples."""
-        labels, weights = self._training_labels, None
-        if self.hparams.balance == "sampling" and labels is not None:
-            weights = balanced_class_weights(labels, self.num_classes)[self._parts["train"][1].cpu()]
-        how = {"seed": self.hparams.seed, "shuffle": self._shuffles, "weights": weights}
+        how = {"seed": self.hparams.seed, "shuffle": self._shuffles}
         return {"rows": self._rows["train"], "batch_size": self.batch_size, **self._ranks, **how}
 
     @property

@@ -23,8 +23,6 @@ from datamodules.images.reading import BatchReader, Crop, ImageFiles
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
-__all__ = ["ImageFolderDataModule"]
-
 
 @lru_cache(maxsize=4)
 def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.device) -> Normalise:
@@ -39,21 +37,21 @@ class ImageFolderDataModule(ImageDataModule):
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
     train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. A .zip
-    of such a folder is read in place, to the same batches. Lists do the same: train.txt and val.txt with a path and a
-    label in each line, or tables with columns called path and label.
+    of such a folder is read in place, to the same batches. Lists do the same: train.csv and val.csv with columns called
+    path and label.
 
     Args:
         dataset: "folder" or "digits"; "auto" takes the folder where one is given, else the bundled digits.
         data_dir: folder with a folder of images for each class, or a .zip of it; or a folder with lists of images
-            (train.csv, train.txt), or such a list.
+            (train.csv, val.csv), or such a list.
         image_size: side of the network's inputs in pixels; by default 32 for digits, 224 for others, and the size of a
             folder's files where they are smaller.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
         test_fraction: share of each class held out for testing, where there is no folder test.
-        balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
-            training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
+        balance: what makes up for classes of unequal size: weights in the training loss (loss), or nothing. Other
+            losses and scores stay as they are.
         augment: augmentation of training images: none; shifts and mirroring (light); or random crops, mirroring and
             colours (standard). By default light below 64 pixels, else standard. Digits are never mirrored.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
@@ -88,7 +86,7 @@ class ImageFolderDataModule(ImageDataModule):
         eval_batch_size: int = 64,
         val_fraction: float = 0.1,
         test_fraction: float = 0.0,
-        balance: Literal["none", "sampling", "loss"] = "none",
+        balance: Literal["none", "loss"] = "none",
         augment: Literal["auto", "none", "light", "standard"] = "auto",
         mixup: float = 0.0,
         cutmix: float = 0.0,

@@ -16,24 +16,6 @@ from datamodules.errors import UserError
 from datamodules.images.labels import check_labels
 from datamodules.loading.download import download
 
-__all__ = [
-    "DATASETS",
-    "FILES",
-    "IMAGENET_MEAN",
-    "IMAGENET_STD",
-    "IMAGE_SETS",
-    "ImageSet",
-    "check_images_and_labels",
-    "colour_digits",
-    "describe_missing",
-    "download_files",
-    "find_files",
-    "holds_other_files",
-    "load_digits",
-    "read_idx",
-    "read_part",
-]
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DIGITS = tuple(string.digits)
 
@@ -213,11 +195,7 @@ def read_part(name: str, part: str, data_dir: Path) -> tuple[Tensor, Tensor, tup
 
 
 def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
-    """Fashion-MNIST shares MNIST's file names; the statistics of the pixels tell them apart, however packed.
-
-    Args:
-        images: uint8 of shape (n, height, width).
-    """
+    """Fashion-MNIST shares MNIST's file names; the statistics of the pixels tell them apart, however packed."""
     some = images[:10_000].double() / 255
     mean, std = float(some.mean()), float(some.std())
 

@@ -10,8 +10,6 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
-__all__ = ["IGNORED", "check_form", "check_labels", "labels_in_memory"]
-
 IGNORED = -100
 """The label of samples that have none: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
@@ -62,10 +60,6 @@ def check_labels(
 
     Raises:
         error: with the first row and what to type.
-
-    Example:
-        >>> check_labels(torch.tensor([0, 2, -100]), num_classes=3, source="the training set")
-        1
     """
     check_form(labels, num_classes, source, error=error)
     ignored = labels == IGNORED

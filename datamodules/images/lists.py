@@ -1,8 +1,8 @@
-"""Images by lists: text with a path and a label in each line, or CSV with columns for both, and perhaps the part."""
+"""Images by lists: CSV with columns for the path and the label, and perhaps the part."""
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,11 +12,9 @@ import torch
 from datamodules.errors import UserError
 from datamodules.images.file_table import FileTable
 from datamodules.images.folders import PARTS, ImageTree, find_parts, images_below, is_archive, open_place, scan_tree
-from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, iter_lines, text_suffix
+from datamodules.loading.text_files import Faults, csv_rows, iter_lines, text_suffix
 
-__all__ = ["class_order", "find_images", "holds_images"]
-
-_SUFFIXES = (".txt", ".csv", ".tsv")
+_SUFFIXES = (".csv", ".tsv", ".txt")
 _NAMES = {
     "path": ("path", "file", "filename", "file name", "filepath", "file path", "image", "image path"),
     "label": ("label", "class", "class name", "target", "category"),
@@ -26,12 +24,7 @@ _NAMES = {
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
-    """The distinct names of classes, sorted; numbers as such, so that the label 10 comes after 9.
-
-    Example:
-        >>> class_order(["10", "9", "10"]), class_order(["bee", "ant"])
-        (('9', '10'), ('ant', 'bee'))
-    """
+    """The distinct names of classes, sorted; numbers as such, so that the label 10 comes after 9."""
     distinct = set(names)
     if all(name.isascii() and name.isdigit() for name in distinct):
         return tuple(sorted(distinct, key=lambda name: (int(name), name)))
@@ -67,15 +60,6 @@ class _List:
         self.faults.add(reason, [number])
 
 
-def _text_rows(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
-    """The path and the label of each line; the label is what follows the last space or tab."""
-    for number, line in enumerate(lines, 1):
-        if line is None:
-            faults.add(NOT_UTF8, [number])
-        else:
-            yield number, [cell.strip() for cell in line.strip().rsplit(None, 1)]
-
-
 def _find_columns(path: Path, names: list[str]) -> dict[str, int]:
     """The places of path, label and part in a table; that of a column that there is not is -1."""
     known = [name.lower().replace("_", " ").replace("-", " ") for name in names]
@@ -90,11 +74,11 @@ def _find_columns(path: Path, names: list[str]) -> dict[str, int]:
 
 
 def _read_list(path: Path, part: str) -> _List:
+    if text_suffix(path) == ".txt":
+        raise UserError(f"{path} is no table; write it as {path.stem}.csv, with a line path,label above its rows")
     listed = _List(path, part)
-    is_table = text_suffix(path) != ".txt"
-    found = (csv_rows if is_table else _text_rows)(iter_lines(path), listed.faults)
-    rows = [(number, cells) for number, cells in found if any(cells)]
-    places = _find_columns(path, rows.pop(0)[1]) if is_table and rows else {"path": 0, "label": 1, "part": -1}
+    rows = [(number, cells) for number, cells in csv_rows(iter_lines(path), listed.faults) if any(cells)]
+    places = _find_columns(path, rows.pop(0)[1] if rows else [])
     part_names = {known: part for part, names in PARTS.items() for known in names}
     listed.read = len(rows) + len(listed.faults)
     for number, cells in rows:
@@ -105,11 +89,7 @@ def _read_list(path: Path, part: str) -> _List:
 
 
 def _list_files(place: Path) -> dict[str, Path]:
-    """The lists of "train", "val" and "test": in a folder, or a file and, where it is train's, those beside it.
-
-    Raises:
-        UserError: there are two lists of a part.
-    """
+    """The lists of "train", "val" and "test": in a folder, or a file and, where it is train's, those beside it."""
     folder, suffixes = place, list(_SUFFIXES)
     if place.is_file():
         if text_suffix(place) not in _SUFFIXES:
@@ -131,23 +111,13 @@ def _list_files(place: Path) -> dict[str, Path]:
 
 
 def _read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | None = None) -> ImageTree:
-    """The images of lists, with what is wrong in them by line.
-
-    Args:
-        files: the list of each part, at least of "train"; one with a column "split" holds several parts.
-        on_faults: what to do about rows that cannot be used, the value of the parameter `on_corrupt`; None is an error
-            for a data module without it.
-
-    Raises:
-        UserError: rows cannot be used, or there is nothing to train on.
-    """
+    """The images of lists, with what is wrong in them by line; `on_faults` as of `find_images`."""
     lists, notes = [_read_list(path, part) for part, path in files.items()], []
     for one in lists:
         if one.part == "test" and not any(one.rows.values()) and set(one.faults.lines) == {"without a label"}:
             notes.append(f"{one.path} is not used: it has no labels")
         elif one.faults:
-            expected = "path and label" if text_suffix(one.path) == ".txt" else "columns such as path,label"
-            hint = f"; expected {expected}, and paths relative to {one.path.parent}"
+            hint = f"; expected columns such as path,label, and paths relative to {one.path.parent}"
             note = one.faults.settle(on_faults or "error", str(one.path), one.read, on_faults and "on_corrupt", hint)
             notes.append(note)
     where, left_out = " and ".join(str(one.path) for one in lists), Counter[str]()
@@ -157,7 +127,7 @@ def _read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | No
     classes = class_order(label for _, label in rows["train"].values())
     if len(classes) < 2:
         what = f"images of one class only, {classes[0]}" if classes else "no image to train on"
-        raise UserError(f"{where} lists {what}; expected lines such as ants/1.jpg 0, or CSV with path,label")
+        raise UserError(f"{where} lists {what}; expected CSV with path,label")
     numbers, parts = {name: number for number, name in enumerate(classes)}, {}
     for part, of_part in rows.items():
         if unknown := [(line, label) for line, label in of_part.values() if label not in numbers]:
@@ -176,10 +146,11 @@ def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = 
     """The images in class folders, or in lists where there are no folders train, val and test with classes.
 
     Args:
-        on_faults: see `_read_lists`.
+        on_faults: what to do about rows of a list that cannot be used, the value of the parameter `on_corrupt`; None is
+            an error for a data module without it.
 
     Raises:
-        UserError: see `scan_tree` and `_read_lists`.
+        UserError: there is nothing to train on, or rows cannot be used; see `scan_tree`, too.
     """
     place = Path(place)
     if place.is_file() and (files := _list_files(place)):

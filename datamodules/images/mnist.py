@@ -1,7 +1,7 @@
 """MNIST, Fashion-MNIST, and small images of your own as one uint8 tensor, on the training device where it fits."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
-__all__ = ["MNISTDataModule"]
-
 
 class MNISTDataModule(ImageDataModule):
     """MNIST and Fashion-MNIST, scikit-learn's bundled digits or your own, exact on any number of devices.
@@ -32,15 +30,15 @@ class MNISTDataModule(ImageDataModule):
     Args:
         dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
             empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
-        data_dir: folder of the images: your own in class folders, lists (train.csv, train.txt) or a NumPy file (.npz),
+        data_dir: folder of the images: your own in class folders, lists (train.csv) or a NumPy file (.npz),
             which may be given itself; or the idx or idx.gz files, flat or in torchvision's layout, and downloads, by
             default "data".
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
         test_fraction: share of each class held out for the test, where your own have no test part.
-        balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
-            training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
+        balance: what makes up for classes of unequal size: weights in the training loss (loss), or nothing. Other
+            losses and scores stay as they are.
         num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
         shift: augmentation: largest translation, in pixels.
         rotation: augmentation: largest rotation, in degrees; by default 10, and 0 for Fashion-MNIST.
@@ -70,7 +68,7 @@ class MNISTDataModule(ImageDataModule):
         eval_batch_size: int = 500,
         val_fraction: float = 0.08,
         test_fraction: float = 0.1,
-        balance: Literal["none", "sampling", "loss"] = "none",
+        balance: Literal["none", "loss"] = "none",
         num_classes: int | None = None,
         shift: float = 2.0,
         rotation: float | None = None,
@@ -94,24 +92,15 @@ class MNISTDataModule(ImageDataModule):
         self._num_classes = num_classes
         self._no_download: Exception | None = None
 
-    @classmethod
-    def from_arrays(
-        cls,
-        images: Any,
-        labels: Any,
-        val: tuple[Any, Any] | None = None,
-        test: tuple[Any, Any] | None = None,
-        **options: Any,
-    ) -> Self:
-        """A data module of images and labels in memory.
+    @override
+    def take_samples(self, samples: Any) -> None:
+        """Take images and labels in memory.
 
         Args:
-            images: array, tensor or list of shape (n, height, width), (n, height, width, channels), (n, channels,
-                height, width) or (n, pixels): whole numbers from 0 to 255, or floats from 0 to 1.
-            labels: class numbers from 0, or names, of shape (n,).
-            val: images and labels to validate on; by default ``val_fraction`` of each class is held out.
-            test: images and labels to test on; by default ``test_fraction`` of each class is held out.
-            options: parameters of the constructor.
+            samples: images and labels; or a dict of such pairs, for "train" and, where they are given, "val" and
+                "test". Images are an array, a tensor or a list of shape (n, height, width), (n, height, width,
+                channels), (n, channels, height, width) or (n, pixels): whole numbers from 0 to 255, or floats from 0
+                to 1. Labels are class numbers from 0, or names, of shape (n,).
 
         Raises:
             UserError: for other types, shapes and values.
@@ -119,22 +108,11 @@ class MNISTDataModule(ImageDataModule):
         Example:
             >>> from sklearn.datasets import load_digits
             >>> digits = load_digits()
-            >>> data = MNISTDataModule.from_arrays(digits.images / 16, digits.target, batch_size=64)
+            >>> data = MNISTDataModule(batch_size=64)
+            >>> data.take_samples((digits.images / 16, digits.target))
             >>> data.setup("fit")
             >>> data.num_classes, data.sizes
             (10, {'train': 1475, 'val': 143})
-        """
-        data = cls(**options)
-        data.take_samples({"train": (images, labels), "val": val, "test": test})
-        return data
-
-    @override
-    def take_samples(self, samples: Any) -> None:
-        """Take images and labels in memory.
-
-        Args:
-            samples: images and labels, as `from_arrays` takes them; or a dict of such pairs, for "train" and, where
-                they are given, "val" and "test".
         """
         parts = samples if isinstance(samples, Mapping) else {"train": samples}
         given = {part: pair for part, pair in parts.items() if pair is not None}
@@ -263,8 +241,7 @@ class MNISTDataModule(ImageDataModule):
         return {"train": train, "val": val}
 
     def _training_transform(self) -> Transform:
-        # Repeated samples have larger numbers, whose maps are made for each batch.
-        count = 0 if self.hparams.balance == "sampling" else len(self._parts["train"][1])
+        count = len(self._parts["train"][1])
         augment = RandomAffine(self.hparams.seed, self.hparams.shift, **self._augmentation, count=count)
         normalise = self.preprocessing()
 

@@ -14,8 +14,6 @@ from datamodules.errors import UserError
 from datamodules.images.decoding import open_image, without_alpha
 from datamodules.images.file_table import FileTable
 
-__all__ = ["ReadDigits", "as_mnist", "grey_image", "read_digits", "read_set"]
-
 _SIDE = 28
 _READ_AT = 56  # Pixels of the short side: twice MNIST's.
 
@@ -72,9 +70,6 @@ def _in_mnist_form(images: Sequence[Tensor]) -> Tensor:
     """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
 
     Where those of 28 x 28 are light on dark, they stay as they are; all others are prepared by `as_mnist`.
-
-    Args:
-        images: uint8 of shape (height, width), of any sizes.
     """
     same = [image for image in images if image.shape == (28, 28)]
     # Of the set and not of each image: a bag may touch the border where digits do not.

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["PixelCache", "cache_folder", "delete_unused"]
-
 log = logging.getLogger("lightning_recipes")
 
 # Where an image lies, its shape, which file it is of, and the sum of its bytes.

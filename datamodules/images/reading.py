@@ -20,20 +20,6 @@ from datamodules.images.pixel_cache import PixelCache, cache_folder, delete_unus
 from datamodules.loading.randomness import derive_seed_at, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
-__all__ = [
-    "BatchReader",
-    "Crop",
-    "ImageFiles",
-    "centre_square",
-    "cores",
-    "crop_box",
-    "held_in_memory",
-    "open_images",
-    "pixel_statistics",
-    "share_kept",
-    "usual_size",
-]
-
 # Where every pixel counts, evaluation keeps the whole short side, and crops are mild.
 _KEPT = 7 / 8
 # The least share of the area that a random crop takes: the usual 0.08 is for runs of a hundred epochs.
@@ -271,12 +257,11 @@ class BatchReader:
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         epoch, rows = request
-        count, size = len(self.targets), self.crop.size
+        size = self.crop.size
         if self.is_in_memory and isinstance(self.images, Tensor):
             numbers = torch.tensor(rows, dtype=torch.int64)
-            index = numbers % count
-            inputs = self.images.index_select(0, index.to(self.images.device, non_blocking=True))
-            return LoadedBatch(inputs, self.targets[index], numbers, [])
+            inputs = self.images.index_select(0, numbers.to(self.images.device, non_blocking=True))
+            return LoadedBatch(inputs, self.targets[numbers], numbers, [])
         unreadable: list[tuple[int, str]] = []
         kept: list[int] = []
         # With the channels innermost, as decoders write them and scaling is fastest.
@@ -287,15 +272,15 @@ class BatchReader:
         try:
             for row, draws in zip(rows, self.crop.draws(rows, epoch)):
                 try:
-                    inputs[len(kept)] = self.crop(self.images[row % count], draws)
+                    inputs[len(kept)] = self.crop(self.images[row], draws)
                 except UnreadableImage as error:
-                    unreadable.append((row % count, str(error)))
+                    unreadable.append((row, str(error)))
                 else:
                     kept.append(row)
         finally:
             torch.set_num_threads(threads)
         numbers = torch.tensor(kept, dtype=torch.int64)
-        return LoadedBatch(inputs[: len(kept)], self.targets[numbers % count], numbers, unreadable)
+        return LoadedBatch(inputs[: len(kept)], self.targets[numbers], numbers, unreadable)
 
 
 def _evenly(count: int, most: int) -> list[int]:

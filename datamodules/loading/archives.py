@@ -15,8 +15,6 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-__all__ = ["Archive", "list_archive"]
-
 _LOCAL = struct.Struct("<26xHH")  # The header before a file in an archive.
 
 

@@ -17,8 +17,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from datamodules.errors import UserError
 
-__all__ = ["DownloadError", "digest_of", "download"]
-
 _CHUNK = 1 << 18
 
 

@@ -11,17 +11,11 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
-from datamodules.loading.sampling import epoch_order, evaluation_spans, weighted_order
+from datamodules.loading.sampling import epoch_order, evaluation_spans
 from datamodules.ranges import COUNT, check_ranges
 
-__all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform", "sample_numbers"]
-
 Transform = Callable[[Tensor, Tensor, int], Tensor]
-"""What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time.
-
-Where samples are drawn by weights, the number of one of n samples is n larger at each repeat within an epoch, so that
-random numbers by sample number differ.
-"""
+"""What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time."""
 
 
 class _SampleLoader(ABC):
@@ -29,20 +23,7 @@ class _SampleLoader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
-        """The samples at these positions of `order`; see `Transform` for numbers above those of all samples."""
-
-
-def _check_weights(weights: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The weights of the rows, float64 on the CPU."""
-    if tuple(weights.shape) != (count,):
-        raise UserError(f"weights of shape {tuple(weights.shape)}, expected one for each sample, ({count},)")
-    chosen = weights.detach().cpu().double()[rows.cpu()]
-    if wrong := (~((chosen >= 0) & chosen.isfinite())).nonzero().flatten().tolist():
-        row = int(rows[wrong[0]])
-        raise UserError(f"weight {float(weights[row]):g} of sample {row}: expected finite numbers, 0 or more")
-    if not chosen.any():
-        raise UserError("all weights of the training set are 0; pass at least one above 0")
-    return chosen
+        """The samples at these positions of `order`."""
 
 
 class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
@@ -56,7 +37,6 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         rank: int,
         world_size: int,
         shuffle: bool,
-        weights: Tensor | None,
         targets: Tensor,
         inputs: Tensor | None = None,
         names: Iterable[str] = (),
@@ -66,11 +46,7 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
             raise UserError("there is no sample to train on: the training set is empty")
         super().__init__(len(rows), batch_size, rank, world_size)
         self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
-        self._samples = len(targets)
         self._identity = (rows, targets) if inputs is None else (rows, targets, inputs), names
-        self._weights = None if weights is None else _check_weights(weights, rows, len(targets))
-        is_class = targets.dim() == 1 and not targets.is_floating_point()
-        self._classes = targets.cpu()[rows.cpu()].long() if is_class else None
 
     @override
     def _describe_data(self) -> tuple[int, str]:
@@ -80,18 +56,12 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         return self._batches(epoch, self.order_of_epoch(epoch), spans)
 
-    def _positions(self, epoch: int) -> tuple[Tensor, Tensor | None]:
-        """An epoch's order as positions in `rows`, and how many draws of the same sample came before each."""
-        if self._weights is not None:
-            return weighted_order(self._weights, self.seed, epoch if self.shuffle else 0, self._classes)
-        count = len(self.rows)
-        return epoch_order(count, self.seed, epoch) if self.shuffle else torch.arange(count), None
-
     def order_of_epoch(self, epoch: int) -> Tensor:
-        """The samples of an epoch in their order, int64 of shape (len(rows),), numbered as `Transform` has them."""
-        positions, repeats = self._positions(epoch)
-        order = self.rows.index_select(0, positions.to(self.rows.device, non_blocking=True))
-        return order if repeats is None else order + (repeats * self._samples).to(order.device, non_blocking=True)
+        """The samples of an epoch in their order, int64 of shape (len(rows),)."""
+        if not self.shuffle:
+            return self.rows
+        positions = epoch_order(len(self.rows), self.seed, epoch)
+        return self.rows.index_select(0, positions.to(self.rows.device, non_blocking=True))
 
 
 class EvaluationSampling(_SampleLoader):
@@ -131,16 +101,15 @@ class _Tensors(_SampleLoader):
 
     @override
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
-        rows = order % len(self.targets)
         for start, stop in spans:
-            yield self._batch(rows[start:stop], order[start:stop], epoch)
+            yield self._batch(order[start:stop], epoch)
 
-    def _batch(self, rows: Tensor, numbers: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, rows: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         # index_select is 10 times faster than indexing with a tensor here: it copies row by row.
         inputs = self.inputs.index_select(0, rows).to(self.device, non_blocking=True)
         targets = self.targets.index_select(0, rows).to(self.device, non_blocking=True)
         if self.transform is not None:
-            inputs = self.transform(inputs, numbers.to(self.device, non_blocking=True), epoch)
+            inputs = self.transform(inputs, rows.to(self.device, non_blocking=True), epoch)
         return inputs, targets
 
 
@@ -159,25 +128,15 @@ class TrainLoader(TrainSampling, _Tensors):
         seed: seed of the shuffling.
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where `inputs` are.
-        shuffle: False keeps the order of `rows` in every epoch; with `weights` it repeats the first epoch.
-        weights: of shape (n,): an epoch still has ``len(rows)`` samples, and each is drawn in proportion to its weight,
-            as `systematic_draws` says; where targets are whole numbers of shape (n,), so is each class.
+        shuffle: False keeps the order of `rows` in every epoch.
 
     Raises:
-        UserError: the set is empty, or weights are not finite, negative or all 0.
+        UserError: the set is empty.
 
     Example:
         >>> loader = TrainLoader(torch.arange(10.0), torch.arange(10), torch.arange(10), batch_size=4, seed=1)
         >>> [len(inputs) for inputs, targets in loader]
         [4, 4, 2]
-
-        With a rare class as often as the other one:
-
-        >>> targets = torch.tensor([0] * 9 + [1])
-        >>> weights = 1 / targets.bincount()[targets]
-        >>> loader = TrainLoader(torch.rand(10, 3), targets, torch.arange(10), batch_size=10, seed=1, weights=weights)
-        >>> [targets.bincount().tolist() for _, targets in loader]
-        [[5, 5]]
     """
 
     def __init__(
@@ -192,10 +151,9 @@ class TrainLoader(TrainSampling, _Tensors):
         transform: Transform | None = None,
         device: torch.device | str | None = None,
         shuffle: bool = True,
-        weights: Tensor | None = None,
     ) -> None:
         rows = rows.to(inputs.device)
-        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, weights, targets, inputs)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, targets, inputs)
         self._set_tensors(inputs, targets, transform, device)
 
 

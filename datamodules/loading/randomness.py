@@ -9,16 +9,6 @@ import operator
 import torch
 from torch import Tensor
 
-__all__ = [
-    "alternating_flips",
-    "derive_seed",
-    "derive_seed_at",
-    "permutation",
-    "random_bits",
-    "signed",
-    "uniform",
-]
-
 
 def signed(value: int, bits: int = 64) -> int:
     """The signed integer with the same bits.
@@ -52,10 +42,6 @@ def derive_seed(seed: int, *address: int | str) -> int:
 
     Returns:
         A non-negative integer below 2**63, the same on every machine and Python version.
-
-    Example:
-        >>> derive_seed(1, "dropout", 0) == derive_seed(1, "dropout", 0) != derive_seed(1, "dropout", 1)
-        True
     """
     # NumPy's and torch's integers print under other type names: the same number has to give the same seed.
     parts = (f"str:{part}" if isinstance(part, str) else f"int:{operator.index(part)}" for part in (seed, *address))
@@ -98,14 +84,7 @@ def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int =
 
 
 def uniform(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -> Tensor:
-    """Uniform float32 numbers in [0, 1), of shape (n, draws); 24 bits each. Arguments as in `random_bits`.
-
-    Example:
-        >>> first = uniform(1, "shift", epoch=3, index=torch.tensor([7, 8]))
-        >>> alone = uniform(1, "shift", epoch=3, index=torch.tensor([8]))
-        >>> bool(first[1] == alone[0])
-        True
-    """
+    """Uniform float32 numbers in [0, 1), of shape (n, draws); 24 bits each. Arguments as in `random_bits`."""
     bits = (random_bits(seed, purpose, epoch, index, draws) >> 40) & ((1 << 24) - 1)
     return bits.to(torch.float32) * (1.0 / (1 << 24))
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.sampling import Division, Step
 
-__all__ = ["ResumableLoader", "Spans", "fingerprint"]
-
 Batch = TypeVar("Batch")
 
 Spans = Sequence[tuple[int, int]]
@@ -27,12 +25,6 @@ def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
 
     Of floating-point numbers only the shape counts: another machine may compute them with another rounding. Of a tensor
     of more than 64 MiB every k-th row counts.
-
-    Example:
-        >>> import torch
-        >>> numbers, moved = torch.arange(3), ["b/1.jpg"]
-        >>> fingerprint([numbers], ["a/1.jpg"]) == fingerprint([numbers], moved) != fingerprint([numbers + 1], moved)
-        True
     """
     found = hashlib.sha256()
     for tensor in tensors:

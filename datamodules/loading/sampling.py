@@ -7,83 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading.randomness import derive_seed, permutation
-
-__all__ = [
-    "Division",
-    "Step",
-    "epoch_order",
-    "evaluation_spans",
-    "range_of_rank",
-    "split_indices",
-    "systematic_draws",
-    "weighted_order",
-]
-
-_GOLDEN_RATIO = (5**0.5 - 1) / 2
+from datamodules.loading.randomness import permutation
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """The shuffle order of n samples in an epoch, int64 of shape (n,).
-
-    Example:
-        >>> epoch_order(5, seed=1, epoch=0).tolist() == epoch_order(5, seed=1, epoch=1).tolist()
-        False
-        >>> sorted(epoch_order(5, seed=1, epoch=0).tolist())
-        [0, 1, 2, 3, 4]
-    """
+    """The shuffle order of n samples in an epoch, int64 of shape (n,)."""
     return permutation(n, seed, "order", epoch)
-
-
-def systematic_draws(weights: Tensor, seed: int, epoch: int, groups: Tensor | None = None) -> Tensor:
-    """How often each of n samples is drawn in an epoch of n draws: the expected number, rounded down or up.
-
-    Systematic sampling with unequal probabilities (Madow, 1949): the samples lie on a line in random order, each as
-    long as its expected number of draws, and n points at distance 1 draw what they fall on. From epoch to epoch the
-    points move on by the golden ratio.
-
-    Args:
-        weights: relative, of shape (n,); 0 is never drawn.
-        groups: int64 of shape (n,), such as classes: each is drawn its expected number of times, rounded down or up.
-
-    Returns:
-        int64 of shape (n,), whose sum is n.
-
-    Example:
-        >>> systematic_draws(torch.tensor([1.0, 1.0, 1.0, 3.0]), seed=1, epoch=0)[3].item()
-        2
-    """
-    n, line = len(weights), permutation(len(weights), seed, "draws")
-    if groups is not None:
-        line = line[groups[line].argsort(stable=True)]
-    ends = weights[line].double().cumsum(0)
-    # Samples of weight 0 at the end of the line may not get the last point by rounding.
-    ends = torch.where(ends == ends[-1], n, (ends * (n / ends[-1])).clamp(max=n))
-    first = (derive_seed(seed, "first point") / 2**63 + epoch * _GOLDEN_RATIO) % 1
-    points_before = (ends - first).ceil().clamp(min=0).long()
-    return torch.zeros_like(line).scatter_(0, line, points_before.diff(prepend=points_before.new_zeros(1)))
-
-
-def weighted_order(weights: Tensor, seed: int, epoch: int, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The shuffled samples of an epoch of `systematic_draws`, and how many draws of the same sample came before each.
-
-    Returns:
-        Twice int64 of shape (n,): positions in `weights`, and numbers from 0, in any order.
-
-    Example:
-        >>> samples, repeats = weighted_order(torch.tensor([0.0, 1.0, 1.0, 0.0]), seed=1, epoch=0)
-        >>> sorted(zip(samples.tolist(), repeats.tolist()))
-        [(1, 0), (1, 1), (2, 0), (2, 1)]
-    """
-    draws = systematic_draws(weights, seed, epoch, groups)
-    samples = torch.arange(len(draws)).repeat_interleave(draws)
-    repeats = torch.arange(len(draws)) - (draws.cumsum(0) - draws).repeat_interleave(draws)
-    order = epoch_order(len(draws), seed, epoch)
-    return samples[order], repeats[order]
 
 
 def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -138,13 +70,6 @@ class Division:
         batch_size: items of a micro-batch.
         update_size: items of an update, on all ranks.
         world_size: number of ranks.
-
-    Example:
-        >>> division = Division(items=14, batch_size=2, update_size=10, world_size=2)
-        >>> [(step.start, step.stop) for step in division.steps(rank=0)]
-        [(0, 2), (2, 4), (4, 6), (10, 12)]
-        >>> [(step.start, step.stop) for step in division.steps(rank=1)]
-        [(6, 8), (8, 10), (10, 10), (12, 14)]
     """
 
     items: int
@@ -206,10 +131,6 @@ def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Ite
 
     Whole batches go to the ranks in turn, so a batch holds the same samples on any number of ranks and its
     result is the same to the bit. A rank without a batch gets an empty span: each takes part in the reductions.
-
-    Example:
-        >>> [list(evaluation_spans(5, 2, rank, 2)) for rank in (0, 1)]
-        [[(0, 2), (4, 5)], [(2, 4)]]
     """
     starts = range(rank * batch_size, n, batch_size * world_size)
     if not starts:

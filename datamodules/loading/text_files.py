@@ -18,15 +18,6 @@ from typing import IO, Any, Literal, cast
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "NOT_UTF8",
-    "Faults",
-    "csv_rows",
-    "decoded_lines",
-    "iter_lines",
-    "text_suffix",
-]
-
 NOT_UTF8 = "not in UTF-8"
 """Why a line cannot be used."""
 
@@ -38,14 +29,7 @@ _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7z
 
 @dataclass
 class Faults:
-    """Lines that cannot be used, by reason.
-
-    Example:
-        >>> faults = Faults()
-        >>> faults.add("without a tab", [3, 17])
-        >>> faults.describe()
-        '2 without a tab (lines 3, 17)'
-    """
+    """Lines that cannot be used, by reason."""
 
     lines: dict[str, list[int]] = field(default_factory=dict)
 

@@ -1,7 +1,6 @@
 """Loaders over samples that are read by worker processes, with the orders and the state of those over tensors."""
 
 import errno
-import itertools
 import logging
 import os
 import signal
@@ -20,8 +19,6 @@ from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
 from datamodules.loading.resumable import Spans
 
-__all__ = ["BatchRequest", "LoadedBatch", "Mix", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
-
 log = logging.getLogger("lightning_recipes")
 
 
@@ -30,7 +27,7 @@ class BatchRequest(NamedTuple):
 
     epoch: int
     rows: Sequence[int]
-    """Sample numbers, which are larger by the number of all samples at each repeat within an epoch."""
+    """Sample numbers."""
 
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -109,25 +106,26 @@ class _Workers:
     def _set_reader(
         self,
         reader: SampleReader,
-        num_workers: int,
-        pin_memory: bool,
-        skip_unreadable: bool,
-        transform: Transform | None,
-        device: torch.device | None,
+        batches: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        skip_unreadable: bool = False,
+        transform: Transform | None = None,
+        device: torch.device | None = None,
         mix: Mix | None = None,
     ) -> None:
-        self.reader, self.num_workers = reader, num_workers
+        if mix is not None and skip_unreadable:
+            raise UserError(
+                "mixtures need every image and its neighbour: pass mixup=0 and cutmix=0 with on_corrupt='skip', or"
+                " on_corrupt='error'"
+            )
+        self.reader, self.num_workers = reader, min(num_workers, batches)
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
         self.transform, self.device, self.mix = transform, device, mix
         self._requests = _Requests()
         self._loader: DataLoader[LoadedBatch] | None = None
         self.unreadable: dict[int, str] = {}
         self._features: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def skipped(self) -> int:
-        """Samples that were left out so far because they cannot be read, each counted once."""
-        return len(self.unreadable)
 
     def use_features(self, features: Tensor | None, numbers: Tensor | None) -> None:
         """From the next epoch on, batches are ``(features of its samples, targets)``, and no sample is read.
@@ -175,23 +173,12 @@ class _Workers:
             inputs = self.transform(inputs, numbers, request.epoch)
         if self.mix is None:
             return inputs, targets
-        if not batch.unreadable:
-            return self.mix(inputs[1:], targets[1:], inputs[:-1], targets[:-1], numbers[1:], request.epoch)
-        # A sample whose partner cannot be read is mixed with itself, which leaves it as it is.
-        bad, count = {row for row, _ in batch.unreadable}, len(self.reader.targets)
-        good = [row % count not in bad for row in request.rows]
-        places = list(itertools.accumulate(good, initial=0))
-        own = [i for i in range(1, len(good)) if good[i]]
-        mine, others = (
-            torch.tensor([places[i] for i in rows], dtype=torch.int64, device=inputs.device)
-            for rows in (own, [i - good[i - 1] for i in own])
-        )
-        return self.mix(inputs[mine], targets[mine], inputs[others], targets[others], numbers[mine], request.epoch)
+        return self.mix(inputs[1:], targets[1:], inputs[:-1], targets[:-1], numbers[1:], request.epoch)
 
     def _feature_batches(
         self, features: Tensor, position: Tensor, order: Tensor, spans: Spans
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        order, targets = order.to(features.device) % len(self.reader.targets), self.reader.targets.to(features.device)
+        order, targets = order.to(features.device), self.reader.targets.to(features.device)
         at, targets = position.index_select(0, order), targets.index_select(0, order)
         complete = bool((at >= 0).all())
         for start, stop in spans:
@@ -302,8 +289,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         num_workers: worker processes; 0 makes each batch in this process.
         pin_memory: put batches into pinned memory, from which a GPU copies faster.
         skip_unreadable: leave samples that cannot be read out of their batches, in place of an error.
-        shuffle: False keeps the order of `rows` in every epoch; with `weights` it repeats the first epoch.
-        weights: as of `TrainLoader`.
+        shuffle: False keeps the order of `rows` in every epoch.
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where the reader makes them.
         mix: mixes each sample with the one before it in the epoch's order, behind the transform.
@@ -322,19 +308,12 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         seed: int,
         rank: int = 0,
         world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        skip_unreadable: bool = False,
         shuffle: bool = True,
-        weights: Tensor | None = None,
-        transform: Transform | None = None,
-        device: torch.device | None = None,
-        mix: Mix | None = None,
         names: Iterable[str] = (),
+        **how: Any,
     ) -> None:
-        targets = reader.targets
-        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, weights, targets, names=names)
-        self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device, mix)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, reader.targets, names=names)
+        self._set_reader(reader, len(self), **how)
 
 
 class WorkerEvaluationLoader(_Workers, EvaluationSampling):
@@ -347,14 +326,10 @@ class WorkerEvaluationLoader(_Workers, EvaluationSampling):
         batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        skip_unreadable: bool = False,
-        transform: Transform | None = None,
-        device: torch.device | None = None,
+        **how: Any,
     ) -> None:
         super().__init__(rows, batch_size, rank, world_size)
-        self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device)
+        self._set_reader(reader, len(self), **how)
 
     def loaded_batches(self) -> Iterator[LoadedBatch]:
         """Its batches with their sample numbers, read again, whether there are features or not."""

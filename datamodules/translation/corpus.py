@@ -16,13 +16,7 @@ from datamodules.errors import UserError
 from datamodules.loading.text_files import Faults
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, pack
 from datamodules.translation.parallel_corpus import LONGEST_INPUT, SentencePairs
-from datamodules.translation.subwords import (
-    AnyVocabulary,
-    SubwordKind,
-    SubwordVocabulary,
-    spellings,
-    train_subwords,
-)
+from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, spellings, train_subwords
 from datamodules.translation.text import (
     EOS,
     INVISIBLE,
@@ -33,16 +27,6 @@ from datamodules.translation.text import (
     build_vocabulary,
     normalise_lines,
 )
-
-__all__ = [
-    "TUTORIAL_PREFIXES",
-    "Corpus",
-    "CorpusFilter",
-    "CorpusInfo",
-    "hash_sources",
-    "prepare_corpus",
-    "split_by_source",
-]
 
 TUTORIAL_PREFIXES = (
     *("i am ", "i m ", "he is", "he s ", "she is", "she s "),
@@ -69,12 +53,7 @@ class CorpusInfo:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """The counts in words.
-
-        Example:
-            >>> CorpusInfo("a.tsv", 10, 7, 7, {"header": 1, "over max_length=9": 2}).describe()
-            'a.tsv: 10 lines read = 7 pairs kept + 1 header + 2 over max_length=9'
-        """
+        """The counts in words."""
         parts = [f"{self.kept:,} pairs kept", *(f"{count:,} {reason}" for reason, count in self.left_out.items())]
         return f"{self.title}: {self.read:,} lines read = {' + '.join(parts)}"
 
@@ -124,12 +103,12 @@ class Corpus:
             build_vocabulary(self.target_tokens, target.tolist(), vocab_size),
         )
 
-    def subwords(self, kind: SubwordKind, vocab_size: int) -> tuple[SubwordVocabulary, SubwordVocabulary]:
+    def subwords(self, vocab_size: int) -> tuple[SubwordVocabulary, SubwordVocabulary]:
         """Subwords of both sides, from the training part only; arguments as of `train_subwords`."""
         found = []
         for tokens, counts in zip((self.source_tokens, self.target_tokens), self.training_counts, strict=True):
             words = list(zip(tokens, counts.tolist(), strict=True))[len(SPECIAL_TOKENS) :]
-            found.append(train_subwords({word: count for word, count in words if count}, kind, vocab_size))
+            found.append(train_subwords({word: count for word, count in words if count}, vocab_size))
         return found[0], found[1]
 
     def encoded(self, source: AnyVocabulary, target: AnyVocabulary) -> PackedPairs:
@@ -186,14 +165,7 @@ def _has_prefix(sentence: str) -> bool:
 
 @dataclass
 class _Kept:
-    """What is kept of the pairs of one place, and what is not.
-
-    Args:
-        sources, targets: normalised.
-        texts: both as they were written.
-        left_out: lines that are not used, by reason.
-        notes: on these, for the user.
-    """
+    """What is kept of the pairs of one place, normalised and as written, and what is not."""
 
     sources: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
@@ -211,11 +183,7 @@ _HINTS = {
 
 
 def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
-    """The pairs that are kept, in normal form.
-
-    Raises:
-        UserError: lines are faulty and may not be skipped.
-    """
+    """The pairs that are kept, in normal form; faulty ones that may not be skipped are refused."""
     kept = _Kept()
     # Those to train on are padded in batches of a fixed number.
     longest = LONGEST_INPUT if keep.whole else max(_LONGEST, 10 * (keep.max_length or 0))
@@ -251,11 +219,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
 
 
 def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], keep: CorpusFilter) -> CorpusInfo:
-    """The counts of one part.
-
-    Raises:
-        UserError: nothing is left.
-    """
+    """The counts of one part, of which something has to be left."""
     read, sources = sum(pairs.read for pairs in files), [source for one in kept for source in one.sources]
     if not sources:
         filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
@@ -290,7 +254,7 @@ def prepare_corpus(
 
     Args:
         files: of "train", which is split, and of "val" and "test", which are used whole: `max_length` and `prefixes`
-            of `keep` are not theirs. Without "train" there are no counts of tokens.
+            of `keep` are not theirs.
         titles: what each part is called.
         val, test, seed: of the split, see `split_by_source`.
     """
@@ -303,18 +267,17 @@ def prepare_corpus(
         infos[part] = _info(titles[part], of_part, kept, filters)
         hashes[part] = hash_sources([source for one in kept for source in one.sources], seed)
         everything += kept
-    rows = split_by_source(hashes.get("train", np.zeros(0, dtype=np.uint64)), val, test)
+    rows = split_by_source(hashes["train"], val, test)
     start = 0
     for part, info in infos.items():
         if part != "train":
             rows[part] = torch.arange(start, start + info.kept)
         start += info.kept
-    info = infos.pop("train", next(iter(infos.values())))
+    info = infos.pop("train")
     source, source_tokens = pack([line for one in everything for line in one.sources])
     target, target_tokens = pack([line for one in everything for line in one.targets], start=True)
     counts = source.counts(rows["train"], len(source_tokens)), target.counts(rows["train"], len(target_tokens))
-    notes = [note for one in everything for note in one.notes]
-    notes += _note_shared(hashes, rows["train"]) if "train" in hashes else []
+    notes = [note for one in everything for note in one.notes] + _note_shared(hashes, rows["train"])
     texts = [pair for one in everything for pair in one.texts]
     held_out = {row: texts[row] for row in torch.cat((rows["val"], rows["test"])).tolist()}
     return Corpus(info, infos, source, target, source_tokens, target_tokens, counts, rows, held_out, notes)

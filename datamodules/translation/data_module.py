@@ -14,14 +14,15 @@ from datamodules.base import BaseDataModule
 from datamodules.contract import OneCall
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
-from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
-from datamodules.translation.loaders import DEFAULT_BUCKET, SentenceEvaluationLoader, SentenceTrainLoader
+from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
 from datamodules.translation.parallel_corpus import (
+    BUNDLED_TITLE,
     GivenSentence,
     Pair,
     SentencePairs,
+    bundled_pairs,
     given_sentence,
     read_aligned,
     read_inputs,
@@ -29,8 +30,6 @@ from datamodules.translation.parallel_corpus import (
 )
 from datamodules.translation.subwords import AnyVocabulary, SubwordKind, spellings, vocabulary_from_state
 from datamodules.translation.text import EOS, SOS, Normalisation, normalise, normalise_lines
-
-__all__ = ["TranslationDataModule"]
 
 log = logging.getLogger("lightning_recipes")
 _inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
@@ -109,8 +108,8 @@ class TranslationDataModule(BaseDataModule):
         prefixes: "tutorial" keeps pairs of which one side has an English beginning of PyTorch's translation tutorial.
         normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
             "tutorial" leaves a to z, ! and ?. By default "unicode", and "none" with `subwords`.
-        subwords: tokens are parts of words, learnt from the training part: "bpe" or "unigram". No word is unknown, and
-            translations are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
+        subwords: "bpe": tokens are parts of words, learnt from the training part. No word is unknown, and translations
+            are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
             `normalisation` or `prefixes` are for words, or no file is given.
         vocab_size: tokens of each side at most: by default 8,000 subwords, or all words; of words the most frequent
             ones are taken, and the special tokens are not counted.
@@ -119,13 +118,9 @@ class TranslationDataModule(BaseDataModule):
         batch_size: sentences on one device in one forward pass.
         eval_batch_size: sentences in one forward pass of validation, test and prediction; fewer of long ones.
         max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
-        bucket: how many updates' sentences are sorted by length together, so that those of a batch are of similar
-            length; True sorts the whole epoch, which pads least and learns less well, and `max_tokens` always does;
-            False takes sentences of any length together.
         on_bad_lines: stop at lines without a tab, with an empty side, not in UTF-8 or over 10,000 bytes, or skip them.
         seed: of the split and the shuffle order.
-        predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of files their lines, and
-            folders those of their .txt files.
+        predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of files their lines.
 
     Raises:
         UserError: for files that are missing, damaged, faulty or leave nothing to train on.
@@ -133,7 +128,6 @@ class TranslationDataModule(BaseDataModule):
 
     tokens_parameter = "max_tokens"
     place_parameter = "data_file"
-    restored_before_setup = True
 
     def __init__(
         self,
@@ -158,7 +152,6 @@ class TranslationDataModule(BaseDataModule):
         batch_size: int = 64,
         eval_batch_size: int = 256,
         max_tokens: int | None = None,
-        bucket: bool | int = DEFAULT_BUCKET,
         on_bad_lines: Choice = "error",
         seed: int = 1,
         predict_inputs: OneCall[Sequence[str] | None] = None,
@@ -167,16 +160,14 @@ class TranslationDataModule(BaseDataModule):
         data_file, source_file, target_file = map(_paths, (data_file, source_file, target_file))
         val_file, val_source_file, val_target_file = map(_paths, (val_file, val_source_file, val_target_file))
         test_file, test_source_file, test_target_file = map(_paths, (test_file, test_source_file, test_target_file))
-        of_parts = {
-            "train": (data_file, source_file, target_file),
-            "val": (val_file, val_source_file, val_target_file),
-            "test": (test_file, test_source_file, test_target_file),
-        }
+        train = (data_file, source_file, target_file)
+        val, test = (val_file, val_source_file, val_target_file), (test_file, test_source_file, test_target_file)
+        of_parts = {"train": train, "val": val, "test": test}
         for part, files in of_parts.items():
             _check_files(part, *files)
-        for part, fraction in (("val", val_fraction), ("test", test_fraction)):
-            _check_fraction(part, fraction, any(of_parts[part]))
-        if any(of_parts["val"] + of_parts["test"]) and not any(of_parts["train"]):
+        _check_fraction("val", val_fraction, any(val))
+        _check_fraction("test", test_fraction, any(test))
+        if any(val + test) and not any(train):
             raise UserError("found files to validate or to test on and none to train on; pass `data_file` too")
         if columns is not None:
             columns = [str(column) for column in columns]
@@ -188,17 +179,12 @@ class TranslationDataModule(BaseDataModule):
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
             max_tokens=(max_tokens, COUNT),
-            bucket=(bucket, Range(0, whole=True)),
         )
         if prefixes is not None:
             check_choice("prefixes", prefixes, ("tutorial",))
-        if max_tokens and not bucket:
-            raise UserError(
-                "`max_tokens` needs sentences of similar length in a batch; pass `batch_size` with bucket=False"
-            )
         asks_for_words = normalisation is not None or prefixes is not None
         if subwords is None:
-            subwords = "none" if asks_for_words or not any(of_parts["train"]) else "bpe"
+            subwords = "none" if asks_for_words or not any(train) else "bpe"
         if subwords not in get_args(SubwordKind):
             raise UserError(f"no subwords {subwords!r}; expected one of {', '.join(get_args(SubwordKind))}")
         if subwords != "none":
@@ -213,8 +199,6 @@ class TranslationDataModule(BaseDataModule):
         self.save_hyperparameters()
         self.batch_size = batch_size
         self._corpus: Corpus | None = None
-        # The part that has files of its own and is read without the training files.
-        self._alone: str | None = None
         self._vocabularies: tuple[AnyVocabulary, AnyVocabulary] | None = None
         self._pairs: PackedPairs | None = None
         self.normalisation: Normalisation = normalisation
@@ -306,7 +290,7 @@ class TranslationDataModule(BaseDataModule):
         if self._corpus is None:
             options = self.hparams
             keep = CorpusFilter(self.normalisation, options.max_length, options.prefixes, options.on_bad_lines)
-            parts = [self._alone] if self._alone else [p for p in _FILES if p == "train" or self._has_files(p)]
+            parts = [part for part in _FILES if part == "train" or self._has_files(part)]
             self._corpus = prepare_corpus(
                 {part: self._read(part) for part in parts},
                 {part: self._title(part) for part in parts},
@@ -337,7 +321,7 @@ class TranslationDataModule(BaseDataModule):
             if options.subwords == "none":
                 self._vocabularies = corpus.vocabularies(options.vocab_size)
             else:
-                self._vocabularies = corpus.subwords(options.subwords, options.vocab_size or _SUBWORDS)
+                self._vocabularies = corpus.subwords(options.vocab_size or _SUBWORDS)
         return self._vocabularies
 
     @property
@@ -349,17 +333,10 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Read the corpus for "fit", "validate" and "test"; "predict" needs a checkpoint only.
-
-        With the vocabularies of a checkpoint, a part that has files of its own is read without the training files.
-        """
+        """Read the corpus for "fit", "validate" and "test"; "predict" needs a checkpoint only."""
         if stage == "predict":
             return
         part = {"fit": "train", "validate": "val", "test": "test"}[stage]
-        can_be_alone = part != "train" and self._vocabularies is not None and self._has_files(part)
-        alone = part if can_be_alone and (self._corpus is None or self._alone) else None
-        if alone != self._alone:
-            self._alone, self._corpus, self._pairs = alone, None, None
         self._load()
         if part == "train" or self._fraction(part) > 0:
             self._part_to_use(part)
@@ -377,7 +354,6 @@ class TranslationDataModule(BaseDataModule):
             self._rank,
             self._world_size,
             options.max_tokens,
-            options.bucket,
             shuffle=self._shuffles,
         )
         source, target = map(len, self.vocabularies())

@@ -15,16 +15,7 @@ from datamodules.translation.packed_sentences import PackedPairs, TranslationBat
 
 _ORDINARY_LENGTH = 128  # Tokens of a sentence, of which as many as the batch size go into one forward pass.
 
-__all__ = [
-    "DEFAULT_BUCKET",
-    "SentenceEvaluationLoader",
-    "SentenceTrainLoader",
-    "TranslationBatch",
-    "batches_within_memory",
-]
-
-DEFAULT_BUCKET = 8
-"""Updates in a pool that is sorted by length; the page of the recipe `seq2seq` has what others cost."""
+_POOL = 8  # Updates of which the sentences are sorted by length together.
 
 
 def sort_by_length(source_lengths: Tensor, target_lengths: Tensor, order: Tensor) -> Tensor:
@@ -47,10 +38,6 @@ def shuffle_units(n: int, unit: int, seed: int, epoch: int) -> Tensor:
 
     The unit that is left short comes last, since updates are counted from the epoch's start. Which numbers are in it is
     random, too: at the end of a sort by length it would always be the longest sentences.
-
-    Example:
-        >>> shuffle_units(7, 3, seed=1, epoch=0).tolist()
-        [4, 5, 6, 1, 2, 3, 0]
     """
     full, rest = divmod(n, unit)
     begin = int(permutation(full + 1, seed, "short unit", epoch)[0]) * unit
@@ -85,7 +72,7 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
 class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     """Shuffled batches of similar lengths in one global order for any number of ranks, resumable at any batch.
 
-    An epoch is shuffled and cut into pools of `bucket` updates; each pool is sorted by length and cut into the
+    An epoch is shuffled and cut into pools of 8 updates; each pool is sorted by length and cut into the
     sentences of one update each, and these units are shuffled: a function of (seed, epoch, sentences per update).
     Micro-batches are consecutive parts of a unit. With `max_tokens` the whole epoch is sorted and cut into
     micro-batches of that size, the same in each epoch, and a unit is those of an update. So the number of steps never
@@ -97,8 +84,6 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         batch_size: sentences of a micro-batch.
         seed: of the shuffle order.
         max_tokens: tokens of a micro-batch, of both sides with their padding; replaces `batch_size`.
-        bucket: updates in a pool that is sorted by length; True sorts the whole epoch, ties broken at random; False
-            takes sentences of any length together.
         shuffle: False repeats the order of the first epoch.
 
     Raises:
@@ -114,13 +99,11 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         rank: int = 0,
         world_size: int = 1,
         max_tokens: int | None = None,
-        bucket: bool | int = DEFAULT_BUCKET,
         shuffle: bool = True,
     ) -> None:
         if not len(rows):
             raise UserError("there is no sentence to train on: the training set is empty")
-        self.pairs, self.rows, self.seed = pairs, rows, seed
-        self.bucket, self.shuffle = bucket, shuffle
+        self.pairs, self.rows, self.seed, self.shuffle = pairs, rows, seed, shuffle
         self._source_lengths, self._target_lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
         self._bounds: Tensor | None = None
         # What a rank takes at a time: sentences, or one batch cut by tokens.
@@ -164,18 +147,14 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     def _make_plan(self, epoch: int, unit: int) -> tuple[Tensor, Tensor]:
         count = len(self.rows)
         order, lengths = epoch_order(count, self.seed, epoch), (self._source_lengths, self._target_lengths)
-        if not self.bucket:
-            return order, torch.arange(count + 1)
-        if self.bucket is not True and self._bounds is None:
+        if self._bounds is None:
             # The short unit is a random sample as it is.
             whole = count - count % unit
             units = shuffle_units(whole, unit, self.seed, epoch)
-            order = torch.cat((sort_pools(*lengths, order[:whole], self.bucket * unit)[units], order[whole:]))
+            order = torch.cat((sort_pools(*lengths, order[:whole], _POOL * unit)[units], order[whole:]))
             return order, torch.arange(count + 1)
         order = sort_by_length(*lengths, order)
         visits = shuffle_units(self._items, unit, self.seed, epoch)
-        if self._bounds is None:
-            return order[visits], torch.arange(count + 1)
         sizes = self._bounds.diff()[visits]
         bounds = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
         shift = torch.repeat_interleave(self._bounds[visits] - bounds[:-1], sizes)
@@ -226,10 +205,6 @@ def batches_within_memory(lengths: Tensor, batch_size: int) -> list[Tensor]:
 
     Args:
         lengths: tokens of each sentence, of its longer side, int64 of shape (any,).
-
-    Example:
-        >>> batches_within_memory(torch.tensor([300, 3, 4, 5]), batch_size=3)
-        [tensor([1, 2]), tensor([0]), tensor([3])]
     """
     most, batches = batch_size * _ORDINARY_LENGTH**2, []
     for places in torch.arange(len(lengths)).split(batch_size) if len(lengths) else ():

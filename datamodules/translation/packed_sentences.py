@@ -11,13 +11,6 @@ from torch import Tensor
 
 from datamodules.translation.text import EOS, SOS, SPECIAL_TOKENS
 
-__all__ = [
-    "PackedPairs",
-    "PackedSentences",
-    "TranslationBatch",
-    "pack",
-]
-
 
 class TranslationBatch(NamedTuple):
     """Sentence pairs as numbers; shorter sentences are padded with 0.
@@ -71,14 +64,7 @@ class PackedSentences:
         return self.offsets.diff()
 
     def spelt(self, numbers: Sequence[Sequence[int]]) -> "PackedSentences":
-        """The same sentences with ``numbers[i]``, such as the parts of a word, in place of i.
-
-        Example:
-            >>> packed = PackedSentences(torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([0, 2, 3]))
-            >>> packed.spelt([[7], [8, 9]]).padded(torch.tensor([0, 1]))
-            (tensor([[8, 9, 7],
-                    [8, 9, 0]]), tensor([3, 2]))
-        """
+        """The same sentences with ``numbers[i]``, such as the parts of a word, in place of i."""
         counts = torch.tensor([len(each) for each in numbers])
         flat = torch.tensor([number for each in numbers for number in each], dtype=torch.int32)
         tokens = self.tokens.long()
@@ -116,13 +102,7 @@ def _places(starts: Tensor, counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedPairs:
-    """Both sides of a corpus, row by row.
-
-    Example:
-        >>> side = PackedSentences(torch.tensor([4, 2, 5, 6, 2], dtype=torch.int32), torch.tensor([0, 2, 5]))
-        >>> PackedPairs(side, side).batch(torch.tensor([1, 0])).source.tolist()
-        [[5, 6, 2], [4, 2, 0]]
-    """
+    """Both sides of a corpus, row by row."""
 
     source: PackedSentences
     target: PackedSentences
@@ -138,11 +118,6 @@ def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, li
     Args:
         lines: normalised, none empty.
         start: put `SOS` in front of each.
-
-    Example:
-        >>> sentences, tokens = pack(["le chat", "le chien"])
-        >>> sentences.tokens.tolist(), tokens[4:]
-        ([4, 5, 2, 4, 6, 2], ['le', 'chat', 'chien'])
     """
     numbers: defaultdict[str, int] = defaultdict(itertools.count(len(SPECIAL_TOKENS)).__next__)
     # Marks that occur in no normalised sentence, so that one pass over all tokens numbers them and finds the ends.

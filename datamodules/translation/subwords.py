@@ -15,16 +15,7 @@ from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, Voc
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
-__all__ = [
-    "AnyVocabulary",
-    "SubwordKind",
-    "SubwordVocabulary",
-    "spellings",
-    "train_subwords",
-    "vocabulary_from_state",
-]
-
-SubwordKind = Literal["bpe", "unigram", "none"]
+SubwordKind = Literal["bpe", "none"]
 
 _LONGEST = 1_000_000  # Bytes of a text without a space; sentencepiece's own limit of 4,192 skips longer ones.
 
@@ -38,13 +29,6 @@ class SubwordVocabulary:
 
     Args:
         model: what sentencepiece wrote.
-
-    Example:
-        >>> vocabulary = train_subwords({"le": 9, "chat": 5, "chats": 4}, "bpe", 300)
-        >>> vocabulary.split("le chat")
-        ['▁le', '▁chat']
-        >>> vocabulary.decode(vocabulary.encode("le chien, 🙂"))
-        'le chien, 🙂'
     """
 
     def __init__(self, model: bytes) -> None:
@@ -78,8 +62,6 @@ class SubwordVocabulary:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SubwordVocabulary) and self.model == other.model
 
-    __hash__ = None  # type: ignore[assignment]
-
     def spell(self, word: str) -> list[int]:
         """The numbers of a word's parts."""
         if word not in self._ids:
@@ -89,14 +71,6 @@ class SubwordVocabulary:
     def encode(self, sentence: str) -> list[int]:
         """The numbers of a sentence's tokens, and `EOS`."""
         return [*(number for word in sentence.split() for number in self.spell(word)), EOS]
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The tokens of numbers up to the first `EOS`; a bar in front marks the beginning of a word."""
-        return [self._processor.id_to_piece(number) for number in before_the_end(ids)]
-
-    def split(self, sentence: str) -> list[str]:
-        """The tokens of a sentence."""
-        return self.pieces(self.encode(sentence))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of numbers up to the first `EOS`, as it is written, in one line with single spaces."""
@@ -108,14 +82,13 @@ class SubwordVocabulary:
         return sentence
 
 
-def train_subwords(counts: Mapping[str, int], kind: SubwordKind, vocab_size: int) -> SubwordVocabulary:
-    """Learn parts of words: byte pair encoding (Sennrich et al., 2016) or a unigram model (Kudo, 2018).
+def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabulary:
+    """Learn parts of words: byte pair encoding (Sennrich et al., 2016).
 
     The result is a function of the arguments, on any machine with the same version of sentencepiece.
 
     Args:
         counts: how often each word occurs.
-        kind: "bpe" or "unigram".
         vocab_size: tokens at most, special ones and the 256 bytes counted; small texts support fewer.
 
     Raises:
@@ -136,7 +109,7 @@ def train_subwords(counts: Mapping[str, int], kind: SubwordKind, vocab_size: int
                 input=str(words),
                 input_format="tsv",
                 model_writer=model,
-                model_type=kind,
+                model_type="bpe",
                 vocab_size=vocab_size,
                 hard_vocab_limit=False,
                 byte_fallback=True,

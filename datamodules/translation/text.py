@@ -9,21 +9,6 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "EOS",
-    "INVISIBLE",
-    "PAD",
-    "SOS",
-    "SPECIAL_TOKENS",
-    "UNK",
-    "Normalisation",
-    "Vocabulary",
-    "before_the_end",
-    "build_vocabulary",
-    "normalise",
-    "normalise_lines",
-]
-
 PAD, SOS, EOS, UNK = range(4)
 """Padding, start of a sentence, its end, and any token outside the vocabulary."""
 SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
@@ -138,13 +123,6 @@ class Vocabulary:
 
     Raises:
         UserError: the list does not begin with the special tokens, or has a token twice.
-
-    Example:
-        >>> vocabulary = Vocabulary.of(["chat", "le"])
-        >>> vocabulary.encode("le chien")
-        [5, 3, 2]
-        >>> vocabulary.decode([1, 5, 4, 2, 0])
-        'le chat'
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -173,44 +151,25 @@ class Vocabulary:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self.tokens == other.tokens
 
-    __hash__ = None  # type: ignore[assignment]
-
     @property
     def state(self) -> list[str]:
         """What a checkpoint keeps."""
         return list(self.tokens)
 
-    def id_of(self, token: str) -> int:
-        """The number of a token; `UNK` where it is outside the vocabulary."""
-        return self._ids.get(token, UNK)
-
     def spell(self, word: str) -> list[int]:
-        """The number of a word, as a list of one."""
-        return [self.id_of(word)]
+        """The number of a word, as a list of one; `UNK` where it is outside the vocabulary."""
+        return [self._ids.get(word, UNK)]
 
     def encode(self, sentence: str) -> list[int]:
         """The numbers of a normalised sentence's tokens, and `EOS`."""
-        return [*(self.id_of(token) for token in sentence.split()), EOS]
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The tokens of numbers up to the first `EOS`, without padding and start marks."""
-        return [self.tokens[number] for number in before_the_end(ids)]
-
-    def split(self, sentence: str) -> list[str]:
-        """The tokens of a normalised sentence, unknown ones as they are."""
-        return sentence.split()
+        return [*(self._ids.get(token, UNK) for token in sentence.split()), EOS]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The tokens of numbers up to the first `EOS`, with spaces between them."""
-        return " ".join(self.pieces(ids))
+        return " ".join(self.tokens[number] for number in before_the_end(ids))
 
     def mark_unknown(self, sentence: str) -> str:
-        """A normalised sentence with the tokens outside the vocabulary in square brackets.
-
-        Example:
-            >>> Vocabulary.of(["le", "chat"]).mark_unknown("le chat dort")
-            'le chat [dort]'
-        """
+        """A normalised sentence with the tokens outside the vocabulary in square brackets."""
         return " ".join(token if token in self else f"[{token}]" for token in sentence.split())
 
 

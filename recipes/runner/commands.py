@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import CheckpointGuard, VerifiedCheckpointIO
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import raised_by_restoring
@@ -249,10 +248,6 @@ def _evaluate(experiment: Experiment) -> None:
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = all_rows(recipe, outputs or [], data_contract(data))
         else:
-            if run.ckpt and data_contract(data).restored_before_setup:
-                state = load_plain(run.ckpt).get(type(data).__qualname__)
-                if state:
-                    data.load_state_dict(state)
             evaluate = trainer.validate if command == "validate" else trainer.test
             rows = [dict(s) for s in evaluate(recipe, data, ckpt_path=run.ckpt, weights_only=True, verbose=False)]
     if not rows:

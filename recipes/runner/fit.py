@@ -161,8 +161,8 @@ def fit(
 
     Args:
         recipe: mnist, resnet, seq2seq, or a class of yours.
-        data: a path; images and labels in memory, as `MNISTDataModule.from_arrays` takes them, or a dict of such pairs
-            for "train", "val" and "test"; a LightningDataModule or its class; None takes what the settings say.
+        data: a path; images and labels in memory, as `MNISTDataModule.take_samples` takes them, or a dict of such
+            pairs for "train", "val" and "test"; a LightningDataModule or its class; None takes what the settings say.
         callbacks: for the Trainer; a function that makes them, where they must not see both training and test.
         verbose: print what the command line prints; otherwise warnings only.
         settings: the parameters of the recipe, its data module, the Trainer, and the run, by the names of the flags:

@@ -70,10 +70,9 @@ def _photographs(root: Path, setting: str, source: Source, batch_size: int) -> I
 def _digits(batch_size: int, test: int) -> MNISTDataModule:
     generator = torch.Generator().manual_seed(1)
     images, labels = torch.rand(80, 28, 28, generator=generator), torch.arange(80) % 10
-    parts = (images[:17], labels[:17]), (images[-test:], labels[-test:])
-    return MNISTDataModule.from_arrays(
-        *parts[0], test=parts[1], batch_size=batch_size, eval_batch_size=4, val_fraction=0.0, num_classes=10
-    )
+    data = MNISTDataModule(batch_size=batch_size, eval_batch_size=4, val_fraction=0.0, num_classes=10)
+    data.take_samples({"train": (images[:17], labels[:17]), "test": (images[-test:], labels[-test:])})
+    return data
 
 
 class Recorder(pl.LightningModule):

@@ -39,6 +39,12 @@ def _read(tree: ImageTree) -> tuple[Tensor, Tensor]:
     return read_set(images), labels
 
 
+def _given(images: Any, labels: Any, test: tuple[Any, Any] | None = None, **options: Any) -> MNISTDataModule:
+    data = MNISTDataModule(**options)
+    data.take_samples({"train": (images, labels), "test": test})
+    return data
+
+
 def _set_up(data: MNISTDataModule) -> dict[str, set[tuple[bytes, int]]]:
     """The images and labels that each part holds."""
     data.setup("fit")
@@ -61,9 +67,9 @@ def test_a_folder_an_archive_and_arrays_of_the_same_images_are_the_same_set(
     found = [
         MNISTDataModule(data_dir=str(tmp_path / "tree"), **PLAIN),
         MNISTDataModule(data_dir=str(tmp_path / "set.npz"), **PLAIN),
-        MNISTDataModule.from_arrays(images, labels, **PLAIN),
-        MNISTDataModule.from_arrays(torch.from_numpy(images), torch.from_numpy(labels), **PLAIN),
-        MNISTDataModule.from_arrays(images[..., None] / 255, list(map(str, labels)), **PLAIN),
+        _given(images, labels, **PLAIN),
+        _given(torch.from_numpy(images), torch.from_numpy(labels), **PLAIN),
+        _given(images[..., None] / 255, list(map(str, labels)), **PLAIN),
     ]
     batches: list[list[tuple[Tensor, Tensor]]] = []
     for data in found:
@@ -173,20 +179,20 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
 )
 def test_arrays_of_other_types_shapes_and_ranges_are_refused(images: Any, labels: Any, reason: str):
     with pytest.raises(UserError, match=reason):
-        MNISTDataModule.from_arrays(images, labels)
+        _given(images, labels)
 
 
 def test_labels_are_checked_by_row_and_unlabelled_rows_left_out():
-    data = MNISTDataModule.from_arrays(IMAGES, np.array([0, 1, -100, 1, 0, 1]), test=(IMAGES, LABELS), **PLAIN)
+    data = _given(IMAGES, np.array([0, 1, -100, 1, 0, 1]), test=(IMAGES, LABELS), **PLAIN)
     data.setup("fit")
     assert data.left_out == {"without a label": 1}
     assert sum(data.sizes.values()) == 5
     with pytest.raises(UserError, match=r"label 2 at row 2 of the test labels is outside 0\.\.1 .*pass num_classes=3"):
         data.setup("test")
-    named = MNISTDataModule.from_arrays(IMAGES, np.array(list("abbaba")), num_classes=3, **PLAIN)
+    named = _given(IMAGES, np.array(list("abbaba")), num_classes=3, **PLAIN)
     assert (named.num_classes, named.info.classes) == (3, ("a", "b"))
     with pytest.raises(UserError, match="test has classes that train has no image of: c"):
-        MNISTDataModule.from_arrays(IMAGES, list("abbaba"), test=(IMAGES, list("abcabc")))
+        _given(IMAGES, list("abbaba"), test=(IMAGES, list("abcabc")))
 
 
 def _npz(path: Path, **arrays: Any) -> Path:
@@ -242,7 +248,7 @@ def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(
 ):
     images, labels = digits
     names = np.array(["ma", "mu"])[labels % 2]
-    state = MNISTDataModule.from_arrays(images, names).state_dict()
+    state = _given(images, names).state_dict()
     assert state == {"dataset": "custom", "classes": ["ma", "mu"]}
     Image.fromarray(images[0]).save(tmp_path / "0.png")
     data = MNISTDataModule(predict_inputs=[str(tmp_path / "0.png")])
@@ -250,7 +256,7 @@ def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(
     data.setup("predict")
     assert len(next(iter(data.predict_dataloader()))[0]) == 1
     assert (data.class_names, data.num_classes, data.info.mean[0]) == (("ma", "mu"), 2, 0.1307)
-    data = MNISTDataModule.from_arrays(images, labels)
+    data = _given(images, labels)
     with pytest.raises(UserError, match="trained on the classes ma, mu, found 0, 1, 2"):
         data.load_state_dict(state)
     with pytest.raises(UserError, match="dataset='custom' needs `data_dir`"):

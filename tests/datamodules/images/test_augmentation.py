@@ -55,12 +55,6 @@ def test_an_image_is_a_function_of_seed_epoch_and_sample_to_the_bit(name, size):
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_repeats_of_a_sample_are_augmented_differently(name):
-    images = _augmented(name, [3 + 12 * repeat for repeat in range(8)])
-    assert (len({image.numpy().tobytes() for image in images}) == 1) == (name == "none")
-
-
-@pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_the_global_generators_neither_change_nor_matter(name):
     outcomes = []
     mixing = Mixing(0.2, 1.0, 3, 1)

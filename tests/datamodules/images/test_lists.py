@@ -34,18 +34,12 @@ def _expected(folder: Path, part: str) -> tuple[list[str], list[int]]:
     return [str(folder / path) for path, _ in _rows(part)], [NAMES.index(name) for _, name in _rows(part)]
 
 
-def _text(part: str, numbers: bool = False) -> str:
-    return "".join(f"{path} {NAMES.index(name) if numbers else name}\n" for path, name in _rows(part))
-
-
 def _csv(*parts: str, header: str = "path,label", split: bool = False) -> str:
     rows = [f"{path},{name}{f',{part}' * split}" for part in parts for path, name in _rows(part)]
     return "\n".join([header, *rows]) + "\n"
 
 
 LISTS: dict[str, tuple[dict[str, str], str]] = {
-    "names in txt": ({"train.txt": _text("train"), "val.txt": _text("val")}, "."),
-    "numbers in txt": ({"train.txt": _text("train", True), "val.txt": _text("val", True)}, "."),
     "csv": ({"train.csv": _csv("train"), "validation.csv": _csv("val", header="file_name,label")}, "."),
     "a list and the one beside it": ({"train.csv": _csv("train"), "val.csv": _csv("val"), "val.txt": "x"}, "train.csv"),
     "a column of parts": ({"all.csv": _csv("train", "val", header="Image-Path,Class,Split", split=True)}, "all.csv"),
@@ -64,7 +58,7 @@ def test_lists_of_paths_and_labels_are_read_however_they_are_written(pictures: P
         (pictures / name).write_text(text)
     assert holds_images(pictures / place)
     found = find_images(pictures / place)
-    assert found.classes == (("0", "1") if kind == "numbers in txt" else NAMES)
+    assert found.classes == NAMES
     listed = {part: (list(files), targets.tolist()) for part, (files, targets) in found.parts.items()}
     assert listed == {"train": _expected(pictures, "train"), "val": _expected(pictures, "val")}
     assert (found.notes, found.left_out) == ([], {})
@@ -114,29 +108,36 @@ def test_wrong_rows_are_named_with_their_lines_and_refused_or_skipped(pictures: 
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("train.csv", _csv("train"), "holds both train.txt and train.csv; pass one"),
-        ("train.txt", "pics/ant_0.png\n", r"1 without a label \(line 1\); expected path and label"),
-        ("train.txt", "", "train.txt is empty"),
+        ("training.csv", _csv("train"), "holds both train.csv and training.csv; pass one"),
+        ("train.csv", "", "train.csv is empty"),
+        (
+            "train.csv",
+            _csv("train") + "./pics/ant 0.png,bee\npics/bee 1.png,bee\n",
+            r"2 of a file that was listed before \(lines 16, 17\)",
+        ),
     ],
 )
 def test_lists_that_cannot_be_read_are_refused_with_the_reason(pictures: Path, name: str, text: str, reason: str):
-    (pictures / "train.txt").write_text(_text("train"))
+    (pictures / "train.csv").write_text(_csv("train"))
     (pictures / name).write_text(text)
     with pytest.raises(UserError, match=reason):
         find_images(pictures)
 
 
+def test_lists_as_text_are_refused_and_no_part_is_passed_over(pictures: Path):
+    (pictures / "train.csv").write_text(_csv("train"))
+    (pictures / "val.txt").write_text("pics/ant 8.png ant\n")
+    for place in (pictures, pictures / "val.txt"):
+        with pytest.raises(
+            UserError, match=r"val\.txt is no table; write it as val\.csv, with a line path,label above"
+        ):
+            find_images(place)
+
+
 def test_files_in_train_and_in_val_are_named(pictures: Path):
-    (pictures / "train.txt").write_text(_text("train"))
-    (pictures / "val.txt").write_text(_text("val") + _text("train").splitlines()[0])
+    (pictures / "train.csv").write_text(_csv("train"))
+    (pictures / "val.csv").write_text(_csv("val") + "pics/ant 0.png,ant\n")
     assert "1 files are in train and in val, such as" in find_images(pictures).notes[0]
-
-
-def test_a_file_that_is_listed_twice_is_refused(pictures: Path):
-    rows = _text("train").splitlines()
-    (pictures / "train.txt").write_text("\n".join([*rows, rows[3], "./pics/ant 0.png bee"]) + "\n")
-    with pytest.raises(UserError, match=r"2 of a file that was listed before \(lines 15, 16\)"):
-        find_images(pictures)
 
 
 # Layouts of known data sets: an image's class is its number modulo 2.
@@ -218,7 +219,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "an empty table": (
         "",
         {"train.csv": "path,label path,label"},
-        "lists no image to train on; expected lines such as",
+        "lists no image to train on; expected CSV with path,label",
     ),
     "no part": ("{n}.jpg", {"x.csv": "path,label,split {n}.jpg,{c},trian"}, r"24 of no part .* \(lines 2, 3"),
 }

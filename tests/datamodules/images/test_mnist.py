@@ -1,7 +1,6 @@
 import gzip
 import hashlib
 import logging
-import re
 import struct
 import time
 from collections.abc import Iterable
@@ -165,37 +164,18 @@ def test_a_folder_that_lacks_one_file_is_refused_with_its_name(tiny: Path):
         _data(tiny).setup("fit")
 
 
-def _break(path: Path, how: str) -> None:
-    data = path.read_bytes()
-    if how == "cut":
-        path.write_bytes(data[: len(data) // 2])
-    elif how == "html":
-        path.write_text("<html>")
-    elif how == "label 11":
-        labels = torch.arange(50, dtype=torch.uint8) % 10
-        labels[17] = 11
-        path.write_bytes(gzip.compress(_idx(labels)))
-
-
-@pytest.mark.parametrize(
-    ("file", "how", "reason"),
-    [
-        (FILES[0], "cut", "{file} is damaged"),
-        (FILES[0], "html", "{file} is no idx file"),
-        (FILES[1], "label 11", r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass num_classes=12 or correct"),
-    ],
-)
-def test_bad_files_are_refused_before_training_with_file_row_and_reason(tiny: Path, file: str, how: str, reason: str):
-    _break(tiny / f"{file}.gz", how)
-    with pytest.raises(UserError, match=reason.format(file=f"{re.escape(str(tiny))}/{file}.gz")):
-        _trainer().fit(Watcher(), datamodule=_data(tiny))
-    if how == "label 11":
-        _data(tiny, num_classes=12).setup("fit")
+def test_a_label_that_is_no_class_is_refused_with_file_and_row(tiny: Path):
+    labels = torch.arange(50, dtype=torch.uint8) % 10
+    labels[17] = 11
+    (tiny / f"{FILES[1]}.gz").write_bytes(gzip.compress(_idx(labels)))
+    with pytest.raises(UserError, match=rf"label 11 at row 17 of .*{FILES[1]}\.gz is outside 0\.\.9 .*num_classes=12"):
+        _data(tiny).setup("fit")
+    _data(tiny, num_classes=12).setup("fit")
 
 
 def test_only_what_the_stage_needs_is_read(tiny: Path):
     for file in FILES[2:]:
-        _break(tiny / f"{file}.gz", "html")
+        (tiny / f"{file}.gz").write_text("<html>")
     for stage in ("fit", "validate"):
         data = _data(tiny)
         data.setup(stage)
@@ -204,32 +184,13 @@ def test_only_what_the_stage_needs_is_read(tiny: Path):
         _data(tiny).setup("test")
     write_set(tiny)
     for file in FILES[:2]:
-        _break(tiny / f"{file}.gz", "html")
+        (tiny / f"{file}.gz").write_text("<html>")
     data = _data(tiny)
     data.setup("test")
     assert data.sizes == {"test": 20}
 
 
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dataset": "mnits"}, "dataset='mnits': expected one of auto, mnist, fashion-mnist, digits, custom"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0: expected 0 or more and below 1"),
-        ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
-    ],
-)
-def test_a_wrong_setting_is_refused_at_once(tmp_path: Path, options: dict[str, Any], reason: str):
-    with pytest.raises(UserError, match=reason):
-        _data(tmp_path, **options)
-
-
-def test_a_batch_larger_than_the_set_holds_all_of_it(tiny: Path):
-    watcher = Watcher()
-    _trainer(max_epochs=2).fit(watcher, datamodule=_data(tiny, batch_size=64, **PLAIN))
-    assert [len(set(batch)) for batch in watcher.seen["train"]] == [40, 40]
 
 
 def test_a_path_as_folder_leaves_the_checkpoint_loadable(tiny: Path):
@@ -407,17 +368,6 @@ def test_auto_refuses_a_given_folder_without_usable_files_and_downloads_nothing_
     ) as caught:
         data.resolve()
     assert "could not download" not in str(caught.value)
-
-
-def test_a_set_that_is_named_is_downloaded_into_a_folder_with_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    _unreachable(monkeypatch)
-    (tmp_path / "notes.txt").touch()
-    data = _data(tmp_path, dataset="mnist", download=True)
-    data.prepare_data()
-    with pytest.raises(UserError, match="could not download train-images"):
-        data.setup("fit")
 
 
 def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from datamodules import ImageFolderDataModule, UserError
 from datamodules.images.folders import ImageTree
@@ -88,28 +87,6 @@ def test_an_archive_holds_what_its_folder_holds_in_the_same_order(photos: Path, 
     assert len(found.notes) == 2
     again = pickle.loads(pickle.dumps(found.parts["train"][0]))
     assert [again.read(row) for row in range(20)] == [content for _, _, content in _found(found, archive)["train"]]
-
-
-def _batches(folder: Path, num_workers: int, cache_gb: float = 0.0) -> list[tuple[Tensor, Tensor]]:
-    options = {"image_size": 64, "batch_size": 3, "num_workers": num_workers, "cache_gb": cache_gb}
-    data = ImageFolderDataModule(data_dir=str(folder), **options)
-    data.setup("fit")
-    batches = [batch for loader in (data.train_dataloader(), data.val_dataloader()) for batch in loader]
-    data.teardown("fit")
-    return batches
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_from_archives_are_those_from_the_folder_to_the_bit_cached_or_not(
-    photos: Path, tmp_path: Path, num_workers: int
-):
-    expected = _batches(photos, 0)
-    assert len(expected) == 8
-    archive = _zip(photos, tmp_path / "photos.zip")
-    for cache_gb in (0, 1, 1):
-        for found, other in zip(_batches(archive, num_workers, cache_gb), expected, strict=True):
-            assert torch.equal(found[0], other[0])
-            assert torch.equal(found[1], other[1])
 
 
 def test_decoded_images_that_are_kept_are_those_of_the_archive_as_it_is(

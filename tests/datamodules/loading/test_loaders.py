@@ -32,19 +32,14 @@ def _epochs(number: int, **options) -> list[list[list[int]]]:
     return [_targets(loader) for _ in range(number)]
 
 
-def test_inputs_belong_to_their_targets():
-    for inputs, targets in _loader():
-        assert torch.equal(inputs[:, 0], targets.float())
-
-
 def test_without_shuffling_each_epoch_keeps_the_rows_order():
     assert [sum(batches, []) for batches in _epochs(2, shuffle=False)] == [ROWS.tolist()] * 2
 
 
-def _numbered(loader, read=_targets) -> dict[int, Any]:
+def _numbered(loader) -> dict[int, Any]:
     """What the loader's next epoch gives, or the rest of the present one, by number; surplus batches are left out."""
     first = loader.steps_done
-    return {loader.micro_batch_number(step): batch for step, batch in enumerate(read(loader), first) if batch}
+    return {loader.micro_batch_number(step): batch for step, batch in enumerate(_targets(loader), first) if batch}
 
 
 def _on_ranks(make, world_size: int, update_size: int, state: dict | None = None) -> list:
@@ -73,20 +68,17 @@ cuts = st.tuples(st.integers(1, 7), st.integers(1, 30), st.integers(1, 5), st.in
 """Samples of a micro-batch and of an update, which need not be a multiple, and two numbers of ranks to share it."""
 
 
-@given(cut=cuts, weighted=st.booleans())
-def test_micro_batches_and_their_numbers_are_those_of_one_device(cut, weighted):
+@given(cut=cuts)
+def test_micro_batches_and_their_numbers_are_those_of_one_device(cut):
     batch_size, update_size, *worlds = cut
-    make = partial(_weighted if weighted else _loader, batch_size)
-    read = _numbers if weighted else _targets
+    make = partial(_loader, batch_size)
     for world_size in worlds:
         loaders, (alone,) = (_on_ranks(make, ranks, update_size) for ranks in (world_size, 1))
         for epoch in range(2):
             order = alone.order_of_epoch(epoch).tolist()
-            assert weighted or order == ROWS[epoch_order(N, 1, epoch)].tolist()
-            expected = _numbered(alone, read)
-            assert _merged([_numbered(loader, read) for loader in loaders]) == expected
-            if weighted:
-                expected = {number: [draw for _, draw in batch] for number, batch in expected.items()}
+            assert order == ROWS[epoch_order(N, 1, epoch)].tolist()
+            expected = _numbered(alone)
+            assert _merged([_numbered(loader) for loader in loaders]) == expected
             updates = [order[i : min(i + update_size, N)] for i in range(0, N, update_size)]
             batches = [update[i : i + batch_size] for update in updates for i in range(0, len(update), batch_size)]
             assert [*expected.values()] == batches
@@ -130,56 +122,6 @@ def test_a_place_within_an_epoch_of_other_updates_is_refused_and_an_epochs_end_i
         UserError, match="has 1 micro-batches of 4, found 2 devices: pass fewer .* `batch_size` of 2 or"
     ):
         loader.divide_updates(4)
-
-
-RARE = (TARGETS % 10 == 0).long()  # 5 of the 23 rows.
-WEIGHTS = 1 / torch.tensor([18.0, 5.0])[RARE]
-
-
-def _with_numbers(inputs: Tensor, numbers: Tensor, _epoch: int) -> Tensor:
-    return torch.stack((inputs[:, 0].long(), numbers), 1)
-
-
-def _weighted(batch_size: int = 4, **options) -> TrainLoader:
-    return TrainLoader(INPUTS, RARE, ROWS, batch_size, seed=1, transform=_with_numbers, weights=WEIGHTS, **options)
-
-
-def _numbers(loader) -> list[list[tuple[int, int]]]:
-    return [[tuple(pair) for pair in inputs.tolist()] for inputs, _ in loader]
-
-
-def test_weights_draw_a_rare_class_as_often_and_repeats_have_other_numbers():
-    loader = _weighted()
-    for epoch in range(3):
-        batches = list(loader)
-        assert len(batches) == len(loader)
-        targets = torch.cat([targets for _, targets in batches])
-        pairs = sum(_numbers(batches), [])
-        assert sorted(targets.bincount().tolist()) == [11, 12], epoch
-        assert len(set(pairs)) == len(pairs) > len({sample for sample, _ in pairs})
-        assert all(number % len(INPUTS) == sample and sample in ROWS for sample, number in pairs)
-        assert [number for _, number in pairs] == loader.order_of_epoch(epoch).tolist()
-        assert torch.equal(RARE[[sample for sample, _ in pairs]], targets)
-
-
-def test_overfitting_repeats_the_first_weighted_epoch():
-    loader = _weighted(shuffle=False)
-    first, second = _numbers(loader), _numbers(loader)
-    assert first == second == _numbers(_weighted())
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (torch.ones(23), r"weights of shape \(23,\), expected one for each sample, \(100,\)"),
-        (torch.zeros(100), "all weights of the training set are 0"),
-        (torch.ones(100).index_fill(0, torch.tensor(4), -2.0), "weight -2 of sample 4: expected finite numbers"),
-        (torch.ones(100).index_fill(0, torch.tensor(6), torch.nan), "weight nan of sample 6"),
-    ],
-)
-def test_weights_that_cannot_be_are_refused(weights: Tensor, message: str):
-    with pytest.raises(UserError, match=message):
-        _loader(weights=weights)
 
 
 def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_shape():

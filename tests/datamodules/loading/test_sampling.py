@@ -11,8 +11,6 @@ from datamodules.loading.sampling import (
     epoch_order,
     evaluation_spans,
     split_indices,
-    systematic_draws,
-    weighted_order,
 )
 
 batch_sizes = st.integers(1, 40)
@@ -115,44 +113,6 @@ def test_a_split_is_disjoint_complete_sorted_and_a_function_of_the_seed(n, seed,
 def test_holding_out_everything_is_refused_with_the_parameter_to_change(held_out):
     with pytest.raises(UserError, match=rf"cannot hold {held_out} of 10 samples out.*0 to 9.*`val_fraction`"):
         split_indices(10, held_out, seed=1)
-
-
-weighted = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), min_size=1, max_size=60).filter(
-    lambda pairs: any(weight for weight, _ in pairs)
-)
-
-
-@given(pairs=weighted, seed=st.integers(0, 9), epoch=st.integers(0, 99), grouped=st.booleans())
-def test_each_sample_and_class_is_drawn_its_expected_number_of_times_rounded_up_or_down(pairs, seed, epoch, grouped):
-    weights, groups = (torch.tensor(part) for part in zip(*pairs, strict=True))
-    draws = systematic_draws(weights, seed, epoch, groups if grouped else None)
-    expected = weights.double() * len(pairs) / weights.sum()
-    assert draws.sum() == len(pairs)
-    assert not draws[weights == 0].any()
-    assert bool(((draws - expected).abs() < 1 + 1e-9).all())
-    for group in groups.unique() if grouped else ():
-        assert abs(float((draws - expected)[groups == group].sum())) < 1 + 1e-9
-    samples, repeats = weighted_order(weights, seed, epoch, groups if grouped else None)
-    assert torch.equal(samples.bincount(minlength=len(pairs)), draws)
-    assert len(set(zip(samples.tolist(), repeats.tolist()))) == len(pairs)
-    assert not repeats.numel() or int(repeats.max()) == int(draws.max()) - 1
-    torch.manual_seed(epoch)
-    assert torch.equal(samples, weighted_order(weights, seed, epoch, groups if grouped else None)[0])
-
-
-def test_equal_weights_draw_each_sample_once_and_seeds_draw_each_in_proportion():
-    assert systematic_draws(torch.full((1000,), 0.1), 1, 0).eq(1).all()
-    weights = torch.tensor([1.0, 2.0, 4.0, 0.0, 0.5, 3.5])
-    mean = sum(systematic_draws(weights, seed, 0) for seed in range(1000)) / 1000
-    assert torch.allclose(mean.double(), weights.double() * 6 / 11, atol=0.06)  # Standard deviation 0.016 at most.
-
-
-def test_over_epochs_a_large_class_is_seen_as_evenly_as_a_small_one():
-    classes = torch.arange(1_000).clamp(max=990) // 990  # 990 and 10 samples, 500 draws of each.
-    weights = 1 / classes.bincount()[classes]
-    seen = sum(systematic_draws(weights, 1, epoch, classes) for epoch in range(20))
-    assert (int(seen[:990].min()), int(seen[:990].max())) == (9, 11)  # 10.1 expected; of independent draws 1 to 21.
-    assert (int(seen[990:].min()), int(seen[990:].max())) == (1000, 1000)
 
 
 def test_an_epochs_order_is_a_pure_function_of_seed_and_epoch():

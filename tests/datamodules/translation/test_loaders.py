@@ -1,5 +1,5 @@
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -121,9 +121,8 @@ def units_start(unit: list[int], short: list[int]) -> int:
 CUTS = st.sampled_from(
     [
         (24, {"batch_size": 5}),
-        (24, {"batch_size": 4, "bucket": True}),
-        (10, {"batch_size": 3, "bucket": 3}),
-        (5, {"batch_size": 1, "bucket": False}),
+        (10, {"batch_size": 3}),
+        (5, {"batch_size": 1}),
         (4, {"max_tokens": 90}),
         (7, {"max_tokens": 40}),
     ]
@@ -144,10 +143,10 @@ def test_micro_batches_and_their_numbers_are_those_of_one_device(cut: tuple[int,
     assert epochs[0] != epochs[1]
 
 
-@given(batch_size=st.integers(1, 24), bucket=st.sampled_from([True, False, 1, 2, 100]))
-def test_an_update_has_the_same_sentences_in_micro_batches_of_any_size(batch_size: int, bucket: bool | int) -> None:
+@given(batch_size=st.integers(1, 24))
+def test_an_update_has_the_same_sentences_in_micro_batches_of_any_size(batch_size: int) -> None:
     def updates(batch_size: int) -> list[list[int]]:
-        loaders = _on_ranks(1, 24, batch_size=batch_size, bucket=bucket)
+        loaders = _on_ranks(1, 24, batch_size=batch_size)
         found: dict[int, list[int]] = {}
         for number, batch in _numbered(loaders).items():
             found.setdefault(number // loaders[0].division.micro_batches, []).extend(batch)
@@ -172,21 +171,9 @@ def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentenc
     assert lengths[0] <= 2 * N * mean / max_tokens + world_size + 12
 
 
-def test_similar_lengths_are_together_and_the_epochs_differ() -> None:
-    loader = _loader(batch_size=6, bucket=True)
-    epochs = [_numbers(loader) for _ in range(3)]
-    assert len({str(epoch) for epoch in epochs}) == 3
-    for batches in epochs:
-        spread = [int(PAIRS.source.lengths[batch].max() - PAIRS.source.lengths[batch].min()) for batch in batches]
-        assert sum(spread) / len(spread) < 2.5
-    assert _numbers(_loader(batch_size=6, bucket=True)) == epochs[0] != _numbers(_loader(batch_size=6, seed=2))
-
-
-@given(unit=st.sampled_from([3, 5, 12]), pool=st.integers(1, 20), epoch=st.integers(0, 2))
-def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_by_length(
-    unit: int, pool: int, epoch: int
-) -> None:
-    loader = _loader(unit, bucket=pool)
+@given(unit=st.sampled_from([1, 3, 5, 12]), epoch=st.integers(0, 2))
+def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_by_length(unit: int, epoch: int) -> None:
+    loader, pool = _loader(unit), 8
     updates = [_numbers(loader) for _ in range(epoch + 1)][epoch]
     order = ROWS[epoch_order(len(ROWS), 1, epoch)].tolist()
     whole = len(order) - len(order) % unit
@@ -236,17 +223,6 @@ def test_the_epoch_may_be_set_after_the_iterator_is_created() -> None:
     assert _numbers(iterator) == _numbers(_loader_at(2, {})) != _numbers(_loader_at(0, {}))
 
 
-def test_the_state_at_an_epochs_last_batch_is_the_next_epochs_start() -> None:
-    loader = _loader()
-    for _ in loader:
-        state = loader.state_dict()
-    assert state.items() > {"epoch": 1, "consumed": 0, "items": N, "unit": 0}.items()
-    loader.load_state_dict({"epoch": 1, "consumed": 8, "items": N, "unit": 4})
-    loader.set_epoch(2)
-    assert loader.state_dict()["consumed"] == 0
-    assert _numbers(loader) == _numbers(_loader_at(2, {}))
-
-
 def test_a_position_in_other_data_is_refused() -> None:
     state = _loader().state_dict()
     _loader(seed=2, world_size=2).load_state_dict(state)
@@ -260,20 +236,11 @@ def test_a_position_in_other_data_is_refused() -> None:
         _loader().load_state_dict({"epoch": 0, "consumed": 8, "items": 99, "unit": 4})
 
 
-def _with(**options) -> Callable[[], SentenceTrainLoader]:
-    return lambda: _loader(**options)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: SentenceTrainLoader(PAIRS, ROWS[:0], 4, 1), "the training set is empty"),
-        (_with(max_tokens=10), "max_tokens=10 is less than the longest pair of sentences has, 2. tokens"),
-    ],
-)
-def test_what_cannot_be_trained_on_is_refused_with_what_to_type(make: Callable, reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        make()
+def test_what_cannot_be_trained_on_is_refused_with_what_to_type() -> None:
+    with pytest.raises(UserError, match="the training set is empty"):
+        SentenceTrainLoader(PAIRS, ROWS[:0], 4, 1)
+    with pytest.raises(UserError, match="max_tokens=10 is less than the longest pair of sentences has, 2. tokens"):
+        _loader(max_tokens=10)
 
 
 def test_the_size_of_an_update_by_tokens_is_known_on_the_mean_and_none_is_asked_for_in_sentences() -> None:

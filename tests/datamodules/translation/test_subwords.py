@@ -36,19 +36,17 @@ def data(file: str, **options: Any) -> TranslationDataModule:
     return TranslationDataModule(file, **({"subwords": "bpe", "vocab_size": 320, "test_fraction": 0.2} | options))
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_any_text_comes_back_and_no_word_is_unknown(kind: Any) -> None:
-    vocabulary = train_subwords(WORDS, kind, 400)
+def test_any_text_comes_back_and_no_word_is_unknown() -> None:
+    vocabulary = train_subwords(WORDS, 400)
     for text in TEXTS:
         ids = vocabulary.encode(text)
         assert ids[-1] == EOS
         assert UNK not in ids
         assert vocabulary.decode(ids) == text
         assert vocabulary.mark_unknown(text) == text
-        assert "".join(vocabulary.split(text)).count("▁") == len(text.split())
 
 
-VOCABULARY = train_subwords(WORDS, "bpe", 400)
+VOCABULARY = train_subwords(WORDS, 400)
 
 
 def test_bytes_of_a_line_feed_do_not_end_the_line_of_a_translation() -> None:
@@ -64,16 +62,15 @@ def test_any_normalised_text_comes_back(text: str) -> None:
     assert VOCABULARY.decode(VOCABULARY.encode(sentence)) == sentence
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_model_is_the_same_bytes_each_time_and_in_any_order_of_the_words(kind: Any) -> None:
-    again = train_subwords(dict(reversed(WORDS.items())), kind, 400)
-    assert again.model == train_subwords(WORDS, kind, 400).model
+def test_a_model_is_the_same_bytes_each_time_and_in_any_order_of_the_words() -> None:
+    again = train_subwords(dict(reversed(WORDS.items())), 400)
+    assert again.model == train_subwords(WORDS, 400).model
 
 
 def test_a_text_with_few_words_has_fewer_subwords() -> None:
-    assert 256 < len(train_subwords({"a": 1}, "bpe", 8000)) < 300
+    assert 256 < len(train_subwords({"a": 1}, 8000)) < 300
     with pytest.raises(UserError, match="vocab_size=40 is below the 2.. tokens for single bytes and the characters"):
-        train_subwords(WORDS, "bpe", 40)
+        train_subwords(WORDS, 40)
 
 
 @given(st.data())
@@ -97,7 +94,7 @@ def test_subwords_come_from_the_training_part_only_and_batches_are_their_numbers
     source, target = module.vocabularies()
     rows = module.rows["train"]
     words = " ".join(module.source_sentences(rows)).split()
-    assert source == train_subwords({word: words.count(word) for word in words}, "bpe", 320)
+    assert source == train_subwords({word: words.count(word) for word in words}, 320)
     batch = next(iter(module.train_dataloader()))
     assert batch.numbers is not None
     assert [source.decode(row) for row in batch.source] == module.source_sentences(batch.numbers)
@@ -112,19 +109,6 @@ def test_a_data_modules_state_holds_the_models(tmp_path: Path) -> None:
     new = data(corpus(tmp_path, [("ein anderer Satz", "another sentence")] * 9))
     new.load_state_dict(torch.load(tmp_path / "state.ckpt", weights_only=True))
     assert new.vocabularies() == old.vocabularies()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"subwords": "wordpiece"}, "no subwords 'wordpiece'; expected one of bpe, unigram, none"),
-        ({"normalisation": "tutorial"}, "subwords=bpe are learnt from the text as it is: leave `normalisation`"),
-        ({"vocab_size": 0}, "vocab_size=0"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        data(corpus(tmp_path), **options)
 
 
 def test_files_as_published_are_learnt_in_subwords_and_settings_of_words_ask_for_words(tmp_path: Path) -> None:

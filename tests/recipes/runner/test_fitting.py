@@ -58,7 +58,8 @@ def _digits(folder: str) -> list[Fitted]:
     assert torch.get_num_threads() == 1, "as before"
     parts = {"train": (images[:1000], labels[:1000]), "val": (images[1000:1400], labels[1000:1400])}
     given = fit("mnist", parts | {"test": (images[1400:], labels[1400:])}, **FEW)
-    module = MNISTDataModule.from_arrays(images, labels, batch_size=64)
+    module = MNISTDataModule(batch_size=64)
+    module.take_samples((images, labels))
     built = fit(MNISTClassifier, module, **{name: value for name, value in FEW.items() if name != "batch_size"})
     assert built.data is module
     assert given.data is not None
