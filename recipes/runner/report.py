@@ -1,10 +1,15 @@
-"""The results of a run at its end: the closing table, and results.json with the tables beside it."""
+"""The results of a run at its end: the closing table, results.json, and all of it on the page report.html."""
 
+import csv
+import itertools
+import json
+import math
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.runner.experiment import Experiment, takes_inputs
 from recipes.runner.launch import print_error
+from recipes.runner.loggers import METRICS
 from recipes.runner.results import (
     RESULTS,
     Stopwatch,
@@ -27,13 +33,18 @@ from recipes.runner.results import (
     peak_memory,
     versions,
     write_rows,
+    write_text,
 )
 from recipes.runner.saved_run import read_run
 from recipes.tables import Table
 
 __all__ = [
-    *("Outcome", "check_output", "print_pairs", "print_rows", "report", "report_unsaved", "shown"),
+    *("Outcome", "check_output", "print_pairs", "print_rows", "read_curves", "report", "report_unsaved", "shown"),
+    "write_report",
 ]
+
+_REPORT = "report.html"
+_MOST_ROWS = 25
 
 
 def shown(path: str | Path) -> str:
@@ -136,15 +147,15 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
     }
 
 
-def _rows(results: Mapping[str, Any]) -> dict[str, str]:
-    """What the closing table says."""
+def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, str]:
+    """What the closing table says, and the page, which shows the headline elsewhere."""
     data, seconds, rate = results["data"], results["seconds"], results["samples_per_second"]
     sizes = ", ".join(f"{size:,} {part}" for part, size in data["sizes"].items())
     memory = {where: size / 1e9 for where, size in results["peak_memory_bytes"].items() if size}
     rows = {
         "data": ": ".join(filter(None, (data["name"], sizes))),
         "parameters": f"{results['parameters']:,} ({results['trainable_parameters']:,} trainable)",
-        **results["headline"],
+        **headline,
         "training": f"{seconds['train']:.1f} s" + (f", {rate:,.0f} samples/s" if rate else ""),
         "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
         "peak memory": ", ".join(f"{size:.2f} GB {where}" for where, size in memory.items()),
@@ -173,15 +184,17 @@ def _write(folder: Path, results: Mapping[str, Any], tables: Mapping[str, Table]
                 write_rows(folder / name, table.rows, table.columns)
         if tables:
             rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
+        with best_effort(_REPORT):
+            rows["report"] = shown(write_report(folder, results))
     return rows
 
 
 def report(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, outcome: Outcome
 ) -> None:
-    """Write results.json and its tables into `folder`, and print the closing table."""
+    """Write results.json, its tables and report.html into `folder`, and print the closing table."""
     results = _results(trainer, experiment, stopwatch, outcome)
-    rows = _rows(results)
+    rows = _rows(results, results["headline"])
     if folder is not None:
         if outcome.best:
             rows |= _next_steps(trainer, experiment, outcome.best)
@@ -206,3 +219,119 @@ def report_unsaved(folder: Path | None) -> None:
     if lost:
         saved = f"; the weights and {RESULTS} are in {shown(folder)}" if folder else ""
         print_error(f"warning: not saved: {what}{saved}")
+
+
+# report.html
+
+
+def _tables(folder: Path) -> dict[str, list[list[str]]]:
+    """The first rows of the tables in the folder, such as those of classes, mistakes and translations."""
+    tables = {}
+    for path in sorted(folder.glob("*.csv")):
+        if path.name != METRICS:
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                tables[path.name] = list(itertools.islice(csv.reader(file), _MOST_ROWS + 1))
+    return tables
+
+
+def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
+    """Write the page of a finished run into its folder, from its results, metrics.csv and the tables beside it.
+
+    Raises:
+        OSError: the page cannot be written; an earlier one is as it was.
+    """
+    from jinja2 import Template
+
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    best, config, left_out = results["best"], results["config"], results["data"]["left_out"]
+    environment = {
+        **_rows(results, {}),
+        "left out": ", ".join(f"{count:,} {reason}" for reason, count in left_out.items()),
+        "epochs": str(results["epochs"]),
+        "hardware": results["hardware"],
+        "nodes": str(results["num_nodes"]),
+        "host": results["host"],
+        "started": results["started_at"],
+        "ended": results["ended_at"],
+        **results["versions"],
+    }
+    texts = {name: json.dumps(value, ensure_ascii=False, default=str) for name, value in config.items()}
+    settings = {name: value if isinstance(value := config[name], str) else text for name, text in texts.items()}
+    page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
+        title=f"{results['recipe']}: {folder.resolve().name}",
+        command=results["command"],
+        best=f"Scores of {Path(best['checkpoint']).name}, saved after {best['step']:,} updates" if best else "Scores",
+        headline=results["headline"],
+        scores={name: f"{value:.5g}" for name, value in results["scores"].items() if "_class_" not in name},
+        drawings=[curve_svg(title, lines) for title, lines in read_curves(folder / METRICS).items()],
+        tables=_tables(folder),
+        most_rows=_MOST_ROWS,
+        settings=settings,
+        environment={name: text for name, text in environment.items() if text},
+    )
+    write_text(folder / _REPORT, page)
+    return folder / _REPORT
+
+
+Curve = list[tuple[float, float]]
+"""The updates made at each value, and the value."""
+
+_STAGES = {"train": "training", "val": "validation"}
+_COLOURS = ("#2f81f7", "#e8730c", "#2da44e", "#bf4b8a", "#8250df")
+_POINTS = 400  # Of a curve that is drawn: more than its pixels make a larger file only.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 350, 30, 170
+
+
+def read_curves(metrics: Path) -> dict[str, dict[str, Curve]]:
+    """The curves of a run by score, such as "loss", and by stage; without those of single classes and of the test.
+
+    Of a score that is logged within epochs and at their ends the means of several epochs are taken.
+    """
+    columns: dict[str, Curve] = {}
+    if metrics.is_file():
+        with metrics.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                for name, text in row.items():
+                    if text and math.isfinite(value := float(text)):
+                        columns.setdefault(name, []).append((float(row["step"]) + 1, value))
+    curves: dict[str, dict[str, Curve]] = {}
+    for column, curve in columns.items():
+        name = column.removesuffix("_epoch")
+        several = len(columns.get(f"{name}_epoch", ())) > 1
+        is_other = f"{name}_epoch" in columns and name in columns and several == (column == name)
+        if is_other or column in ("epoch", "step") or "_class_" in column or column.startswith("test"):
+            continue
+        stage, _, score = name.partition("/")
+        title = score if stage in _STAGES else name
+        curves.setdefault(title, {})[_STAGES.get(stage, "")] = curve
+    # What counts comes first; learning rates and speeds come last.
+    return dict(sorted(curves.items(), key=lambda item: ("validation" not in item[1], item[0] != "loss")))
+
+
+def _axis_text(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # What fits beside the axis.
+
+
+def curve_svg(title: str, curves: Mapping[str, Curve]) -> str:
+    """The curves of one score as SVG, in the page's font and its colours of text and lines."""
+    points = [point for curve in curves.values() for point in curve]
+    right = max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    lines, legend = [], []
+    for (name, curve), colour in zip(curves.items(), _COLOURS):
+        thinned = [*curve[:: -(-len(curve) // _POINTS)], curve[-1]]  # A single point twice, so that it is drawn.
+        places = " ".join(
+            f"{_LEFT + (_RIGHT - _LEFT) * x / right:.1f},"
+            f"{_BOTTOM - (_BOTTOM - _TOP) * ((y - low) / (high - low) if high > low else 0.5):.1f}"
+            for x, y in thinned
+        )
+        lines.append(f'<polyline points="{places}" stroke="{colour}"/>')
+        legend.append(f'<tspan fill="{colour}"> {escape(name)}</tspan>')
+    return (
+        f'<svg viewBox="0 0 360 200"><g class="axes"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/></g>'
+        f'<text x="{_LEFT}" y="18">{escape(title)}{"".join(legend)}</text>'
+        f'<g text-anchor="end"><text x="{_LEFT - 5}" y="{_TOP + 4}">{_axis_text(high)}</text>'
+        f'<text x="{_LEFT - 5}" y="{_BOTTOM}">{_axis_text(low)}</text>'
+        f'<text x="{_RIGHT}" y="{_BOTTOM + 18}">{right:,.0f} updates</text></g>'
+        f'<g class="curves">{"".join(lines)}</g></svg>'
+    )

@@ -67,7 +67,7 @@ def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, mon
     )
     assert [status for status, _, _ in ended] == [0, 0], ended
     written = {name: {path.name for path in (tmp_path / RUNS / name).iterdir()} for name in ("table", "nothing")}
-    tables = {"val_per_class.csv", "val_mistakes.csv"}
+    tables = {"val_per_class.csv", "val_mistakes.csv", "report.html"}
     assert written["nothing"] == {".lock", "config.yaml", "checkpoints", "results.json", "weights.jsonl"} | tables
     assert written["table"] == written["nothing"] | {"metrics.csv"}
     assert "TensorBoard" not in ended[0][1]
