@@ -122,6 +122,22 @@ def test_a_job_of_which_a_task_was_killed_is_requeued_by_the_other(cluster: Clus
     assert weights_of(cluster.last(job)) == undisturbed
 
 
+def test_the_tasks_of_an_array_are_requeued_each_for_itself(cluster: Cluster, undisturbed: str) -> None:
+    array = cluster.sbatch("--array=1-2")
+    first, second = f"{array}_1", f"{array}_2"
+    wait_until(
+        lambda: cluster.slurm.job(first)["JobState"] == cluster.slurm.job(second)["JobState"] == "RUNNING", "run"
+    )
+    numbers = {task: cluster.slurm.job(task)["JobId"] for task in (first, second)}
+    wait_until(lambda: updates_done(cluster.last(numbers[second])) > 0, "a first checkpoint")
+    cluster.slurm.call("scancel", "--signal=USR1", second)
+    cluster.restarts(second)
+    cluster.finishes(first)
+    assert cluster.slurm.job(first)["Restarts"] == "0"
+    assert re.search(r"SIGUSR1 after update \d+: saved ", cluster.log(second)), cluster.log(second)
+    assert {weights_of(cluster.last(number)) for number in numbers.values()} == {undisturbed}
+
+
 def test_a_cancelled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cluster, undisturbed: str) -> None:
     job = cluster.sbatch()
     cluster.trains(job)
