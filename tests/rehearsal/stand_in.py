@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch._dynamo.eval_frame
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -326,35 +326,12 @@ class _Module(types.ModuleType):
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}")
         self.Event = Event
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed(self, seed: int) -> None:
-        _generator.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return _generator.get_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        _generator.set_state(state)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+        self.is_initialized = self.is_available = lambda: True
+        self.current_device, self.device_count, self._is_in_bad_fork = lambda: 0, lambda: 1, lambda: False
+        self.manual_seed = self.manual_seed_all = _generator.manual_seed
+        self.get_rng_state = lambda _=None: _generator.get_state()
+        self.set_rng_state = lambda state, _=None: _generator.set_state(state)
+        self.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
         Wait("synchronize")
@@ -370,37 +347,15 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _engine_run_backward(*args, **kwargs)
 
 
-class StandInAccelerator(Accelerator):
+class StandInAccelerator(CPUAccelerator):
     """Lightning's side of the device."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
 
-    def teardown(self) -> None:
-        pass
-
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        return devices
-
-    @staticmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
-        return [torch.device(NAME, 0)] * (devices or 1)
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
     @staticmethod
     def name() -> str:
         return NAME
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
 
 
 @contextlib.contextmanager
