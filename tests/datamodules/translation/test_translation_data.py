@@ -234,7 +234,7 @@ def test_a_published_split_is_used_as_it_is(tmp_path: Path, aligned: bool, caplo
     assert data.validates
     assert data.info.read == data.info.kept + sum(data.info.left_out.values())
     assert data.left_out == alone.left_out
-    assert "1 of 18 training pairs have a source sentence that is in the validation files, too" in caplog.text
+    assert "1 of 25 training pairs have a source sentence that is in the validation files, too" in caplog.text
     assert "the test files, too" not in caplog.text
 
 
