@@ -8,8 +8,6 @@ from typing_extensions import override
 
 from callbacks.lib.step_plan import plan_steps
 
-__all__ = ["LeanLoop"]
-
 
 class LeanLoop(pl.Callback):
     """Cheaper training steps, for any module, strategy and precision.

@@ -19,8 +19,6 @@ from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.targets import count_targets, observe_steps
 from datamodules.errors import RunFailedError
 
-__all__ = ["TrainLoss", "sums_over_targets"]
-
 _FOLD = 64
 
 _SUMS = "train_loss"

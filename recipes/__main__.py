@@ -8,8 +8,6 @@ from runpy import run_module
 
 from recipes.version import __version__
 
-__all__ = ["find_recipes", "main"]
-
 
 def find_recipes() -> dict[str, str]:
     """The recipes, which are the folders beside this file with a ``__main__.py``, and what each says of itself."""

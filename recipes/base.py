@@ -20,8 +20,6 @@ from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
 
-__all__ = ["Recipe"]
-
 
 def _all_parameters(kind: type) -> inspect.Signature:
     """The parameters of a constructor, with those that it passes on to the constructors of its bases."""

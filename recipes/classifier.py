@@ -16,8 +16,6 @@ from recipes.labels import CheckLabels, as_classes
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables
 
-__all__ = ["Classifier"]
-
 
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.

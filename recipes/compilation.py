@@ -12,15 +12,6 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "CompileMode",
-    "CompileNetwork",
-    "check_compile_mode",
-    "check_compiler",
-    "compile_network",
-    "restore_network",
-]
-
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """The modes of torch.compile."""
 

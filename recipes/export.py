@@ -22,8 +22,6 @@ from recipes.inputs import preprocessing
 from recipes.version import __version__
 from recipes.weights import read_weights
 
-__all__ = ["Exported", "export"]
-
 _ENDINGS = {"safetensors": ".safetensors", "state-dict": ".pt", "onnx": ".onnx"}
 _BATCHES = (2, 1, 5)
 _TOLERANCE = 1e-4

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from datamodules.contract import OneCall, data_contract, marked_parameters
 from recipes.base import Recipe
 
-__all__ = ["in_dtype", "in_dtype_of", "new_data_module", "preprocessing"]
-
 
 def in_dtype(batch: Any, dtype: torch.dtype | str) -> Any:
     """A batch whose floating-point tensors have this type, as Lightning's precision plugins convert it."""

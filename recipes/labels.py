@@ -12,8 +12,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
 
-__all__ = ["CheckLabels", "LabelCheck", "as_classes", "count_correct", "is_at_hand", "mean_cross_entropy"]
-
 _BATCHES = 50  # On a GPU, between two looks at what was found there.
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -16,19 +16,6 @@ from typing_extensions import override
 from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
 
-__all__ = [
-    "CheckOptimizer",
-    "build_optimizer",
-    "check_optimizer",
-    "default_rate",
-    "is_lbfgs",
-    "layer_groups",
-    "learning_rate_scale",
-    "may_be_fused",
-    "optimizer_class",
-    "parameter_groups",
-]
-
 # Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
 

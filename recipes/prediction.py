@@ -13,8 +13,6 @@ from datamodules.errors import UserError
 from recipes.base import Recipe
 from recipes.inputs import in_dtype, new_data_module
 
-__all__ = ["all_rows", "predict", "prediction_table"]
-
 _RUNNER_UP = re.compile(r"(class|probability)_\d+")
 
 

@@ -24,8 +24,6 @@ from callbacks.lib.updates import duration_to_updates, total_updates
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, Range, check_ranges
 
-__all__ = ["CheckSchedule", "Plateau", "Schedule", "ScheduleName", "ScheduleSettings", "build_schedule", "curve"]
-
 log = logging.getLogger("lightning_recipes")
 
 ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "plateau"]

@@ -11,8 +11,6 @@ from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 
-__all__ = ["ClassificationScores", "MeanOverTargets", "calibration_error", "macro_f1"]
-
 _BINS = 15
 # What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
 _FIXED_POINT = 2**24

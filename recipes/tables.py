@@ -13,8 +13,6 @@ from datamodules.contract import data_contract
 from datamodules.loading.loaders import EvaluationSampling, sample_numbers
 from recipes.labels import as_classes
 
-__all__ = ["EvaluationTables", "Table", "class_table", "mistakes_table"]
-
 
 class Table(NamedTuple):
     """Rows with the same columns; there may be none."""

@@ -23,17 +23,6 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.layers import inside, matching_names, module_names
 from datamodules.errors import UserError
 
-__all__ = [
-    "InitialWeights",
-    "WeightsReport",
-    "load_initial_weights",
-    "load_weights",
-    "match_names",
-    "read_settings_beside",
-    "read_weights",
-    "some_names",
-]
-
 log = logging.getLogger("lightning_recipes")
 
 # Attributes that hold a whole network: a file and a module may have different ones, or none.

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from recipes.dropout import Dropout
 
-__all__ = ["NETWORKS", "ClassicNet", "MNISTNet", "NetworkName", "TutorialNet"]
-
 
 class MNISTNet(nn.Sequential):
     """Four convolutions without padding take 28 x 28 pixels down to 2 x 2; 0.1 million parameters.

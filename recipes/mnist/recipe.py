@@ -14,8 +14,6 @@ from recipes.mnist.network import NETWORKS, NetworkName
 from recipes.optim import build_optimizer, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
 
-__all__ = ["MNISTClassifier"]
-
 
 class MNISTClassifier(Classifier):
     """Classifies 28 x 28 grey images; override `build_network` to train your own network.

@@ -23,8 +23,6 @@ from datamodules.errors import UserError
 from datamodules.images.image_folder import ImageFolderDataModule
 from recipes.resnet.layers import layers_of, random_images
 
-__all__ = ["FeatureCache", "gather_rows", "head_to_train", "inputs_of", "what_moves"]
-
 log = logging.getLogger("lightning_recipes")
 _inform = rank_zero_only(log.info)
 

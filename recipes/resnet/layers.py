@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 from callbacks.lib.layers import evaluating
 from datamodules.errors import UserError
 
-__all__ = ["Layer", "last_block_of", "layers_line", "layers_of", "parameters_of_layers", "random_images"]
-
 Layer = tuple[str, Sequence[nn.Module]]
 """A name, and the modules that belong to it."""
 

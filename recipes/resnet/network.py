@@ -13,17 +13,6 @@ from torchvision.models import ResNet
 from datamodules.errors import UserError
 from recipes.resnet.small_networks import CIFAR_DEPTHS, build_cifar_resnet, build_cifarnet
 
-__all__ = [
-    "ARCHITECTURES",
-    "RESNETS",
-    "SMALL_NETWORKS",
-    "TIMM",
-    "build_network",
-    "build_resnet",
-    "build_timm",
-    "timm_config",
-]
-
 SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     **{f"resnet{depth}": partial(build_cifar_resnet, depth) for depth in CIFAR_DEPTHS},
     "cifarnet": build_cifarnet,

@@ -17,8 +17,6 @@ from datamodules.loading.download import DownloadError, digest_of, download
 from recipes.resnet.network import ARCHITECTURES, SMALL_NETWORKS, TIMM, build_timm, timm_config
 from recipes.weights import read_weights
 
-__all__ = ["download_weights", "imagenet_weights", "published_weights", "weights_statistics"]
-
 log = logging.getLogger("lightning_recipes")
 
 

@@ -28,8 +28,6 @@ from recipes.resnet.pretrained import published_weights, weights_statistics
 from recipes.schedules import ScheduleName, build_schedule
 from recipes.weights import read_settings_beside
 
-__all__ = ["ResNetFineTuner"]
-
 log = logging.getLogger("lightning_recipes")
 
 _IMAGE_SIZE = 224

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-__all__ = ["CIFAR_DEPTHS", "build_cifar_resnet", "build_cifarnet", "whitening_filters"]
-
 CIFAR_DEPTHS = (20, 32, 44, 56, 110)
 """The paper's depths: 0.27, 0.46, 0.66, 0.85 and 1.7 million parameters."""
 

@@ -45,8 +45,6 @@ from recipes.runner.verify import verify
 from recipes.runner.weights_record import Interval, WeightsRecorder
 from recipes.weights import load_initial_weights
 
-__all__ = ["Trained", "carry_out"]
-
 _NEEDS = {
     "fit": ("training_step", "train_dataloader"),
     "validate": ("validation_step", "val_dataloader"),

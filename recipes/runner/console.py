@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from recipes.runner.launch import is_rank_zero
 
-__all__ = ["configure_logging", "escape_output", "one_line", "prints_progress", "warnings_only"]
-
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 
 

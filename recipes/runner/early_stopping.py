@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from datamodules.errors import RunFailedError, UserError
 
-__all__ = ["PatientStopping", "score_mode", "why_stopped"]
-
 _LESS_IS_BETTER = {"loss", "error", "ece", "perplexity", "mae", "mse", "rmse", "wer", "cer"}
 _MORE_IS_BETTER = {"accuracy", "acc", "f1", "bleu", "chrf", "auroc", "precision", "recall", "iou", "score"}
 

@@ -33,9 +33,6 @@ from recipes.runner.resume import ResumePoint
 from recipes.runner.saved_run import read_run
 from recipes.runner.settings import RunSettings, run_callbacks
 
-__all__ = ["Classes", "Experiment", "as_user_errors", "build_experiment", "takes_inputs"]
-
-
 # Settings of the command that are no parameters.
 _OF_ONE_CALL = frozenset({"config", "inputs", "predict_inputs", "profiler"})
 _FREE_OF_TRAINER = {

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from datamodules.errors import UserError
 
-__all__ = ["MISSED_AFTER_LOSS", "RankReport", "classify_exception", "failure_cause", "first_line", "is_consequence"]
-
 MISSED_AFTER_LOSS = 5
 """Heartbeats, of one a second, after which a rank is lost where another one has lost the connection to some rank."""
 

@@ -30,8 +30,6 @@ from recipes.runner.failure_cause import (
 )
 from recipes.runner.launch import Launch, print_error
 
-__all__ = ["FailureMonitor", "append", "end_process"]
-
 _TICK = 0.2
 _BEATS_MISSED = 20  # Of one a second: as long may an interpreter be busy in one call.
 _ENDS = {"lost", "unreachable"}

@@ -30,8 +30,6 @@ from recipes.runner.results import read_results
 from recipes.runner.run import CommandLine
 from recipes.runner.settings import RunSettings
 
-__all__ = ["Fitted", "find_recipe", "fit"]
-
 RECIPES = ("mnist", "resnet", "seq2seq")
 _NOT_OF_FIT = frozenset({"ckpt", "output", "format"})
 _LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")

@@ -30,8 +30,6 @@ from datamodules.errors import UserError
 from recipes.runner.launch import flag_of
 from recipes.runner.saved_run import read_settings
 
-__all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "nearest", "without_markup"]
-
 _CLASS_PATH = "optimizer"
 """The flag whose text may be the import path of a class."""
 

@@ -13,8 +13,6 @@ from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.loggers import METRICS
 from recipes.runner.resume import ResumePoint, numbered
 
-__all__ = ["locked", "run_folder"]
-
 # The loader workers of a run that was killed hold its lock for a while.
 _LOCK_TIMEOUT = 20.0
 

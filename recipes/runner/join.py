@@ -42,11 +42,6 @@ from recipes.runner.machine import (
     loopback_interface,
 )
 
-__all__ = [
-    *("UPDATES_DONE", "ExpectedEnd", "FailureReporter", "Request", "code_version", "describe_differences"),
-    *("exit_run", "fingerprint", "join_run", "monitored", "rendezvous", "share"),
-]
-
 UPDATES_DONE = "updates done"
 """The entry of a rank's settings that tells where its resume starts."""
 

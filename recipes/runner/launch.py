@@ -21,11 +21,6 @@ from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.machine import LOOPBACK, Machine, number_of_devices
 
-__all__ = [
-    *("LAUNCHER_VARIABLE", "Command", "Launch", "LaunchSettings", "first_host", "flag_of"),
-    *("is_rank_zero", "plan_launch", "print_error", "rank_zero_print"),
-]
-
 DEFAULT_PORT = 29500
 
 

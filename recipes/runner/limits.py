@@ -16,8 +16,6 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 
-__all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_of_update", "seconds_of"]
-
 _OF_TRAINING = ("limit_train_batches", "overfit_batches")
 _OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
 

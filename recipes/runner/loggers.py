@@ -21,8 +21,6 @@ from recipes.runner.launch import is_rank_zero
 from recipes.runner.results import write_rows
 from recipes.runner.saved_run import read_run
 
-__all__ = ["log_settings", "logger_names", "loggers", "wandb_id"]
-
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log"}
 _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")

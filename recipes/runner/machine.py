@@ -17,13 +17,6 @@ import torch
 
 from datamodules.errors import UserError
 
-__all__ = [
-    *("LOOPBACK", "Machine", "Precision", "address_for_others", "bf16_unit", "declare_parent", "default_threads"),
-    *("detect_machine", "devices_of", "exit_with_parent", "interface_towards"),
-    *("is_loopback", "listen", "loopback_interface", "number_of_devices", "own_address", "parent_of_rank"),
-    *("resolve_precision", "stop_gpu_search", "tune_allocator"),
-]
-
 Precision = Literal["auto", "32", "64", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", 32, 64]
 
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["keep_help", "program_name", "quick_imports"]
-
 _PACKAGES = ("recipes", "callbacks", "datamodules")
 _READ = ("lightning", "torch", "torchvision", "jsonargparse", "docstring-parser")
 _HELP = {"-h", "--help", "--help-all", "--help_all"}

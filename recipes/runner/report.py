@@ -38,11 +38,6 @@ from recipes.runner.results import (
 from recipes.runner.saved_run import read_run
 from recipes.tables import Table
 
-__all__ = [
-    *("Outcome", "check_output", "print_pairs", "print_rows", "read_curves", "report", "report_unsaved", "shown"),
-    "write_report",
-]
-
 _REPORT = "report.html"
 _MOST_ROWS = 25
 

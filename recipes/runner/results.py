@@ -20,12 +20,6 @@ from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import UserError
 from recipes.version import __version__
 
-__all__ = [
-    *("RESULTS", "Stopwatch", "count_parameters", "differences", "environment", "hardware"),
-    *("loader_sizes", "peak_memory", "process_age", "read_results", "versions", "write_rows"),
-    "write_text",
-]
-
 RESULTS = "results.json"
 
 # Files that are complete, or as they were before.

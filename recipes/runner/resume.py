@@ -29,8 +29,6 @@ from recipes.runner.saved_run import (
     readable_checkpoints,
 )
 
-__all__ = ["ResumePoint", "find_resume_point", "launch_name", "numbered", "requeue_after_loss", "start_from"]
-
 # Lightning's launcher starts the other ranks with rank 0's variables.
 _VARIABLE = "LIGHTNING_RECIPES_RESUME_POINT"
 _LINEAGE = "lineage.json"

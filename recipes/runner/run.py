@@ -63,8 +63,6 @@ from recipes.runner.verify import find_interval
 from recipes.runner.weights_record import Interval
 from recipes.weights import read_settings_beside
 
-__all__ = ["CommandLine", "build_parser", "run"]
-
 _COMMANDS = {
     "fit": "train, then test the best checkpoint (the default)",
     "validate": "score a checkpoint on the validation part",

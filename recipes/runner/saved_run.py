@@ -15,11 +15,6 @@ from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.errors import UserError
 from recipes.runner.launch import flag_of
 
-__all__ = [
-    *("SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run", "read_settings"),
-    "readable_checkpoints",
-]
-
 log = logging.getLogger("lightning_recipes.resume")
 
 

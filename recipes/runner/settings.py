@@ -25,8 +25,6 @@ from recipes.runner.early_stopping import PatientStopping, score_mode
 from recipes.runner.limits import WholeUpdates
 from recipes.runner.machine import Precision
 
-__all__ = ["RunSettings", "checkpoint_callbacks", "run_callbacks"]
-
 _PATIENCE = 3
 
 

@@ -13,8 +13,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, SequentialSampler
 
-__all__ = ["evaluate_each_sample_once", "share_of"]
-
 
 class _AsIs:
     """A DataLoader as an iterable with a length."""

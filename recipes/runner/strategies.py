@@ -12,8 +12,6 @@ from typing_extensions import override
 from callbacks.lib.batch_norm import broadcast_tensors, exempt_from_broadcast, running_buffers
 from datamodules.errors import UserError
 
-__all__ = ["LeanDDPStrategy", "build_strategy", "check_strategy"]
-
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 
 

@@ -26,8 +26,6 @@ from recipes.runner.loggers import logger_names, loggers, wandb_id
 from recipes.runner.results import hardware
 from recipes.runner.strategies import build_strategy
 
-__all__ = ["build_trainer", "renew_callbacks"]
-
 
 def _backend(trainer: pl.Trainer) -> str:
     """What carries collective calls: nccl, gloo or another."""

@@ -23,8 +23,6 @@ from recipes.runner.settings import checkpoint_callbacks
 from recipes.runner.trainer import build_trainer
 from recipes.runner.weights_record import Interval, interval_to_repeat, weights_hash
 
-__all__ = ["find_interval", "verify"]
-
 
 def find_interval(folder: Path) -> Interval:
     """The part of a run to train again.

@@ -23,8 +23,6 @@ from recipes.runner.launch import rank_zero_print
 from recipes.runner.results import differences, environment, write_text
 from recipes.runner.saved_run import SavedRun
 
-__all__ = ["Interval", "Save", "Start", "WeightsRecorder", "interval_to_repeat", "read_record", "weights_hash"]
-
 _FILE = "weights.jsonl"
 
 

@@ -15,15 +15,6 @@ from datamodules.translation.subwords import AnyVocabulary
 from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK
 from recipes.seq2seq.network import TranslationNetwork
 
-__all__ = [
-    "Translations",
-    "Vocabularies",
-    "beam_search",
-    "length_limits",
-    "length_penalty",
-    "sentences_of",
-]
-
 Vocabularies = tuple[AnyVocabulary, AnyVocabulary]
 """Of the source and of the target."""
 

@@ -15,15 +15,6 @@ from typing_extensions import override
 from datamodules.errors import UserError
 from recipes.dropout import Dropout
 
-__all__ = [
-    "Encoded",
-    "Encoder",
-    "Seq2SeqNet",
-    "TranslationNetwork",
-    "position_mask",
-    "target_positions",
-]
-
 
 def position_mask(lengths: Tensor, time: int) -> Tensor:
     """True at the positions before each length, of shape (batch, time)."""

@@ -29,8 +29,6 @@ from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_posit
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
 
-__all__ = ["Seq2SeqTranslator"]
-
 NetworkName = Literal["rnn", "transformer"]
 
 

@@ -17,16 +17,6 @@ from datamodules.translation.data_module import TranslationDataModule
 from recipes.scores import MeanOverTargets
 from recipes.tables import Table
 
-__all__ = [
-    "BleuTokenizer",
-    "DetokenisedScores",
-    "StandardScore",
-    "TranslationScores",
-    "standard_scores",
-    "token_scores",
-    "tokenizer",
-]
-
 BleuTokenizer = Literal["13a", "intl", "zh", "char", "none"]
 """sacrebleu's names. 13a is the standard one; zh is for Chinese."""
 

@@ -15,9 +15,6 @@ from datamodules.errors import UserError
 from recipes.dropout import Dropout
 from recipes.seq2seq.network import Encoded, TranslationNetwork, position_mask
 
-__all__ = ["TransformerNet"]
-
-
 _MOST_WEIGHTS = 512 * 512  # Of longer sentences, torch's own attention does not hold them.
 
 
