@@ -24,7 +24,7 @@ from callbacks.checkpointing.stopping_points import (
     validation_is_next,
 )
 from callbacks.lib.exchange import FlagAllReduce
-from callbacks.lib.hooks import callbacks_of, is_fast_dev_run, refuse_dataloader_iter, surround_callbacks
+from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
 from callbacks.lib.notes import warn
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
@@ -51,7 +51,7 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     # The first that keeps a last checkpoint, else the first.
     checkpoint = min(found, key=lambda callback: not callback.save_last, default=None)
-    if checkpoint is None or is_fast_dev_run(trainer):
+    if checkpoint is None or getattr(trainer, "fast_dev_run", False):
         return None
     if place == "validation":
         for callback in callbacks_of(trainer):

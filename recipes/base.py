@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.hooks import attached_trainer, datamodule_of
+from callbacks.lib.hooks import attached_trainer
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
@@ -222,7 +222,7 @@ class Recipe(pl.LightningModule):
     def data_module(self) -> pl.LightningDataModule | None:
         """The data module of the run, for `data_contract`; None without a Trainer, and where it was given loaders."""
         trainer = attached_trainer(self)
-        return None if trainer is None else datamodule_of(trainer)
+        return None if trainer is None else getattr(trainer, "datamodule", None)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -37,11 +37,6 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
         return None
 
 
-def datamodule_of(trainer: pl.Trainer) -> Any:
-    """The data module of the run; None where loaders were passed."""
-    return getattr(trainer, "datamodule", None)
-
-
 def log_interval(trainer: pl.Trainer) -> int:
     """``log_every_n_steps``; 0 where nothing is logged."""
     untyped: Any = trainer
@@ -52,12 +47,6 @@ def log_after_update(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
     """Hands numbers and the epoch to every logger, as of the update that was just made."""
     for logger in trainer.loggers:
         logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
-
-
-def is_fast_dev_run(trainer: pl.Trainer) -> bool:
-    """Whether the run is a trial of a few batches, which saves and logs nothing."""
-    untyped: Any = trainer
-    return bool(untyped.fast_dev_run)
 
 
 def refuse_dataloader_iter(callback: pl.Callback, pl_module: pl.LightningModule) -> None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import callbacks_of, datamodule_of
+from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.layers import evaluating
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
@@ -115,7 +115,7 @@ def gather_rows(rows: Tensor) -> Tensor:
 
 
 def _images_of(trainer: pl.Trainer) -> ImageFolderDataModule:
-    data = datamodule_of(trainer)
+    data = getattr(trainer, "datamodule", None)
     if not isinstance(data, ImageFolderDataModule):
         raise UserError("`cache_features` needs an ImageFolderDataModule, whose images are numbered")
     return data

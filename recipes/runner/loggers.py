@@ -126,10 +126,6 @@ def logger_names(text: str) -> list[str]:
 
     Raises:
         UserError: there is no such logger, or its package is not installed.
-
-    Example:
-        >>> logger_names("csv, TensorBoard"), logger_names("none")
-        (['csv', 'tensorboard'], [])
     """
     names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
     if names == ["none"]:

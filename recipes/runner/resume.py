@@ -226,10 +226,6 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
 
     Raises:
         UserError: it is needed, and None.
-
-    Example:
-        >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "ENVIRONMENT": "BATCH"})
-        'slurm-17'
     """
     if slurm := _slurm_name(environment):
         return slurm

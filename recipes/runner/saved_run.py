@@ -161,11 +161,6 @@ def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], fr
 
     Args:
         free: settings that may differ.
-
-    Example:
-        >>> saved, typed = {"seed": 1, "devices": 1, "lr": 0.1}, {"seed": 2, "devices": 4, "lr": None}
-        >>> describe_differences(saved, typed, free={"devices"})
-        ['--seed is 2, and 1 in the checkpoint']
     """
     lines = []
     for name, new in config.items():

@@ -69,10 +69,6 @@ def build_strategy(name: str, world_size: int) -> Any:
 
     Args:
         world_size: processes of the run.
-
-    Example:
-        >>> build_strategy("auto", world_size=1)
-        'auto'
     """
     found = _STRATEGY.fullmatch(name)
     if found is None or world_size == 1:
