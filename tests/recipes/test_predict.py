@@ -198,7 +198,7 @@ def test_a_resnet_predicts_images_of_any_form(tmp_path: Path):
     assert rows[0]["probability"] == pytest.approx(rows[2]["probability"]) == pytest.approx(rows[3]["probability"])
 
 
-def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_path: Path):
+def test_a_translator_predicts_sentences_and_reads_text_files(tmp_path: Path):
     data = TranslationDataModule(batch_size=16)
     recipe = Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(data), hidden_size=16, beam=2)
     _trained(recipe, data, tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
@@ -212,7 +212,8 @@ def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_pat
     texts.mkdir()
     (texts / "a.txt").write_text("je suis ici .\n\ntu es la .\n")
     (texts / "b.txt").write_bytes(b"caf\xe9 noir\nje suis ici .\n")
-    data = TranslationDataModule(predict_inputs=[str(texts), "tu es la .", "missing.txt"])
+    files = [f"@{texts / name}" for name in ("a.txt", "b.txt")]
+    data = TranslationDataModule(predict_inputs=[*files, "tu es la .", "missing.txt"])
     predictor = pl.Trainer(enable_progress_bar=False, **QUIET)
     outputs = predictor.predict(recipe, data, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
     rows = all_rows(recipe, outputs, data)
