@@ -80,10 +80,7 @@ def notes(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
 # What a run sees does not depend on how it is read
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"mixup": 0.2, "cutmix": 1.0}],
-)
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0}])
 def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tree, options):
     expected = _batches(_data(tree, cache_gb=0, **options))
     assert len(expected) == 10
@@ -476,8 +473,9 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
 
 def test_small_images_that_cannot_be_read_are_reported_as_others(tree, notes):
     bad = _damage(tree)
-    with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
-        _batches(_data(tree, image_size=32))
+    for options in ({"image_size": 32}, {"num_workers": 1}):
+        with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
+            _batches(_data(tree, **options))
     data = _data(tree, image_size=32, on_corrupt="skip")
     assert sum(len(targets) for _, targets in _batches(data, 1)) == 13 - 4
     assert all(any(name in line for line in _messages(notes)) for name in bad)

@@ -368,6 +368,11 @@ def test_auto_refuses_a_given_folder_without_usable_files_and_downloads_nothing_
     ) as caught:
         data.resolve()
     assert "could not download" not in str(caught.value)
+    # A set that is named is downloaded into a folder with other files.
+    with pytest.raises(UserError, match="could not download"):
+        named = _data(tmp_path, download=True)
+        named.prepare_data()
+        named.setup("fit")
 
 
 def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
