@@ -113,6 +113,15 @@ def test_sigusr1_requeues_a_job_that_then_ends_as_an_undisturbed_one(cluster: Cl
     assert weights_of(cluster.last(job)) == undisturbed
 
 
+def test_a_job_that_is_requeued_from_outside(cluster: Cluster, undisturbed: str) -> None:
+    job = cluster.sbatch()
+    cluster.trains(job)
+    cluster.slurm.call("scontrol", "requeue", job)
+    cluster.restarts(job)
+    assert "ended by SIGTERM" in cluster.log(job)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
 def test_a_job_of_which_a_task_was_killed_is_requeued_by_the_other(cluster: Cluster, undisturbed: str) -> None:
     job = cluster.sbatch()
     cluster.trains(job)
