@@ -134,6 +134,13 @@ def test_lists_as_text_are_refused_and_no_part_is_passed_over(pictures: Path):
             find_images(place)
 
 
+def test_a_file_that_is_listed_twice_is_refused(pictures: Path):
+    rows = _csv("train").splitlines()
+    (pictures / "train.csv").write_text("\n".join([*rows, rows[3], "./pics/ant 0.png,bee"]) + "\n")
+    with pytest.raises(UserError, match=r"2 of a file that was listed before \(lines 16, 17\)"):
+        find_images(pictures)
+
+
 def test_files_in_train_and_in_val_are_named(pictures: Path):
     (pictures / "train.csv").write_text(_csv("train"))
     (pictures / "val.csv").write_text(_csv("val") + "pics/ant 0.png,ant\n")
