@@ -53,10 +53,9 @@ def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only
     assert first.err.count("10 classes") == 1
     assert "classes" not in second.err
     for number in range(36):
-        (tmp_path / "tree" / f"class {number % 12:02}").mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (7 * number, 0, 0)).save(
-            tmp_path / "tree" / f"class {number % 12:02}" / f"{number}.png"
-        )
+        path = tmp_path / "tree" / f"class {number % 12:02}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (7 * number, 0, 0)).save(path)
     listed = "".join(f"tree/class 00/{n}.png,ant\ntree/class 01/{n + 1}.png,bee\n" for n in (0, 12, 24))
     (tmp_path / "train.csv").write_text(f"path,label\n{listed}tree/class 02/2.png,bee\n")
     line += " --weights none --arch resnet20 --image-size 8 --val-fraction 0"

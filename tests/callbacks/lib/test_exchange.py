@@ -101,10 +101,13 @@ def test_one_process_keeps_its_value() -> None:
 
 
 class Delay(pl.Callback):
-    """Delays the last all-reduce of rank 1 by some seconds."""
+    """Notes when training ends, and delays the last all-reduce of rank 1 by some seconds."""
+
+    ended = 0.0
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.ended = time.monotonic()
         if trainer.global_rank == 1:
             time.sleep(8)
 
@@ -112,17 +115,17 @@ class Delay(pl.Callback):
 def _wait_for_rank_1() -> tuple[float, str]:
     silence()
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=2))
-    callbacks = [Delay(), Preemption()]
+    delay = Delay()
     trainer = pl.Trainer(
-        **QUIET, strategy=strategy, devices=2, max_steps=1, callbacks=callbacks, enable_checkpointing=False
+        **QUIET, strategy=strategy, devices=2, max_steps=1, callbacks=[delay, Preemption()], enable_checkpointing=False
     )
     loader = DataLoader(TensorDataset(*noisy_images(8)), 4)
-    began = time.monotonic()
+    said = ""
     try:
         trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), loader)
     except RuntimeError as error:
-        return time.monotonic() - began, str(error)
-    return time.monotonic() - began, ""
+        said = str(error)
+    return time.monotonic() - delay.ended, said
 
 
 def _maximum() -> list[float]:

@@ -27,19 +27,17 @@ class Notes(pl.LightningModule):
 
 
 class MyData(pl.LightningDataModule):
-    """As in the README."""
+    """As on the page of the callbacks."""
 
     def train_dataloader(self) -> TrainLoader:
         rank, world_size = self.trainer.global_rank, self.trainer.world_size  # type: ignore[union-attr]
         return TrainLoader(SAMPLES, SAMPLES, torch.arange(16), 4, 1, rank, world_size, shuffle=False)
 
 
-OPTIONS: dict[str, Any] = QUIET | {"enable_checkpointing": False, "enable_progress_bar": False}
-
-
 def _seen() -> list[list[float]]:
     silence()
-    module, options = Notes(), OPTIONS | {"use_distributed_sampler": True}
+    module = Notes()
+    options = QUIET | {"enable_checkpointing": False, "enable_progress_bar": False, "use_distributed_sampler": True}
     trainer = pl.Trainer(strategy="ddp", devices=2, max_epochs=1, **options)
     trainer.fit(module, MyData())
     return module.seen

@@ -48,7 +48,8 @@ class Cluster:
 
     def sbatch(self, *options: str, flags: tuple[str, ...] = ()) -> str:
         """Submit train.sh; returns the number of the job."""
-        out = ["--parsable", "--chdir", str(self.folder), "--output", "%j.log"]
+        name = "%A_%a.log" if "array" in str(options) else "%j.log"
+        out = ["--parsable", "--chdir", str(self.folder), "--output", name]
         return self.slurm.call("sbatch", *out, *options, str(self.script), *FLAGS, *flags, env=self.env).strip()
 
     def last(self, job: str) -> Path:
