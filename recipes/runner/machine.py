@@ -238,12 +238,33 @@ def interface_towards(address: str) -> str | None:
 # while starting one, and the workers of a torchrun that was killed would train beside those that replace them.
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
+_OF_USER = {"LIGHTNING_RECIPES_DATA"}
 _WAIT = 3.0  # In a regular end of the run the parent may be the first process to exit.
 
 
 def declare_parent(env: MutableMapping[str, str]) -> None:
     """Record this process as the parent of the processes that it will start."""
     env[_PARENT] = str(os.getpid())
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+def drop_inherited_variables(env: MutableMapping[str, str]) -> None:
+    """Remove our variables if they were set by a process that is not the parent of this one.
+
+    A program that calls `run` and starts other programs later passes its environment on to them.
+    """
+    told = env.get(_PARENT, "")
+    if not told.isdigit() or int(told) in (os.getpid(), os.getppid()) or not _is_alive(int(told)):
+        return
+    for name in [name for name in env if name.startswith("LIGHTNING_RECIPES_") and name not in _OF_USER]:
+        del env[name]
 
 
 def parent_of_rank(env: Mapping[str, str]) -> int | None:

@@ -46,6 +46,7 @@ from recipes.runner.machine import (
     declare_parent,
     detect_machine,
     devices_of,
+    drop_inherited_variables,
     exit_with_parent,
     parent_of_rank,
     resolve_precision,
@@ -109,6 +110,7 @@ def run(
         args: the command line; by default that of the process.
     """
     escape_output()
+    drop_inherited_variables(os.environ)
     exit_with_parent(os.environ)
     if parent_of_rank(os.environ) is None:
         declare_parent(os.environ)

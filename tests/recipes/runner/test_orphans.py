@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.runner.machine import declare_parent, parent_of_rank
+from recipes.runner.machine import declare_parent, drop_inherited_variables, parent_of_rank
 from tests.support.agents import children_of, shell_environment, wait_until
 
 ARGS = ["--accelerator", "cpu", "--precision", "32", "--dataset", "digits", "--max-epochs", "2000", "--devices", "2"]
@@ -52,6 +52,24 @@ def test_the_parent_of_a_rank_is_the_process_that_said_so_and_not_that_process_i
     assert parent_of_rank(env | {"LOCAL_RANK": "1"}) is None
     assert parent_of_rank({"LIGHTNING_RECIPES_PARENT": str(os.getppid()), "LOCAL_RANK": "1"}) == os.getppid()
     assert parent_of_rank({"TORCHELASTIC_RUN_ID": "job"}) == os.getppid()
+
+
+def test_what_a_process_that_is_no_parent_has_left_in_the_environment_is_forgotten():
+    left = {"LIGHTNING_RECIPES_RESUME_POINT": "{}", "LIGHTNING_RECIPES_LAUNCHER": "manual", "LOCAL_RANK": "1"}
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        for pid, kept in ((os.getpid(), True), (os.getppid(), True), (stranger.pid, False)):
+            own = {"LIGHTNING_RECIPES_DATA": "/data"}
+            env = left | own | {"LIGHTNING_RECIPES_PARENT": str(pid)}
+            drop_inherited_variables(env)
+            assert ("LIGHTNING_RECIPES_RESUME_POINT" in env, "LIGHTNING_RECIPES_LAUNCHER" in env) == (kept, kept)
+            assert {"LOCAL_RANK", *own} <= env.keys()
+    finally:
+        stranger.kill()
+        stranger.wait()
+    env = left | {"LIGHTNING_RECIPES_PARENT": str(stranger.pid)}
+    drop_inherited_variables(env)
+    assert parent_of_rank(env) == stranger.pid
 
 
 def test_a_process_ends_when_its_parent_is_killed(tmp_path):
