@@ -124,18 +124,20 @@ def validation_is_next(trainer: pl.Trainer) -> bool:
     One that is due after any of its micro-batches comes after the last. Of a time, rank 0's clock decides, once.
     """
     epochs, loop = trainer.check_val_every_n_epoch, trainer.fit_loop
-    if not trainer.enable_validation or (epochs is not None and (trainer.current_epoch + 1) % epochs):
+    if epochs is not None and (trainer.current_epoch + 1) % epochs:
         return False
-    if (is_over := validation_time_is_over(trainer)) is not None:
-        update, due = _TIMED.get(trainer, (-1, False))
-        if update != loop.total_batch_idx:
-            due = broadcast(trainer.strategy, is_over)
-            _TIMED[trainer] = loop.total_batch_idx, due
-        return due
-    done = 1 + (loop.total_batch_idx if epochs is None else loop.batch_idx)
-    window = 1 + loop.batch_idx % trainer.accumulate_grad_batches
-    is_last = trainer.is_last_batch or loop.batch_idx + 1 == trainer.num_training_batches
-    return validation_is_due(done, window, trainer.val_check_batch, is_last)
+    if (is_over := validation_time_is_over(trainer)) is None:
+        done = 1 + (loop.total_batch_idx if epochs is None else loop.batch_idx)
+        window = 1 + loop.batch_idx % trainer.accumulate_grad_batches
+        is_last = trainer.is_last_batch or loop.batch_idx + 1 == trainer.num_training_batches
+        return validation_is_due(done, window, trainer.val_check_batch, is_last) and trainer.enable_validation
+    if not trainer.enable_validation:
+        return False
+    update, due = _TIMED.get(trainer, (-1, False))
+    if update != loop.total_batch_idx:
+        due = broadcast(trainer.strategy, is_over)
+        _TIMED[trainer] = loop.total_batch_idx, due
+    return due
 
 
 def place_after_batch(trainer: pl.Trainer) -> Place:

@@ -23,6 +23,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
+from torch import Tensor
 
 from callbacks.lib.lightning_internals import RUNNING_HOOK
 
@@ -44,6 +45,11 @@ _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Methods that a `StepPlan` does not call, as long as they are Lightning's own."""
 
+_HOOKS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end"),
+)
+
 _STOCK = {
     getattr(kind, name)
     for kind in (Strategy, DDPStrategy, Precision, MixedPrecision, pl.LightningModule, pl.LightningDataModule)
@@ -59,7 +65,7 @@ class StepPlan:
     What it does not know, it leaves to Lightning: manual optimisation, a profiler, logging at the level DEBUG, a step
     that takes the ``dataloader_iter``, GradScaler, and strategies, precisions and optimisers with methods of their own
     for what is made here. It looks at each step; so a run may change over and back, and each rank for itself, since
-    both ways communicate alike.
+    both ways communicate alike. Which hooks of callbacks do nothing it looks at once in an epoch.
 
     Args:
         trainer: one that begins to train.
@@ -69,6 +75,10 @@ class StepPlan:
         self.trainer: Any = trainer
         self.loop: Any = trainer.fit_loop.epoch_loop
         self.stock: Callable[[Any], None] = self.loop.advance
+        self.module: Any = trainer.lightning_module
+        """That of the running step."""
+        self.idle: dict[str, dict[int, pl.Callback]] = {}
+        """The callbacks, by identity, whose hook of a name does nothing."""
         self.classes: dict[tuple[type, tuple[str, ...]], bool] = {}
         """Whether these methods of a class are stock."""
         self.step: Any = None
@@ -85,7 +95,7 @@ class StepPlan:
     def is_ordinary(self, data_fetcher: Any) -> bool:
         """Whether nothing in the next step is unknown here."""
         trainer, loop = self.trainer, self.loop
-        module, strategy, precision = trainer.lightning_module, trainer.strategy, trainer.precision_plugin
+        module, strategy, precision = self.module, trainer.strategy, trainer.precision_plugin
         optimization, optimizers = loop.automatic_optimization, strategy._lightning_optimizers
         return (
             not loop.restarting
@@ -107,18 +117,31 @@ class StepPlan:
             and self.has_stock(precision, _PRECISION)
         )
 
+    def find_idle_hooks(self) -> None:
+        """Looks which callbacks have no hook of their own; one that is set on an object later counts from here on."""
+        dynamic, own = object.__getattribute__, self.trainer.callbacks
+        plain = [c for c in own if isinstance(c, pl.Callback) and type(c).__getattribute__ is dynamic]
+        for name in _HOOKS:
+            stock = getattr(pl.Callback, name)
+            self.idle[name] = {id(c): c for c in plain if getattr(type(c), name) is stock and name not in vars(c)}
+
     def advance(self, data_fetcher: Any) -> None:
         """One training batch: `_TrainingEpochLoop.advance`."""
+        self.module = self.trainer.lightning_module
         if not self.is_ordinary(data_fetcher):
+            self.idle = {}
             self.stock(data_fetcher)
             return
         trainer, loop = self.trainer, self.loop
         progress, results, connector = loop.batch_progress, loop._results, trainer._logger_connector
-        loop.val_loop.restarting = False
+        if loop.val_loop.restarting:
+            loop.val_loop.restarting = False
         if trainer.world_size > 1:
             loop._broadcast_sigterm_tensor()
         batch, _, _ = next(data_fetcher)
         batch_idx = loop.batch_idx + 1
+        if batch_idx == 0 or not self.idle:
+            self.find_idle_hooks()
         progress.is_last_batch = data_fetcher.done
         batch = self.to_device(batch)
         progress.increment_ready()
@@ -137,7 +160,8 @@ class StepPlan:
                 outputs = self.train(batch, batch_idx)
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if not loop._should_accumulate():
+                self.schedule(batch_idx + 1)
             if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stops:
@@ -150,9 +174,18 @@ class StepPlan:
         if results:
             connector.update_train_step_metrics()
 
+    def schedule(self, number: int) -> None:
+        """The schedules of the step, but for plateaus: `_TrainingEpochLoop.update_lr_schedulers`."""
+        progress = self.loop.scheduler_progress
+        for config in self.trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau and config.interval == "step" and number % config.frequency == 0:
+                progress.increment_ready()
+                self.named("lr_scheduler_step", self.module.lr_scheduler_step, config.scheduler, None)
+                progress.increment_completed()
+
     def named(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function as the hook of this name."""
-        attributes = vars(self.trainer.lightning_module)
+        attributes = vars(self.module)
         before, attributes[RUNNING_HOOK] = attributes[RUNNING_HOOK], name
         answer = function(*args)
         attributes[RUNNING_HOOK] = before
@@ -163,19 +196,22 @@ class StepPlan:
         return self.named(name, self.call_all, name, *args)
 
     def call_all(self, name: str, *args: Any) -> Any:
-        trainer = self.trainer
-        module = trainer.lightning_module
+        trainer, module = self.trainer, self.module
+        idle = self.idle[name]
         for callback in trainer.callbacks:
-            if callable(hook := getattr(callback, name)):
+            if id(callback) not in idle and callable(hook := getattr(callback, name)):
                 hook(trainer, module, *args)
         return hook(*args) if callable(hook := getattr(module, name)) else None
 
     def to_device(self, batch: Any) -> Any:
         trainer = self.trainer
-        module, data = trainer.lightning_module, trainer.datamodule
+        module, data = self.module, trainer.datamodule
         batch = trainer.precision_plugin.convert_input(batch)
         if self.has_stock(module, _TRANSFERS) and (data is None or self.has_stock(data, _TRANSFERS)):
-            return move_data_to_device(batch, trainer.strategy.root_device)
+            device = trainer.strategy.root_device
+            if type(batch) in (tuple, list) and all(type(part) is Tensor and part.device == device for part in batch):
+                return type(batch)(batch)
+            return move_data_to_device(batch, device)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
@@ -189,7 +225,7 @@ class StepPlan:
     def train(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Loss, gradients and update: `_AutomaticOptimization.run`."""
         trainer, loop = self.trainer, self.loop
-        module, strategy, optimizer = trainer.lightning_module, trainer.strategy, trainer.optimizers[0]
+        module, strategy, optimizer = self.module, trainer.strategy, trainer.optimizers[0]
         progress = loop.automatic_optimization.optim_progress.optimizer
         args = self.arguments(module.training_step, batch, batch_idx)
 
@@ -201,6 +237,8 @@ class StepPlan:
                     " It is recommended that you rewrite your training logic to avoid having to skip the step in the"
                     " first place."
                 )
+            if type(output) is Tensor and trainer.accumulate_grad_batches == 1:
+                return ClosureResult(output)
             return ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
 
         def zero_grad() -> None:
@@ -227,13 +265,12 @@ class StepPlan:
     def backward(self, loss: Any) -> None:
         """`Strategy.backward`."""
         self.call("on_before_backward", loss)
-        self.trainer.lightning_module.backward(loss)
+        self.module.backward(loss)
         self.call("on_after_backward")
 
     def update(self, optimizer: Any, closure: Closure) -> None:
         """`LightningModule.optimizer_step`."""
-        trainer = self.trainer
-        module = trainer.lightning_module
+        trainer, module = self.trainer, self.module
         clipping = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
 
         def gradients() -> Any:

@@ -392,6 +392,28 @@ def it_ends_within_an_epoch_and_a_window(_: Transcript) -> dict[str, Any]:
 
 
 @case
+def callbacks_come_go_and_change(transcript: Transcript) -> dict[str, Any]:
+    names = hooks_of(pl.Callback)
+    guest = transcript.recording(pl.Callback, names, "guest", at=2)()
+    wrapped = transcript.wrap(pl.Callback(), [], "wrapped callback")
+
+    class Host(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            changes = {1: trainer.callbacks.append, 3: trainer.callbacks.remove}
+            changes.get(batch_idx, lambda _: None)(guest)
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            transcript.wrap(wrapped, names, "wrapped callback")
+
+    class Passing(pl.Callback):
+        def __getattribute__(self, name: str) -> Any:
+            return getattr(others, name) if name == "on_after_backward" else super().__getattribute__(name)
+
+    others = transcript.recording(pl.Callback, names, "passed to", at=2)()
+    return {"callbacks": [wrapped, Host(), Passing()]}
+
+
+@case
 def our_accumulation(_: Transcript) -> dict[str, Any]:
     return {"callbacks": [GradientAccumulation(2)]}
 
