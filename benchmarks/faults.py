@@ -7,6 +7,7 @@ the weights of an undisturbed run, to the bit.
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +114,11 @@ class Faulty(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.is_global_zero:
             self._mark("updates", str(trainer.global_step))
+            goes_on = self.fault.kind == "nothing" or (
+                self.fault.kind == "disk" and trainer.global_step > self.fault.at
+            )
+            if goes_on and (self.folder / "injected").exists() and not (self.folder / "recovered").exists():
+                self._mark("recovered", str(time.time()))
         if self.fault.kind == "disk" and trainer.global_step > self.fault.at:
             limit_files(-1)
         self._inject(trainer, pl_module, "update")
@@ -163,7 +169,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-_KILL: dict[str, Any] = {"kind": "kill", "at": 17}
+_KILL: dict[str, Any] = {"kind": "kill", "at": 17, "rank": 0}
 _LATE: dict[str, Any] = {"kind": "kill", "at": 34}  # In the second epoch, when there is a checkpoint besides last.ckpt.
 _TERM: dict[str, Any] = {"kind": "term", "at": 17}
 _WITHOUT_REPORT = r"error: rank 1 \(node \d, .*\) ended without a report"
@@ -193,7 +199,7 @@ FAULTS: dict[str, FaultCase] = {
     "last.ckpt cut off": FaultCase(_LATE, "", 137, None, damage=_truncate, resumed=r"last\.ckpt is skipped"),
     "last.ckpt with a flipped bit": FaultCase(_LATE, "", 137, None, damage=_flip, resumed="it is damaged"),
     "disk full at a save": FaultCase(
-        {"kind": "disk", "moment": "save", "at": 10}, r"was not saved \(.*\); .* training continues", 0, 0
+        {"kind": "disk", "moment": "save", "at": 10, "rank": 0}, r"was not saved \(.*\); .* training continues", 0, 0
     ),
     "NaN in the weights": FaultCase({"kind": "nan", "at": 12}, "the run has diverged: .* NaN"),
 }
@@ -285,8 +291,19 @@ def undisturbed(run: Run) -> str:
     return run.digest()
 
 
-def run_case(case: FaultCase, run: Run, reference: str) -> list[str]:
-    """Bring a fault about, type the command again, and compare; what differs from the expectation."""
+class Outcome(NamedTuple):
+    """What has come of a fault."""
+
+    wrong: list[str]
+    """What differs from the expectation."""
+    seconds: float
+    """From the fault to the next update, the same command typed at once."""
+    repeated: int
+    """Updates that are made again."""
+
+
+def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
+    """Bring a fault about, type the command again, and compare."""
     ended, wrong = run.finish(run.start(case.fault, case.more)), list[str]()
     if not (run.folder / "injected").exists():
         wrong.append("the fault did not happen")
@@ -300,39 +317,50 @@ def run_case(case: FaultCase, run: Run, reference: str) -> list[str]:
     ended = run.complete()
     found = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
     finished = re.search("the run in .* has finished", ended.output)
-    lost = 0 if finished else done - (int(found[1].replace(",", "")) if found else 0)
-    if case.lost is not None and lost > case.lost:
-        wrong.append(f"{lost} updates lost, at most {case.lost} may be")
+    repeated = 0 if finished else done - (int(found[1].replace(",", "")) if found else 0)
+    if case.lost is not None and repeated > case.lost:
+        wrong.append(f"{repeated} updates lost, at most {case.lost} may be")
     if not re.search(case.resumed, ended.output):
         wrong.append(f"no match for {case.resumed!r} in: {ended.tail}")
     if ended.status or run.digest() != reference:
         wrong.append(f"other weights than undisturbed, or none: {ended.tail}")
-    return wrong
+    times = [run.folder / name for name in ("injected", "recovered")]
+    broken, recovered = (float(path.read_text()) if path.exists() else math.nan for path in times)
+    return Outcome(wrong, recovered - broken, repeated)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Bring the faults about and print a row for each; the exit status is 1 where one of them was not survived."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", default="", help="faults whose name contains this")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", default=[""], help="faults whose name contains one of these"
+    )
     parser.add_argument("--recipes", nargs="+", choices=TINY_RECIPES, default=list(TINY_RECIPES), help="default: all")
+    parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="default: each fault's own number")
     args = parser.parse_args(argv)
-    chosen = {name: case for name, case in FAULTS.items() if args.only in name}
-    if not chosen:
-        parser.error(f"no fault is called {args.only!r}; there are: {', '.join(FAULTS)}")
+    cases = [(name, case) for name, case in FAULTS.items() if any(text in name for text in args.only)]
+    if not cases:
+        parser.error(f"no fault is called {args.only[0]!r}; there are: {', '.join(FAULTS)}")
+    if args.processes:
+        cases = [(name, replace(case, world_size=n)) for name, case in cases for n in args.processes]
+        cases = [(name, case) for name, case in cases if case.fault.get("rank", 0) < case.world_size]
     failed, references = False, dict[tuple[str, int, bool], str]()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as root:
-        print("| recipe | fault | outcome |\n|---|---|---|")
-        for name, case in chosen.items():
+        print("| recipe | fault | processes | seconds to the next update | updates made again | outcome |")
+        print("|---|---|---|---|---|---|")
+        for name, case in cases:
             for recipe in args.recipes:
                 how = recipe, case.world_size, case.manual_launch
                 if how not in references:
                     folder = Path(root, "-".join(map(str, how)))
                     references[how] = undisturbed(Run(recipe, folder, case.world_size, case.manual_launch))
-                folder = Path(root, f"{recipe}-{re.sub(r'[^a-z0-9]+', '-', name.lower())}")
+                folder = Path(root, f"{recipe}-{case.world_size}-{re.sub(r'[^a-z0-9]+', '-', name.lower())}")
                 run = Run(recipe, folder, case.world_size, case.manual_launch)
-                wrong = run_case(case, run, references[how])
-                failed = failed or bool(wrong)
-                print(f"| {recipe} | {name} | {'; '.join(wrong) or 'as it has to be, weights equal'} |", flush=True)
+                found = run_case(case, run, references[how])
+                failed = failed or bool(found.wrong)
+                outcome = "; ".join(found.wrong) or "as it has to be, weights equal"
+                cells = recipe, name, case.world_size, f"{found.seconds:.1f}", found.repeated, outcome
+                print("|", " | ".join(map(str, cells)), "|", flush=True)
     return int(failed)
 
 
