@@ -230,7 +230,7 @@ class Run:
     def command(self, *more: str) -> list[str]:
         """The command line."""
         devices = 1 if self.manual_launch else self.world_size
-        flags = "--limit-train-batches 21 --limit-test-batches 2 --max-epochs 2 --global-batch-size 64"
+        flags = "--limit-train-batches 21 --limit-test-batches 4 --max-epochs 2 --global-batch-size 64"
         flags += f" --batch-size {64 // self.world_size} --devices {devices} --name faulty --resume auto --logger csv"
         flags += " --accelerator cpu --precision 32-true --enable-progress-bar false"
         own = ["--save-every", f"{SAVE_EVERY} steps", "--run-dir", str(self.folder / "runs")]
