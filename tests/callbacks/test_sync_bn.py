@@ -113,6 +113,7 @@ class Net(pl.LightningModule):
         return ((self.head(self.body(x)).squeeze(1) - y) ** 2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert isinstance(self.body[1], nn.BatchNorm2d)
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
