@@ -19,7 +19,7 @@ from tests.end_to_end import test_equal_bits as equal_bits
 from tests.end_to_end.test_exact_resume import TRAIN, VALIDATION, adamw
 from tests.end_to_end.test_split_table import BOUNDS, TASKS, by_hand, error, train
 from tests.support.devices import on_device, precision_on, run_on
-from tests.support.tables import Tiny, image_network, quiet_trainer, silence
+from tests.support.tables import Tiny, equal, image_network, quiet_trainer
 
 SPLITS = {1: (1, 4), 2: (2, 4)}
 """By the number of processes, the numbers of micro-batches of an update."""
@@ -28,7 +28,6 @@ Row = tuple[str, torch.dtype, int]
 
 
 def _train_all(world_size: int) -> dict[Row, dict[str, Tensor]]:
-    silence()
     rows = [(name, dtype, count) for name in TASKS for dtype in BOUNDS for count in SPLITS[world_size]]
     on = on_device("cuda", world_size)
     return {row: train(TASKS[row[0]], row[1], world_size, row[2], on) for row in rows}
@@ -44,11 +43,10 @@ def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(world_siz
         gap = error(found, expected)
         print(f"{name:20}{dtype!s:16}{world_size} x {micro_batches}: {gap:.0e}")
         assert gap <= BOUNDS[dtype], row
-        assert all(torch.equal(rank[row][key], value) for rank in ranks for key, value in found.items()), "ranks differ"
+        assert all(equal(rank[row], found) for rank in ranks), "ranks differ"
 
 
 def _hashes(device: str, world_size: int) -> dict[equal_bits.Row, str]:
-    silence()
     options = on_device(device, world_size) | {"deterministic": "warn"}
     return {row: equal_bits.train(row, world_size, on=options) for row in equal_bits.FEW}
 

@@ -20,7 +20,7 @@ from recipes.dropout import Dropout
 from tests.callbacks.test_sync_bn import gaps_to_whole_batch
 from tests.cuda.conftest import Device
 from tests.support.devices import on_device, precision_on, run_on
-from tests.support.tables import Tiny, image_network, noisy_images, silence
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 
 def _sync_bn_gaps(sizes: tuple[int, int]) -> list[dict[str, float]]:
@@ -66,16 +66,10 @@ class _Records(pl.Callback):
 
 
 def _overflow(device: str, fused: bool) -> tuple[list[Tensor], list[float], list[float]]:
-    silence()
     records, warmup = _Records(), WarmupLR("12 steps")
     inputs, targets = noisy_images(48)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        callbacks=[GradientAccumulation(2), warmup, FiniteWeights(), TrainingMonitor(), records],
-        **on_device(device) | precision_on(device, "16-mixed"),
-    )
+    ours = GradientAccumulation(2), warmup, FiniteWeights(), TrainingMonitor(), records
+    trainer = quiet_trainer(*ours, log_every_n_steps=1, **on_device(device) | precision_on(device, "16-mixed"))
     module = _Overflowing(image_network().float(), torch.optim.AdamW, lr=0.01, fused=fused)
     trainer.fit(module, DataLoader(TensorDataset(inputs.float(), targets), 4))
     return records.weights, records.scales, warmup.state_dict()["updates"]
