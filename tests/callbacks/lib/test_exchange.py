@@ -1,6 +1,5 @@
 """What ranks exchange is JSON: nothing that arrives can run code."""
 
-import contextlib
 import json
 import os
 import pickle
@@ -116,10 +115,12 @@ def _wait_for_rank_1() -> tuple[float, str]:
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=2))
     delay = Delay()
     trainer = quiet_trainer(delay, Preemption(), strategy=strategy, devices=2, max_steps=1)
-    with pytest.raises(RuntimeError) if trainer.global_rank == 0 else contextlib.suppress(RuntimeError) as error:
+    try:
         loader = DataLoader(TensorDataset(*noisy_images(8)), 4)
         trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), loader)
-    return time.monotonic() - delay.ended, str(error and error.value)
+    except RuntimeError as error:
+        return time.monotonic() - delay.ended, str(error)
+    return 0.0, ""
 
 
 def _maximum() -> list[float]:
