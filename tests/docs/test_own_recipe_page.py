@@ -54,10 +54,6 @@ def weights_of(folder: Path, name: str) -> dict[str, Tensor]:
     return torch.load(path, weights_only=True)["state_dict"]
 
 
-def test_it_has_at_most_eighty_lines() -> None:
-    assert len(code().splitlines()) <= 80
-
-
 @pytest.mark.slow
 def test_it_learns_the_same_on_two_processes_and_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "diabetes.py").write_text(code())
