@@ -136,14 +136,7 @@ Whole = Callable[[tuple[str, ...], int], list[Life]]
     [
         pytest.param(ACCUMULATING, 1, ("train", 1, 4), ("train", 1, 5), {}, id="in mid-window, after that update"),
         pytest.param(BARE, 1, ("validation", 0, 2), ("validation", 0, 2), {}, id="in validation, there"),
-        pytest.param(
-            BARE,
-            1,
-            ("train", 1, 12),
-            ("train", 1, 12),
-            {"signum": signal.SIGINT},
-            id="on the last batch, before the validation",
-        ),
+        pytest.param(BARE, 1, *[("train", 1, 12)] * 2, {"signum": signal.SIGINT}, id="last batch, before validation"),
         # The flag is read one update later.
         pytest.param(
             BARE, 2, ("train", 0, 3), ("train", 0, 4), {"rank": 1, "signum": signal.SIGUSR1}, id="to one rank of two"
