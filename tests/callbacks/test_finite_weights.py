@@ -4,13 +4,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.finite_weights import FiniteWeights, first_not_finite
 from datamodules.errors import UserError
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images
+from tests.support.devices import precision_on
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 
 class Diverging(Tiny):
@@ -25,11 +25,10 @@ class Diverging(Tiny):
         return loss * float("nan") if batch_idx == self.at else loss
 
 
-def fit(module: pl.LightningModule, folder: Path, **options: Any) -> pl.Trainer:
+def fit(module: pl.LightningModule, folder: Path | None = None, **options: Any) -> pl.Trainer:
     inputs, targets = noisy_images(48)
-    saving = [ExactCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_last=True)]
-    callbacks = [FiniteWeights(), *(saving if options.get("enable_checkpointing", True) else [])]
-    trainer = pl.Trainer(**(QUIET | {"max_epochs": 1, "enable_progress_bar": False} | options), callbacks=callbacks)
+    saving = [ExactCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_last=True)] if folder else []
+    trainer = quiet_trainer(FiniteWeights(), *saving, **options)
     trainer.fit(module, DataLoader(TensorDataset(inputs.float(), targets), batch_size=4))
     return trainer
 
@@ -43,14 +42,13 @@ def test_a_run_that_diverges_stops_before_the_next_checkpoint_and_names_the_weig
 
 
 @pytest.mark.parametrize(("interval", "found"), [(9, 9), (50, 12)])
-def test_without_checkpoints_it_stops_at_the_next_log_or_at_the_end(interval: int, found: int, tmp_path: Path) -> None:
+def test_without_checkpoints_it_stops_at_the_next_log_or_at_the_end(interval: int, found: int) -> None:
     with pytest.raises(UserError, match=f"after update {found}"):
-        fit(Diverging(at=1), tmp_path, log_every_n_steps=interval, enable_checkpointing=False)
+        fit(Diverging(at=1), log_every_n_steps=interval)
 
 
-def test_a_nan_whose_update_is_skipped_stops_nothing(tmp_path: Path) -> None:
-    scaled = MixedPrecision("16-mixed", "cpu")
-    trainer = fit(Diverging(at=4), tmp_path, plugins=[scaled], log_every_n_steps=1)
+def test_a_nan_whose_update_is_skipped_stops_nothing() -> None:
+    trainer = fit(Diverging(at=4), log_every_n_steps=1, **precision_on("cpu", "16-mixed"))
     assert trainer.global_step == 12
     assert first_not_finite(trainer.lightning_module) is None
 

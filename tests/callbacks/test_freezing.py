@@ -6,15 +6,12 @@ Every run here is hostile to freezing: momentum, weight decay, dropout, validati
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
@@ -25,88 +22,52 @@ from callbacks.rank_consistency import RankConsistency
 from callbacks.sync_bn import SyncBN
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from tests.support.devices import precision_on
 from tests.support.ranks import run_ranks
-from tests.support.tables import CLASSES, QUIET, noisy_images, on_ranks, silence
+from tests.support.tables import CLASSES, Tiny, noisy_images, quiet_trainer
 
 BATCHES = 6
-TRAIN, VALIDATION = noisy_images(8 * BATCHES), noisy_images(9)
+TRAIN, VALIDATION = ((inputs.float(), targets) for inputs, targets in map(noisy_images, (8 * BATCHES, 9)))
 
 
 class Network(nn.Module):
     """A stem and two stages with batch normalisation and dropout, and a head."""
 
-    def __init__(self, dropout: float = 0.3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-
-        def stage(inputs: int) -> nn.Sequential:
-            return nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(dropout))
-
-        self.stem = stage(1)
-        self.layer1 = stage(4)
-        self.layer2 = stage(4)
+        for name, inputs in (("stem", 1), ("layer1", 4), ("layer2", 4)):
+            layers = nn.Conv2d(inputs, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(0.3)
+            self.add_module(name, nn.Sequential(*layers))
         self.fc = nn.Linear(4 * 5 * 5, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.fc(self.layer2(self.layer1(self.stem(inputs))).flatten(1))
 
 
-SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-
-
-class Rude(pl.LightningModule):
+class Rude(Tiny):
     """A module that puts everything into training mode in each step."""
 
-    def __init__(self, network: nn.Module | None = None, optimizer: Any = torch.optim.SGD, **settings: Any) -> None:
-        super().__init__()
-        self.network: Any = network or Network()
-        self.optimizer, self.settings = optimizer, settings or SGD
-        self.make_optimizer: Callable[[], Any] | None = None
+    def __init__(self, network: nn.Module | None = None) -> None:
+        super().__init__(network or Network(), torch.optim.SGD)
         self.rude = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.rude:
             self.train()
-        return F.cross_entropy(self.network(batch[0]), batch[1])
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self.network(batch[0]), batch[1]))
-
-    test_step = validation_step
-
-    def predict_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self.network(batch[0])
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        if self.make_optimizer is not None:
-            return self.make_optimizer()
         groups = [{"params": list(child.parameters()), "name": name} for name, child in self.network.named_children()]
-        return self.optimizer(groups, **self.settings)
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def loaders(trainer: pl.Trainer, dtype: torch.dtype, batch_size: int = 8) -> tuple[TrainLoader, EvaluationLoader]:
-    """Batches whose samples do not depend on the number of ranks, where the ranks share `batch_size`."""
-    ranks, rank = trainer.world_size, trainer.global_rank
-    train = TrainLoader(TRAIN[0].to(dtype), TRAIN[1], torch.arange(len(TRAIN[1])), batch_size // ranks, 1, rank, ranks)
-    rows = torch.arange(len(VALIDATION[1]))
-    return train, EvaluationLoader(VALIDATION[0].to(dtype), VALIDATION[1], rows, 4, rank, ranks)
-
-
-def fit(
-    model: pl.LightningModule,
-    *callbacks: Callback,
-    world_size: int = 1,
-    dtype: torch.dtype = torch.float32,
-    ckpt_path: Any = None,
-    batch_size: int = 8,
-    **options: Any,
-) -> pl.Trainer:
-    """Train with callbacks, for two epochs if not told otherwise."""
-    silence()
-    options = {"max_epochs": 2, "enable_checkpointing": False, "enable_progress_bar": False, **options}
-    trainer = pl.Trainer(callbacks=list(callbacks), **{**on_ranks(world_size), **QUIET, **options})
-    trainer.fit(model.to(dtype), *loaders(trainer, dtype, batch_size), ckpt_path=ckpt_path, weights_only=True)
-    return trainer
+def fit(model: Any, *callbacks: Callback, world_size: int = 1, batch_size: int = 8, **options: Any) -> None:
+    """Train with callbacks, for two epochs if not told otherwise; the ranks share `batch_size`."""
+    trainer = quiet_trainer(*callbacks, world_size=world_size, **{"max_epochs": 2} | options)
+    place = trainer.global_rank, world_size
+    train = TrainLoader(*TRAIN, torch.arange(len(TRAIN[1])), batch_size // world_size, 1, *place)
+    trainer.fit(model, train, EvaluationLoader(*VALIDATION, torch.arange(len(VALIDATION[1])), 4, *place))
 
 
 def bits(module: nn.Module) -> dict[str, bytes]:
@@ -121,18 +82,11 @@ def changed(before: dict[str, bytes], module: nn.Module) -> set[str]:
     }
 
 
-PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "float32": dict,
-    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
-    "float16 with GradScaler": lambda: {"plugins": [MixedPrecision("16-mixed", "cpu")]},
-}
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_frozen_layers_keep_every_bit_over_two_epochs(precision: str) -> None:
     model = Rude()
     before = bits(model)
-    fit(model, FreezeLayers(until="layer2"), **PRECISIONS[precision]())
+    fit(model, FreezeLayers(until="layer2"), **precision_on("cpu", precision))
     assert changed(before, model) == {"layer2", "fc"}
 
 
@@ -187,8 +141,10 @@ def test_half_an_epoch_is_counted_in_updates_and_windows_are_never_cut() -> None
 class Observed(Rude):
     """Notes running statistics where a step begins, inside DDP, and where it has ended."""
 
-    entered: list[dict[str, bytes]]
-    left: list[dict[str, bytes]]
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[dict[str, bytes]] = []
+        self.left: list[dict[str, bytes]] = []
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -204,12 +160,10 @@ def statistics(module: nn.Module) -> dict[str, bytes]:
     return {name: value for name, value in bits(module).items() if "running" in name}
 
 
-def synchronised_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], dict[str, bytes], dict[str, Any]]:
+def synchronised_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], dict[str, bytes], Any]:
     """A run of two ranks under SyncBN; and what became of DDP's settings."""
     callbacks: list[Callback] = [SyncBN(), FreezeLayers(unfreeze={"stem": "2 steps", "layer1": "4 steps"})]
-    model = Observed()
-    model.entered, model.left = [], []
-    wrappers: list[Any] = []
+    model, wrappers = Observed(), []
 
     class Wrappers(Callback):
         @override
@@ -226,8 +180,7 @@ def synchronised_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], d
     strategy = DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True)
     callbacks = callbacks[::-1] if frozen_first else callbacks
     fit(model, *callbacks, RankConsistency(), watch, world_size=2, max_epochs=1, strategy=strategy)
-    ddp = {"settings": watch.settings, "alive": watch.alive}
-    return model.entered, model.left, bits(model), ddp
+    return model.entered, model.left, bits(model), (watch.settings, watch.alive)
 
 
 def test_wrapping_again_keeps_the_statistics_and_the_settings_of_ddp_in_either_order_of_callbacks() -> None:
@@ -235,7 +188,7 @@ def test_wrapping_again_keeps_the_statistics_and_the_settings_of_ddp_in_either_o
     for first, second in orders:
         for entered, left, _, ddp in (first, second):
             assert entered[1:] == left[:-1], "nobody touched them between two steps"
-            assert ddp == {"settings": (True, True), "alive": [False, False, True]}
+            assert ddp == ((True, True), [False, False, True])
         assert first[2] == second[2]
     assert orders[0][0][2] == orders[1][0][2]
 
@@ -246,10 +199,30 @@ class HeadOnly(Rude):
         return torch.optim.SGD(self.network.fc.parameters(), lr=0.1)
 
 
-def test_an_optimiser_that_lacks_what_is_to_train_later_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (
+            HeadOnly,
+            ("fc", {"layer1": 5}),
+            r"left out network\.layer1\.0\.weight, .* \(4 in all\): pass self\.parameters",
+        ),
+        (Rude, ("fc", {"fc": "1 epochs"}), "nothing to train at the start"),
+        (Rude, (), "has nothing to freeze"),
+        (Rude, (None, {"stem": "soon"}), "unfreezing 'stem' at 'soon' cannot be read"),
+        (Rude, ("layre1",), "there is no 'layre1' in the module; did you mean .*'network.layer1'"),
+        (Rude, (None, {"0": 5}), "'0' could be .*'network.layer1.0' or .*: write one of them in full"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(kind: type[Rude], arguments: tuple[Any, ...], message: str) -> None:
+    model = kind()
+    with pytest.raises(UserError, match=message):
+        fit(model, FreezeLayers(*arguments))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_optimiser_of_what_trains_from_the_start_is_enough() -> None:
     fit(HeadOnly(), FreezeLayers("fc"))
-    with pytest.raises(UserError, match=r"left out network\.layer1\.0\.weight, .* \(4 in all\): pass self\.parameters"):
-        fit(HeadOnly(), FreezeLayers("fc", unfreeze={"layer1": 5}))
 
 
 def state_of(module: nn.Module) -> list[Any]:
@@ -286,7 +259,7 @@ def test_shared_weights_train_if_one_of_their_owners_does_and_this_is_said(caplo
     network = Network()
     network.layer2[0].weight = network.layer1[0].weight
     model = Rude(network)
-    model.make_optimizer = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
     before = bits(model)
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         fit(model, FreezeLayers("layer2"))
@@ -296,22 +269,7 @@ def test_shared_weights_train_if_one_of_their_owners_does_and_this_is_said(caplo
     assert moved == {"network.layer1.0.weight"}
 
 
-def test_freezing_everything_is_refused_and_freezing_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_freezing_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         fit(Rude(), FreezeLayers("stem"), max_epochs=1)
     assert "nothing is frozen: no parameter is defined before 'stem'" in caplog.text
-    model = Rude()
-    with pytest.raises(UserError, match="nothing to train at the start"):
-        fit(model, FreezeLayers("fc", unfreeze={"fc": "1 epochs"}))
-    assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(UserError, match="has nothing to freeze"):
-        FreezeLayers()
-    with pytest.raises(UserError, match="unfreezing 'stem' at 'soon' cannot be read"):
-        FreezeLayers(unfreeze={"stem": "soon"})
-
-
-def test_names_that_are_unknown_or_ambiguous_are_refused_with_a_suggestion() -> None:
-    with pytest.raises(UserError, match="there is no 'layre1' in the module; did you mean .*'network.layer1'"):
-        fit(Rude(), FreezeLayers("layre1"))
-    with pytest.raises(UserError, match="'0' could be .*'network.layer1.0' or .*: write one of them in full"):
-        fit(Rude(), FreezeLayers(unfreeze={"0": 5}))

@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.updates import global_batch_size, total_updates
 from datamodules.errors import RunFailedError, UserError
 from tests.support.ranks import run_ranks
+from tests.support.tables import quiet_trainer
 
 PADDING = -100
 Batch = tuple[Tensor, Tensor]
@@ -44,7 +46,6 @@ class Tagger(pl.LightningModule):
         torch.manual_seed(7)
         self.layer = nn.Linear(5, 3, dtype=torch.float64)
         self.count, self.lr = count, lr
-        self.norms: list[float] = []
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, y = batch
@@ -60,9 +61,6 @@ class Tagger(pl.LightningModule):
             return loss
         return {"loss": loss, "count": int(count) if self.count == "int" else count}
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.norms.append(float(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()))
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
@@ -77,16 +75,29 @@ class Stream(IterableDataset):
         return iter(self.batches)
 
 
-def train(
-    model: pl.LightningModule, batches: Any, *callbacks: pl.Callback, ckpt_path: Any = None, **options: Any
-) -> Any:
+class Normalised(Tagger):
+    """Normalises its batches, and fails in one of them."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.norm, self.fails_at = nn.BatchNorm1d(3, dtype=torch.float64), fails_at
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.norm(self.layer(batch[0]).mean(1)).square().mean() + self.layer.weight.square().sum()
+        if batch_idx == self.fails_at:
+            raise RuntimeError("stop")
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.before = self.norm.running_mean.clone()
+
+
+def train(model: pl.LightningModule, batches: Any, *callbacks: pl.Callback, **options: Any) -> Any:
     """Fit on ready-made batches and return the Trainer."""
     ready_made = isinstance(batches, list | IterableDataset)
     loader = DataLoader(batches, batch_size=None) if ready_made else batches  # type: ignore[arg-type]
-    settings = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    silent = {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
-    trainer = pl.Trainer(callbacks=list(callbacks), **(settings | silent | options))  # type: ignore[arg-type]
-    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    trainer = quiet_trainer(*callbacks, **options)
+    trainer.fit(model, loader)
     return trainer
 
 
@@ -172,26 +183,12 @@ def test_a_validation_step_may_call_the_training_step() -> None:
             return DataLoader(BATCHES[:3], batch_size=None)  # type: ignore[arg-type]
 
     model = Validated()
-    train(model, BATCHES, GradientAccumulation(4), val_check_interval=4)
+    train(model, BATCHES, GradientAccumulation(4), val_check_interval=4, num_sanity_val_steps=2)
     assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2))) < 1e-14
 
 
 def test_a_training_step_that_raises_leaves_batch_normalisation_as_it_was_before_it() -> None:
-    class Failing(Tagger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            loss = self.norm(self.layer(batch[0]).mean(1)).square().mean()
-            if batch_idx == 5:
-                raise RuntimeError("stop")
-            return loss
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.before = self.norm.running_mean.clone()
-
-    model = Failing()
+    model = Normalised(fails_at=5)
     with pytest.raises(RuntimeError, match="stop"):
         train(model, sentences([4] * 8), GradientAccumulation(4))
     assert "training_step" not in vars(model)
@@ -205,12 +202,6 @@ def half_precision(precision: Any) -> MixedPrecision:
     return MixedPrecision(precision, "cpu", scaler)
 
 
-class Float32(Tagger):
-    def __init__(self, count: str | None = "tensor", lr: float = 0.5) -> None:
-        super().__init__(count, lr)
-        self.float()
-
-
 def to_float32(batches: list[Batch]) -> list[Batch]:
     return [(x.float(), y) for x, y in batches]
 
@@ -218,7 +209,7 @@ def to_float32(batches: list[Batch]) -> list[Batch]:
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_mixed_precision_gives_the_mean_too_and_clips_it(precision: str) -> None:
     expected = by_hand(windows(BATCHES, 4, 4, 2), clip=0.5)
-    ours, stock = Float32(), Float32()
+    ours, stock = Tagger().float(), Tagger().float()
     options = {"gradient_clip_val": 0.5}
     train(ours, to_float32(BATCHES), GradientAccumulation(4), plugins=[half_precision(precision)], **options)
     train(stock, to_float32(BATCHES), accumulate_grad_batches=4, plugins=[half_precision(precision)], **options)
@@ -228,7 +219,7 @@ def test_mixed_precision_gives_the_mean_too_and_clips_it(precision: str) -> None
 
 
 def test_float16_skips_the_whole_update_when_one_micro_batch_overflows_and_keeps_its_scale_otherwise() -> None:
-    class Exploding(Float32):
+    class Exploding(Tagger):
         explodes: frozenset[int] = frozenset()
 
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -236,7 +227,7 @@ def test_float16_skips_the_whole_update_when_one_micro_batch_overflows_and_keeps
             return {**output, "loss": output["loss"] * (float("inf") if batch_idx in self.explodes else 1.0)}
 
     for explodes in ({4}, {5}, {6}):
-        model, plugin = Exploding(), half_precision("16-mixed")
+        model, plugin = Exploding().float(), half_precision("16-mixed")
         model.explodes = frozenset(explodes)
         train(model, to_float32(BATCHES[:9]), GradientAccumulation(3), plugins=[plugin])
         kept = [BATCHES[:3], BATCHES[6:9]] if explodes != {6} else [BATCHES[:3], BATCHES[3:6]]
@@ -255,75 +246,87 @@ def test_the_logged_loss_stays_the_mean_and_the_module_and_the_trainer_are_left_
     trainer.fit(model, DataLoader(BATCHES, batch_size=None))  # type: ignore[arg-type]
 
 
+class Totals(pl.Callback):
+    """What the run says about its length while it runs."""
+
+    def __init__(self, total: Callable[[pl.Trainer], Any] = total_updates) -> None:
+        self.total, self.seen = total, set[Any]()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.add(self.total(trainer))
+
+
 def test_the_factor_follows_from_the_global_batch_size() -> None:
     x, y = torch.cat([x for x, _ in BATCHES]), torch.cat([y for _, y in BATCHES])
     loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=10)
     model = Tagger()
-    sizes = []
-
-    class Note(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            sizes.append((global_batch_size(trainer), total_updates(trainer)))
-
-    train(model, loader, Note(), GradientAccumulation(global_batch_size=30), max_epochs=2)
-    assert set(sizes) == {(30, 4)}
+    totals = Totals(lambda trainer: (global_batch_size(trainer), total_updates(trainer)))
+    train(model, loader, totals, GradientAccumulation(global_batch_size=30), max_epochs=2)
+    assert totals.seen == {(30, 4)}
     assert error(weights(model), by_hand([[(x[:30], y[:30])], [(x[30:], y[30:])]] * 2)) < 1e-14
-    with pytest.raises(ValueError, match="no multiple of the 10 that all devices process at once; expected 30 or 40"):
+    with pytest.raises(UserError, match="no multiple of the 10 that all devices process at once; expected 30 or 40"):
         train(Tagger(), loader, GradientAccumulation(global_batch_size=35))
-    with pytest.raises(ValueError, match="cannot tell the batch size of the training loader"):
-        train(Tagger(), BATCHES, GradientAccumulation(global_batch_size=30))
 
 
-def test_what_cannot_be_accumulated_is_refused_with_the_reason() -> None:
-    manual = Tagger()
-    manual.automatic_optimization = False
-    with pytest.raises(UserError, match="optimises manually"):
-        train(manual, BATCHES, GradientAccumulation(2))
-    with pytest.raises(UserError, match=r"GradientAccumulation and Trainer\(accumulate_grad_batches=2\) would both"):
-        train(Tagger(), BATCHES, GradientAccumulation(2), accumulate_grad_batches=2)
-    with pytest.raises(UserError, match="GradientAccumulation and GradientAccumulationScheduler would both"):
-        train(Tagger(), BATCHES, GradientAccumulation(2), GradientAccumulationScheduler({0: 2}))
-    with pytest.raises(ValueError, match="pass one of them"):
-        GradientAccumulation(2, global_batch_size=32)
-    for steps in (0, 2.5):
-        with pytest.raises(UserError, match=f"accumulation of {steps} micro-batches: expected a whole number above 0"):
-            GradientAccumulation(steps)  # type: ignore[arg-type]
+class Unpacking(Tagger):
+    """Takes batches of a class of its own."""
 
-    class Wrapped(Tagger):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch.pair, batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch.pair, batch_idx)
 
-    class Opaque:
-        def __init__(self, pair: Batch) -> None:
-            self.pair = pair
 
-    opaque = [Opaque(batch) for batch in BATCHES]
-    train(Wrapped(), opaque, GradientAccumulation(2))
-    with pytest.raises(ValueError, match="cannot tell how many targets a batch of type Opaque holds"):
-        train(Wrapped(None), opaque, GradientAccumulation(2))
-    train(model := Tagger(), BATCHES, GradientAccumulation(11))
+OPAQUE = [SimpleNamespace(pair=batch) for batch in BATCHES]
+SHORT = type("Loader", (), {"__iter__": lambda _: iter(BATCHES[:7]), "__len__": lambda _: 10})()
+REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (UserError, "cannot tell the batch size", lambda: train(Tagger(), BATCHES, GradientAccumulation(1, 30))),
+    (
+        UserError,
+        r"GradientAccumulation and Trainer\(accumulate_grad_batches=2\) would both",
+        lambda: train(Tagger(), BATCHES, GradientAccumulation(2), accumulate_grad_batches=2),
+    ),
+    (
+        UserError,
+        "GradientAccumulation and GradientAccumulationScheduler would both",
+        lambda: train(Tagger(), BATCHES, GradientAccumulation(2), GradientAccumulationScheduler({0: 2})),
+    ),
+    (UserError, "pass one of them", lambda: GradientAccumulation(2, global_batch_size=32)),
+    (UserError, "accumulation of 0 micro-batches: expected a whole number above 0", lambda: GradientAccumulation(0)),
+    (UserError, "accumulation of 2.5 micro-batches: expected a whole", lambda: GradientAccumulation(2.5)),  # type: ignore[arg-type]
+    (
+        ValueError,
+        "how many targets a batch of type SimpleNamespace holds",
+        lambda: train(Unpacking(None), OPAQUE, GradientAccumulation(2)),
+    ),
+    (RunFailedError, "announced 10 batches and gave", lambda: train(Tagger(), SHORT, GradientAccumulation(3))),
+    (
+        UserError,
+        "GradientAccumulationScheduler changes how many updates an epoch has",
+        lambda: train(Tagger(), BATCHES, Totals(), GradientAccumulationScheduler({0: 4, 1: 1}), max_epochs=2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "refused"), REFUSED)
+def test_what_cannot_be_accumulated_or_counted_is_refused_with_the_reason(
+    kind: type[Exception], message: str, refused: Callable[[], Any]
+) -> None:
+    with pytest.raises(kind, match=message):
+        refused()
+
+
+def test_batches_of_any_class_are_trained_where_the_step_counts_their_targets() -> None:
+    train(model := Unpacking(), OPAQUE, GradientAccumulation(11))
     assert error(weights(model), by_hand([BATCHES])) < 1e-14
-    short = type("Loader", (), {"__iter__": lambda _: iter(BATCHES[:7]), "__len__": lambda _: 10})()
-    with pytest.raises(RunFailedError, match="announced 10 batches and gave fewer"):
-        train(Tagger(), short, GradientAccumulation(3))
 
 
 def two_ranks() -> dict[str, Any]:
     """On each of two processes: uneven counts, an empty batch, several factors."""
-    mine = SHARES[int(os.environ["RANK"])]
-    answers: dict[str, Any] = {}
-    ddp = {"devices": 2, "strategy": "ddp"}
-    clip: dict[str, Any] = {"gradient_clip_val": 0.1}
-    runs: list[tuple[str, str | None, list[pl.Callback], dict[str, Any]]] = [
-        ("one", "tensor", [GradientAccumulation()], {}),
-        ("four", "tensor", [GradientAccumulation(4)], {}),
-        ("samples", None, [GradientAccumulation(4)], {}),
-        ("clipped", "tensor", [GradientAccumulation(4)], clip),
-        ("stream", "tensor", [GradientAccumulation(4)], {}),
-    ]
-    for name, count, callbacks, options in runs:
-        model = Tagger(count)
-        train(model, Stream(mine) if name == "stream" else mine, *callbacks, **ddp, **options)
+    mine, answers = SHARES[int(os.environ["RANK"])], {}
+    for name in ("one", "four", "samples", "clipped", "stream"):
+        model = Tagger(None if name == "samples" else "tensor")
+        accumulation = GradientAccumulation(1 if name == "one" else 4)
+        clip = 0.1 if name == "clipped" else None
+        train(model, Stream(mine) if name == "stream" else mine, accumulation, world_size=2, gradient_clip_val=clip)
         answers[name] = weights(model)
     return answers
 
@@ -350,16 +353,6 @@ def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batc
         assert all(torch.equal(a, b) for a, b in zip(first[name], second[name], strict=True))
 
 
-class Totals(pl.Callback):
-    """What the run says about its length while it runs."""
-
-    def __init__(self) -> None:
-        self.seen: set[float] = set()
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.seen.add(total_updates(trainer))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -367,19 +360,16 @@ class Totals(pl.Callback):
         {"max_epochs": -1, "max_steps": 5},
         {"max_epochs": 3, "max_steps": 9},
         {"max_epochs": 3, "limit_train_batches": 5},
+        {"max_epochs": 2, "accumulate_grad_batches": 4},
     ],
 )
 def test_the_total_number_of_updates_is_the_one_that_the_run_makes(options: dict[str, Any]) -> None:
-    trainer = train(Tagger(), BATCHES, totals := Totals(), GradientAccumulation(4), **options)
+    ours = [] if "accumulate_grad_batches" in options else [GradientAccumulation(4)]
+    trainer = train(Tagger(), BATCHES, totals := Totals(), *ours, **options)
     assert totals.seen == {trainer.global_step}
 
 
-def test_the_total_is_right_for_lightnings_own_accumulation_and_refused_where_that_changes() -> None:
-    with pytest.raises(UserError, match="GradientAccumulationScheduler changes how many updates an epoch has"):
-        train(Tagger(), BATCHES, Totals(), GradientAccumulationScheduler({0: 4, 1: 1}), max_epochs=2)
-    trainer = train(Tagger(), BATCHES, totals := Totals(), accumulate_grad_batches=4, max_epochs=2)
-    assert totals.seen == {6} == {trainer.global_step}
-
+def test_a_total_is_refused_before_the_loader_exists() -> None:
     class Hasty(Tagger):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             total_updates(self.trainer)
@@ -401,14 +391,6 @@ def test_a_run_without_end_has_no_finite_total() -> None:
 
 
 def test_no_update_is_made_in_the_epoch_in_which_lightning_measures_batch_normalisation() -> None:
-    class Normalised(Tagger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            return self.norm(self.layer(batch[0]).mean(1)).square().mean() + self.layer.weight.square().sum()
-
     def run(*callbacks: pl.Callback, **options: Any) -> tuple[int, bool, Tensor]:
         averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
         batches = sentences([4] * 6)

@@ -14,18 +14,13 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.signals import Preempted
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
-from tests.support.tables import CALLBACKS, QUIET, Tiny, image_network, noisy_images, silence
+from tests.support.tables import CALLBACKS, Tiny, equal, image_network, noisy_images, quiet_trainer
 
 CASES = CALLBACKS | {"ExactCheckpoint": lambda: ExactCheckpoint("unused", save_top_k=0)}
+ACCUMULATIONS = {"GradientAccumulation", "GradientAccumulation, global batch"}
 REFUSED = {
-    "manual": {"GradientAccumulation", "GradientAccumulation, global batch", "WarmupLR", "FreezeLayers"},
-    "iterates": {
-        "GradientAccumulation",
-        "GradientAccumulation, global batch",
-        "SeedControl",
-        "Preemption",
-        "ExactCheckpoint",
-    },
+    "manual": ACCUMULATIONS | {"WarmupLR", "FreezeLayers"},
+    "iterates": ACCUMULATIONS | {"SeedControl", "Preemption", "ExactCheckpoint"},
 }
 
 
@@ -67,28 +62,23 @@ class Iterates(Automatic):
         return Tiny.training_step(self, next(dataloader_iter)[0], 0)
 
 
-def train(module: pl.LightningModule, *callbacks: pl.Callback, **options: Any) -> dict[str, torch.Tensor]:
+def train(module: pl.LightningModule, *callbacks: pl.Callback, resume: Any = None) -> dict[str, torch.Tensor]:
     """Two epochs of ten batches; the weights that were trained."""
-    silence()
-    settings = QUIET | {"max_epochs": 2, "enable_checkpointing": False, "devices": 1}
-    settings["enable_progress_bar"] = any(isinstance(each, pl.callbacks.ProgressBar) for each in callbacks)
-    resume = options.pop("ckpt_path", None)
-    trainer = pl.Trainer(callbacks=list(callbacks), **(settings | options))
-    trainer.fit(module, TrainLoader(*noisy_images(40), torch.arange(40), 4, 1), ckpt_path=resume)
+    loader = TrainLoader(*noisy_images(40), torch.arange(40), 4, 1)
+    quiet_trainer(*callbacks, max_epochs=2).fit(module, loader, ckpt_path=resume)
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_callback_trains_them_as_others_or_refuses_them(name: str) -> None:
-    expected = train(Automatic(), CASES[name](), enable_checkpointing=name == "ExactCheckpoint")
+    expected = train(Automatic(), CASES[name]())
     for kind, module in (("manual", Manual(1)), ("manual", Manual(2)), ("iterates", Iterates())):
         if name in REFUSED[kind]:
             with pytest.raises(UserError, match="optimises manually" if kind == "manual" else "a dataloader_iter") as e:
-                train(module, CASES[name](), enable_checkpointing=name == "ExactCheckpoint")
+                train(module, CASES[name]())
             assert "\n" not in str(e.value)
             continue
-        found = train(module, CASES[name](), enable_checkpointing=name == "ExactCheckpoint")
-        assert all(torch.equal(found[key], value) for key, value in expected.items()), (kind, module)
+        assert equal(train(module, CASES[name]()), expected), (kind, module)
 
 
 @pytest.mark.parametrize(("optimizers", "every"), [(1, 1), (2, 3)])
@@ -106,22 +96,14 @@ def test_whole_epochs_and_steps_of_each_optimiser_are_counted_and_shares_of_a_ru
             train(Manual(optimizers, every), callback)
 
 
-class Stop(pl.Callback):
-    """Requests the end in one batch, as a signal does."""
-
-    def __init__(self, preemption: Preemption, batch: int) -> None:
-        self.preemption, self.batch = preemption, batch
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            self.preemption._flag.received = 15
-
-
 @pytest.mark.parametrize("batch", [3, 4, 5])
 def test_a_run_that_accumulates_by_hand_is_saved_where_no_gradient_waits(batch: int, tmp_path: Any) -> None:
-    expected, preemption = train(Manual(2, every=3)), Preemption()
+    expected, preemption, stop = train(Manual(2, every=3)), Preemption(), pl.Callback()
+    # As a signal does.
+    stop.on_train_batch_start = lambda trainer, *_: setattr(
+        preemption._flag, "received", 15 * (trainer.fit_loop.total_batch_idx >= batch)
+    )
     saves = [ExactCheckpoint(tmp_path, save_last=True) for _ in range(2)]
     with pytest.raises(Preempted):
-        train(Manual(2, 3), Stop(preemption, batch), saves[0], preemption, enable_checkpointing=True)
-    found = train(Manual(2, 3), saves[1], ckpt_path=tmp_path / "last.ckpt", enable_checkpointing=True)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+        train(Manual(2, 3), stop, saves[0], preemption)
+    assert equal(train(Manual(2, 3), saves[1], resume=tmp_path / "last.ckpt"), expected)

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
 from tests.support.ranks import run_ranks
 from tests.support.scontrol import BATCH, fake_scontrol
-from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
+from tests.support.tables import CALLBACKS, TOGETHER, Tiny, image_network, quiet_trainer
 
 EPOCHS = 3
 
@@ -40,23 +40,11 @@ class Alarm(pl.Callback):
     def __init__(self, moment: Moment | None, signum: int) -> None:
         self.moment, self.signum, self.rung = moment, signum, 0.0
         self.places: list[Moment] = []
+        for hook in ("train", "validation", "test"):
+            setattr(self, f"on_{hook}_batch_start", partial(self._look, hook))
 
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._look(trainer, "train", args[2])
-
-    @override
-    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._look(trainer, "validation", args[2])
-
-    @override
-    def on_test_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._look(trainer, "test", args[2])
-
-    def _look(self, trainer: pl.Trainer, hook: str, batch: int) -> None:
-        if trainer.sanity_checking:
-            hook = "sanity"
-        place = hook, trainer.current_epoch, batch
+    def _look(self, hook: str, trainer: pl.Trainer, *args: Any) -> None:
+        place = "sanity" if trainer.sanity_checking else hook, trainer.current_epoch, args[2]
         self.places.append(place)
         if place == self.moment and not self.rung:
             self.rung = time.monotonic()
@@ -104,32 +92,26 @@ def live(
     **options: Any,
 ) -> Life:
     """One life of a run, from its last checkpoint on, in which a rank (or each of them) gets a signal."""
-    silence()
     alarm, scores = Alarm(None, signum), Scores()
     checkpoint = ExactCheckpoint(folder, filename="best", monitor="val_loss" if early else None, save_last=True)
     stops = [EarlyStopping("val_loss", patience=EPOCHS)] if early else []
     callbacks = [*(CALLBACKS[name]() for name in names), scores, *stops, checkpoint, alarm]
-    settings = (
-        QUIET | {"max_epochs": EPOCHS, "enable_progress_bar": "RunProgress" in names} | on_ranks(world_size) | options
-    )
-    trainer = pl.Trainer(callbacks=callbacks, **settings)
+    trainer = quiet_trainer(*callbacks, world_size=world_size, max_epochs=EPOCHS, **options)
     os.environ.update(slurm or {})  # Now: Lightning would take its ranks from Slurm.
     if rank is None or rank == trainer.global_rank:
         alarm.moment = moment
-    rows = torch.arange(len(TRAIN[1]))
-    train = TrainLoader(*TRAIN, rows, BATCH_SIZE, 1, trainer.global_rank, world_size, transform=augment)
-    rows = torch.arange(len(VALIDATION[1]))
-    validation = EvaluationLoader(*VALIDATION, rows, 2, trainer.global_rank, world_size)
+    rank_of = trainer.global_rank, world_size
+    train = TrainLoader(*TRAIN, torch.arange(len(TRAIN[1])), BATCH_SIZE, 1, *rank_of, transform=augment)
+    validation = EvaluationLoader(*VALIDATION, torch.arange(len(VALIDATION[1])), 2, *rank_of)
     model = Tiny(image_network(dropout=0.3), adamw)
     last = folder / "last.ckpt"
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    status = 0
+    before, status = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)], 0
     try:
         trainer.fit(model, train, validation, ckpt_path=last if last.exists() else None, weights_only=True)
     except Preempted as stopped:
         status = int(stopped.code or 0)
         assert time.monotonic() - alarm.rung < 5 or not alarm.rung
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     return Life(status, hash_of(model), alarm.places, scores.scores)
 
 
@@ -144,20 +126,47 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]
     return run
 
 
-# The latter in windows of 2 and 3 micro-batches.
 BARE = ("SeedControl", "Preemption")
 ACCUMULATING = ("SeedControl", "GradientAccumulation", "Preemption")
 Whole = Callable[[tuple[str, ...], int], list[Life]]
 
 
-def stopped(
-    names: tuple[str, ...], world_size: int, folder: Path, moment: Moment, whole: Whole, **options: Any
-) -> Life:
-    """The life of rank 0 that a signal ended; all ranks ended alike, and the run went on to the whole run's end."""
-    first = run_ranks(live, world_size, names, world_size, folder, moment, **options)
+@pytest.mark.parametrize(
+    ("names", "world_size", "moment", "last", "options"),
+    [
+        pytest.param(ACCUMULATING, 1, ("train", 1, 4), ("train", 1, 5), {}, id="in mid-window, after that update"),
+        pytest.param(BARE, 1, ("validation", 0, 2), ("validation", 0, 2), {}, id="in validation, there"),
+        pytest.param(BARE, 1, *[("train", 1, 12)] * 2, {"signum": signal.SIGINT}, id="last batch, before validation"),
+        # The flag is read one update later.
+        pytest.param(
+            BARE, 2, ("train", 0, 3), ("train", 0, 4), {"rank": 1, "signum": signal.SIGUSR1}, id="to one rank of two"
+        ),
+        *(
+            pytest.param(TOGETHER, world_size, moment, None, {"rank": rank}, marks=pytest.mark.slow)
+            for world_size, last in ((1, 12), (2, 6))
+            for moment, rank in (
+                (("train", 0, 0), world_size - 1),
+                (("train", 1, 5), None),
+                (("train", 1, last), world_size - 1),
+                (("validation", 1, 1), None),
+            )
+        ),
+    ],
+)
+def test_a_signal_ends_all_ranks_after_the_same_update_and_the_resumed_run_ends_as_the_whole_one(
+    names: tuple[str, ...],
+    world_size: int,
+    moment: Moment,
+    last: Moment | None,
+    options: dict[str, Any],
+    whole: Whole,
+    tmp_path: Path,
+) -> None:
+    first = run_ranks(live, world_size, names, world_size, tmp_path, moment, **options)
     assert {life.status for life in first} == {128 + options.get("signum", signal.SIGTERM)}
-    assert (folder / "last.ckpt").is_file()
-    ends = run_ranks(live, world_size, names, world_size, folder)
+    assert last in (None, first[0].places[-1])
+    assert (tmp_path / "last.ckpt").is_file()
+    ends = run_ranks(live, world_size, names, world_size, tmp_path)
     assert [end.sha256 for end in ends] == [end.sha256 for end in whole(names, world_size)]
     # A checkpoint holds rank 0's.
     assert ends[0].scores == whole(names, world_size)[0].scores
@@ -165,39 +174,6 @@ def stopped(
     assert {hook for hook, *_ in again} <= {"validation"}, "no batch is trained twice"
     trained = [place for place in first[0].places + ends[0].places if place[0] == "train"]
     assert trained == [place for place in whole(names, world_size)[0].places if place[0] == "train"]
-    return first[0]
-
-
-def test_a_signal_in_mid_window_ends_the_run_after_that_update(whole: Whole, tmp_path: Path) -> None:
-    life = stopped(ACCUMULATING, 1, tmp_path, ("train", 1, 4), whole)
-    assert life.places[-1] == ("train", 1, 5)
-
-
-def test_a_signal_in_validation_ends_the_run_there_and_it_is_validated_again(whole: Whole, tmp_path: Path) -> None:
-    life = stopped(BARE, 1, tmp_path, ("validation", 0, 2), whole)
-    assert life.places[-1] == ("validation", 0, 2)
-
-
-def test_a_signal_on_the_last_batch_ends_the_run_before_the_validation(whole: Whole, tmp_path: Path) -> None:
-    life = stopped(BARE, 1, tmp_path, ("train", 1, 12), whole, signum=signal.SIGINT)
-    assert life.places[-1] == ("train", 1, 12)
-
-
-def test_a_signal_to_one_rank_ends_all_after_the_same_update(whole: Whole, tmp_path: Path) -> None:
-    life = stopped(BARE, 2, tmp_path, ("train", 0, 3), whole, rank=1, signum=signal.SIGUSR1)
-    assert life.places[-1] == ("train", 0, 4), "the flag is read one update later"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_wherever_a_signal_arrives_the_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(
-    world_size: int, whole: Whole, tmp_path: Path
-) -> None:
-    last = 12 if world_size == 1 else 6
-    moments: list[Moment] = [("train", 0, 0), ("train", 1, 5), ("train", 1, last), ("validation", 1, 1)]
-    for number, moment in enumerate(moments):
-        rank = (world_size - 1, None)[number % 2]
-        stopped(TOGETHER, world_size, tmp_path / str(number), moment, whole, rank=rank)
 
 
 def test_an_interrupted_validation_is_repeated_and_its_epoch_continues(tmp_path: Path) -> None:
@@ -229,10 +205,8 @@ def test_a_signal_in_the_last_validation_keeps_the_test_from_beginning(tmp_path:
 
 
 def _test_run(world_size: int) -> tuple[int, int]:
-    silence()
     alarm = Alarm(("test", 0, 1) if int(os.environ.get("RANK", 0)) == world_size - 1 else None, signal.SIGTERM)
-    options = QUIET | {"enable_progress_bar": False, "enable_checkpointing": False} | on_ranks(world_size)
-    trainer = pl.Trainer(callbacks=[CALLBACKS["Preemption"](), alarm], **options)
+    trainer = quiet_trainer(CALLBACKS["Preemption"](), alarm, world_size=world_size)
     model = Tiny(image_network(), adamw)
     model.test_step = model.validation_step  # type: ignore[method-assign]
     loader = EvaluationLoader(*TRAIN, torch.arange(50), BATCH_SIZE, trainer.global_rank, world_size)

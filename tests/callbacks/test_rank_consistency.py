@@ -12,7 +12,7 @@ from callbacks.rank_consistency import RankConsistency, checksum, checksums
 from datamodules.errors import RunFailedError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images, on_ranks, silence
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -79,16 +79,8 @@ class Damage(pl.Callback):
 
 def fit(world_size: int, kind: str, rank: int = 0) -> tuple[str, int, list[int]]:
     """A run of three epochs: what it raised, the epochs done, and the checksums of BN's statistics."""
-    silence()
-    inputs, targets = noisy_images(21)
-    trainer = pl.Trainer(
-        max_epochs=3,
-        callbacks=[RankConsistency(), Damage(kind, rank)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **{**on_ranks(world_size), **QUIET},
-    )
-    loader = TrainLoader(inputs, targets, torch.arange(21), 4, 1, trainer.global_rank, world_size)
+    trainer = quiet_trainer(RankConsistency(), Damage(kind, rank), world_size=world_size, max_epochs=3)
+    loader = TrainLoader(*noisy_images(21), torch.arange(21), 4, 1, trainer.global_rank, world_size)
     model = Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
     raised = ""
     try:

@@ -12,7 +12,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import TRAIN, VALIDATION, adamw, hash_of
-from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, silence
+from tests.support.tables import CALLBACKS, TOGETHER, Tiny, image_network, quiet_trainer
 
 # In steps: one in per cent continues at the fraction that it had reached of a shorter run, as after a resume.
 MAKE = CALLBACKS | {"WarmupLR": lambda: WarmupLR("30 steps", scale="linear", base_batch_size=8)}
@@ -26,28 +26,19 @@ def callbacks(names: tuple[str, ...], folder: Path) -> list[pl.Callback]:
     return [*seeds, *(MAKE[name]() for name in names), *saves]
 
 
-def model() -> Tiny:
-    return Tiny(image_network(dropout=0.3), adamw)
-
-
 def two_fits(names: tuple[str, ...], folder: Path, renewed: bool, other_module: bool) -> list[Any]:
     """The weights after two fits, in which `max_epochs` is raised, and what the last checkpoint of the second says."""
-    silence()
-    bar = "RunProgress" in names
-    settings = QUIET | {"devices": 1, "max_epochs": 1, "enable_progress_bar": bar}
-    trainer = pl.Trainer(callbacks=callbacks(names, folder), **settings)
-    rows, module = torch.arange(len(TRAIN[1])), model()
+    trainer, module = quiet_trainer(*callbacks(names, folder)), Tiny(image_network(dropout=0.3), adamw)
     for epochs in (1, 2):
-        train = TrainLoader(*TRAIN, rows, 4, 1)
+        train = TrainLoader(*TRAIN, torch.arange(len(TRAIN[1])), 4, 1)
         validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4)
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module, train, validation)
         assert trainer.current_epoch == epochs
         if epochs == 1:
-            untyped: Any = trainer
             if renewed:
-                untyped.callbacks = callbacks(names, folder)
-            module = model() if other_module else module
+                trainer.callbacks = callbacks(names, folder)
+            module = Tiny(image_network(dropout=0.3), adamw) if other_module else module
     saved = torch.load(folder / "last.ckpt", weights_only=False)
     assert saved["global_step"] == trainer.global_step
     assert trainer.optimizers[0].state_dict()["param_groups"][0]["lr"] == pytest.approx(

@@ -1,7 +1,6 @@
 import os
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,14 +14,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from callbacks import LeanLoop
 from callbacks.seed_control import SeedControl, seed_generators
 from tests.support.ranks import run_ranks
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "use_distributed_sampler": True,
-}
+from tests.support.tables import quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +30,13 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Noisy(pl.LightningModule):
     """Learns from noise of every origin and remembers what it drew."""
 
-    def __init__(self, lazy: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.drawn: dict[tuple[int, int], list[Any]] = {}
-        self.batches: list[Tensor] = []
         self.validated: list[float] = []
-        if not lazy:
-            self.layer = nn.Linear(16, 1)
 
     def configure_model(self) -> None:
-        if not hasattr(self, "layer"):
-            self.layer = nn.Linear(16, 1)
+        self.layer = nn.Linear(16, 1)
 
     def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         self.shift = torch.rand(()).item()
@@ -56,9 +44,7 @@ class Noisy(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         mask = F.dropout(torch.ones(16), 0.5)
-        everything = [mask, random.random(), np.random.rand(), self.shift, batch]
-        self.drawn[self.trainer.global_step, batch_idx] = everything
-        self.batches.append(batch)
+        self.drawn[self.trainer.global_step, batch_idx] = [mask, *_draw()[1:], self.shift, batch]
         return (self.layer(mask * (batch.mean() + self.shift)) ** 2).mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -71,30 +57,21 @@ class Noisy(pl.LightningModule):
 class Augmented(Dataset):
     """Draws from all three global generators, as users' data sets do."""
 
-    def __init__(self, n: int = 12) -> None:
-        self.n = n
-
     def __len__(self) -> int:
-        return self.n
+        return 12
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()], dtype=torch.float64)
 
 
-def _same(left: Any, right: Any) -> bool:
-    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
-
-
 def _differences(left: dict, right: dict) -> list[tuple]:
-    assert left
-    assert left.keys() == right.keys()
-    return [key for key in left if not all(_same(a, b) for a, b in zip(left[key], right[key], strict=True))]
+    assert left.keys() == right.keys() != set()
+    return [key for key in left if not all(map(np.array_equal, left[key], right[key]))]
 
 
-def _fit(callbacks: list[pl.Callback], train: Any, val: Any = None, ckpt: Path | None = None, **settings: Any) -> Noisy:
-    net = Noisy(lazy=True)
-    trainer = pl.Trainer(callbacks=callbacks, **{"logger": False, "max_epochs": 2} | QUIET | settings)
-    trainer.fit(net, train, val, ckpt_path=ckpt, weights_only=True)
+def _fit(seed: int = 1, val: Any = None, **settings: Any) -> Noisy:
+    trainer = quiet_trainer(SeedControl(seed), max_epochs=2, **settings)
+    trainer.fit(net := Noisy(), DataLoader(Augmented(), 2, shuffle=True), val)
     return net
 
 
@@ -116,12 +93,8 @@ def test_constructing_it_repeats_the_initial_weights_that_torch_manual_seed_give
     assert _draw() == large
 
 
-def _loader(workers: int = 0, batch_size: int = 2) -> DataLoader:
-    return DataLoader(Augmented(), batch_size, shuffle=True, num_workers=workers)
-
-
 def test_a_rerun_draws_the_same_numbers_and_another_seed_others():
-    one, two, other = (_fit([SeedControl(seed)], _loader()) for seed in (1, 1, 2))
+    one, two, other = (_fit(seed) for seed in (1, 1, 2))
     assert _differences(one.drawn, two.drawn) == []
     assert torch.equal(one.layer.weight, two.layer.weight)
     assert len(_differences(one.drawn, other.drawn)) == len(one.drawn)
@@ -129,7 +102,8 @@ def test_a_rerun_draws_the_same_numbers_and_another_seed_others():
 
 def test_validation_in_between_changes_nothing():
     often: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
-    ours = [_fit([SeedControl(1)], _loader(), val, **often) for val in (None, _loader(batch_size=3), _loader())]
+    loaders = [DataLoader(Augmented(), size, shuffle=True) for size in (3, 2)]
+    ours = [_fit(1, val, **often) for val in (None, *loaders)]
     assert _differences(ours[0].drawn, ours[1].drawn) == []
     assert _differences(ours[0].drawn, ours[2].drawn) == []
     validations = [ours[1].validated[start : start + 4] for start in range(2, len(ours[1].validated), 4)]
@@ -141,19 +115,18 @@ def _on_two_ranks() -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     seeds = SeedControl(1)
     torch.manual_seed(100 + rank)  # what a script may do to the ranks before the fit
-    net = Noisy(lazy=True)
-    initial: list[Tensor] = []
+    net, initial = Noisy(), []
     net.on_fit_start = lambda: initial.append(net.layer.weight.detach().clone())  # type: ignore[method-assign]
     sampler = WeightedRandomSampler([1.0] * 12, 12, replacement=False)
     loader = DataLoader(Augmented(), 2, sampler=sampler, num_workers=1, multiprocessing_context="fork")
-    trainer = pl.Trainer(callbacks=[seeds], max_epochs=2, strategy="ddp", devices=2, logger=False, **QUIET)
+    trainer = quiet_trainer(seeds, world_size=2, max_epochs=2, use_distributed_sampler=True)
     trainer.fit(net, loader)
     trainer.validate(net, DataLoader(torch.arange(12.0), 2), verbose=False)
     return {
         "initial": initial[0],
         "validated": net.validated,
         "masks": [drawn[0] for drawn in net.drawn.values()],
-        "samples": torch.cat(net.batches).view(2, 6, 4),
+        "samples": torch.cat([drawn[-1] for drawn in net.drawn.values()]).view(2, 6, 4),
         "environment": os.environ.get("PL_GLOBAL_SEED"),
     }
 
@@ -161,7 +134,7 @@ def _on_two_ranks() -> dict[str, Any]:
 def test_ranks_share_seed_weights_and_order_and_draw_what_one_device_draws():
     first, second = run_ranks(_on_two_ranks, 2)
     assert torch.equal(first["initial"], second["initial"])
-    alone = [drawn[0] for drawn in _fit([SeedControl(1)], _loader()).drawn.values()]
+    alone = [drawn[0] for drawn in _fit().drawn.values()]
     masks = [mask for pair in zip(first["masks"], second["masks"], strict=True) for mask in pair]
     assert torch.equal(torch.stack(masks), torch.stack(alone)), "in a stock loader the ranks' batches take turns"
     assert len({str(mask.tolist()) for mask in masks}) == 12
@@ -171,9 +144,7 @@ def test_ranks_share_seed_weights_and_order_and_draw_what_one_device_draws():
     assert samples[0, :, 0].tolist() != samples[1, :, 0].tolist()
     assert all(len(column.unique()) == 24 for column in samples[..., 1:].reshape(24, 3).T), "by epoch, rank and worker"
     assert first["environment"] is None
-    net = Noisy()
-    trainer = pl.Trainer(callbacks=[SeedControl(seed=1)], logger=False, **QUIET)
-    trainer.validate(net, DataLoader(torch.arange(12.0), 2), verbose=False)
+    quiet_trainer(SeedControl(seed=1)).validate(net := Noisy(), DataLoader(torch.arange(12.0), 2), verbose=False)
     assert len(set(net.validated)) == 6
     assert [number for pair in zip(first["validated"], second["validated"]) for number in pair] == net.validated
 
@@ -219,8 +190,7 @@ def test_a_closure_that_is_called_again_draws_the_same_numbers(lean: bool):
     found = {}
     for name in OPTIMIZERS:
         net, callbacks = Dropping(name), [SeedControl(1), *[LeanLoop()] * lean]
-        trainer = pl.Trainer(callbacks=callbacks, logger=False, max_epochs=2, **QUIET)
-        trainer.fit(net, DataLoader(torch.arange(12.0).view(12, 1), 6))
+        quiet_trainer(*callbacks, max_epochs=2).fit(net, DataLoader(torch.arange(12.0).view(12, 1), 6))
         found[name] = net.masks
     assert len({str(mask.tolist()) for mask in found["SGD"]}) == 4
     for name in ("LBFGS", "CallsTwice"):
@@ -230,7 +200,7 @@ def test_a_closure_that_is_called_again_draws_the_same_numbers(lean: bool):
 
 
 def test_the_environment_is_put_back_and_a_negative_seed_is_refused():
-    _fit([SeedControl(1)], _loader(), max_steps=1)
+    _fit(max_steps=1)
     assert "PL_GLOBAL_SEED" not in os.environ
     with pytest.raises(ValueError, match="pass"):
         SeedControl(-1)

@@ -9,18 +9,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import override
 
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.training_monitor import TrainingMonitor
 from datamodules.loading.loaders import TrainLoader
+from tests.support.devices import precision_on
 from tests.support.ranks import run_ranks
-from tests.support.tables import CLASSES, QUIET, Tiny, loss_of, noisy_images, on_ranks, silence
+from tests.support.tables import CLASSES, Tiny, loss_of, noisy_images, quiet_trainer
 
-SETTINGS = QUIET | {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
 IMAGES, TARGETS = noisy_images(16)
 
 
@@ -35,29 +33,12 @@ def sgd(parameters: Any, lr: float = 0.5, **settings: Any) -> torch.optim.Optimi
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=lr, **settings)
 
 
-class Records(pl.Callback):
-    """What the monitor has logged after each batch."""
-
-    def __init__(self, monitor: TrainingMonitor) -> None:
-        self.monitor, self.rows = monitor, []
-
-    @override
-    def on_train_batch_end(self, *args: Any) -> None:
-        norm = self.monitor.values.get("monitor/gradient_norm")
-        if norm is not None and norm not in self.rows:
-            self.rows.append(norm)
-
-
-def fit(
-    module: pl.LightningModule, loader: Any, *callbacks: pl.Callback, every: int = 1, **options: Any
-) -> list[float]:
+def fit(module: pl.LightningModule, loader: Any, *callbacks: pl.Callback, **options: Any) -> list[float]:
     """What is logged."""
-    silence()
-    monitor = TrainingMonitor()
-    records = Records(monitor)
-    settings = SETTINGS | {"log_every_n_steps": every} | options
-    pl.Trainer(callbacks=[*callbacks, monitor, records], **settings).fit(module, loader)
-    return records.rows
+    monitor, rows, record = TrainingMonitor(), [], pl.Callback()
+    record.on_train_batch_end = lambda *_: rows.append(monitor.values.get("monitor/gradient_norm"))
+    quiet_trainer(*callbacks, monitor, record, log_every_n_steps=1, **options).fit(module, loader)
+    return [*dict.fromkeys(norm for norm in rows if norm is not None)]
 
 
 def batches(size: int) -> DataLoader[Any]:
@@ -92,24 +73,20 @@ def test_norms_are_those_before_clipping() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_of_float16_are_logged_unscaled(fused: bool) -> None:
-    def rows(plugins: list[Any]) -> list[float]:
-        module = Tiny(network().float(), sgd, fused=fused)
-        loader = DataLoader(TensorDataset(IMAGES.float(), TARGETS), 8)
-        return fit(module, loader, plugins=plugins)
-
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert rows([MixedPrecision("16-mixed", "cpu", scaler)]) == pytest.approx(rows([]), rel=0.01)
+    loader = DataLoader(TensorDataset(IMAGES.float(), TARGETS), 8)
+    whole, half = (
+        fit(Tiny(network().float(), sgd, fused=fused), loader, **precision_on("cpu", precision))
+        for precision in ("32-true", "16-mixed")
+    )
+    assert half == pytest.approx(whole, rel=0.01)
 
 
 @pytest.mark.parametrize(("every", "logged_after"), [(3, [3, 6, 9, 12, 15]), (10, [8, 10]), (20, [8, 16])])
 def test_the_end_of_an_interval_or_of_an_epoch_without_one_is_logged(
     every: int, logged_after: list[int], tmp_path: Path
 ) -> None:
-    silence()
-    logger = CSVLogger(tmp_path, name=None, version="")
-    callbacks = [GradientAccumulation(2), TrainingMonitor()]
-    settings = SETTINGS | {"max_epochs": 2, "logger": logger, "log_every_n_steps": every}
-    pl.Trainer(callbacks=callbacks, **settings).fit(Tiny(network(), sgd), batches(1))
+    settings = {"max_epochs": 2, "logger": CSVLogger(tmp_path, name=None, version=""), "log_every_n_steps": every}
+    quiet_trainer(GradientAccumulation(2), TrainingMonitor(), **settings).fit(Tiny(network(), sgd), batches(1))
     with (tmp_path / "metrics.csv").open(newline="") as file:
         assert [1 + int(row["step"]) for row in csv.DictReader(file)] == logged_after
 
@@ -117,7 +94,7 @@ def test_the_end_of_an_interval_or_of_an_epoch_without_one_is_logged(
 def on_rank(world_size: int) -> list[float]:
     rank = int(os.environ.get("RANK", "0"))
     loader = TrainLoader(IMAGES, TARGETS, torch.arange(16), 8 // world_size, 1, rank, world_size, shuffle=False)
-    return fit(Tiny(network(), sgd), loader, **on_ranks(world_size))
+    return fit(Tiny(network(), sgd), loader, world_size=world_size)
 
 
 def test_every_rank_logs_the_norms_of_the_whole_update() -> None:

@@ -3,20 +3,20 @@
 import csv
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.warmup_lr import WarmupLR, warmup_factor
+from tests.support.devices import precision_on
+from tests.support.tables import quiet_trainer
 
 
 class Recorder(torch.optim.SGD):
@@ -40,13 +40,10 @@ torch.optim.SGD([torch.zeros(1)])
 class Model(pl.LightningModule):
     """A linear model whose optimiser steps with a rate of 1, or as `schedule` says."""
 
-    def __init__(
-        self, schedule: Callable[[torch.optim.Optimizer], Any] | None = None, lr: float | Tensor = 1.0
-    ) -> None:
+    def __init__(self, schedule: Callable[..., Any] | None = None, lr: float | Tensor = 1.0) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layer = nn.Linear(4, 2)
-        self.other = nn.Linear(4, 2)
+        self.layer, self.other = nn.Linear(4, 2), nn.Linear(4, 2)
         self.schedule, self.lr, self.explodes = schedule, lr, frozenset[int]()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -58,7 +55,7 @@ class Model(pl.LightningModule):
         optimizer = Recorder(self.layer.parameters(), lr=self.lr)
         if self.schedule is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer)} | SCHEDULER}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer), "interval": "step"}}
 
     @property
     def used(self) -> list[float]:
@@ -66,15 +63,10 @@ class Model(pl.LightningModule):
         return [rates[0] for rates in self.trainer.optimizers[0].used]  # type: ignore[attr-defined]
 
 
-SCHEDULER = {"interval": "step", "monitor": "loss", "strict": False}
-
-
 def train(model: pl.LightningModule, *callbacks: pl.Callback, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
     """Fit on 40 samples, in 10 batches of 4."""
     loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 160).view(40, 4)), batch_size=4)
-    settings = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    silent = {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(callbacks=list(callbacks), **(settings | silent | options))  # type: ignore[arg-type]
+    trainer = quiet_trainer(*callbacks, **{"max_epochs": 2} | options)
     trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer
 
@@ -115,17 +107,12 @@ def test_a_group_added_later_keeps_its_ratio_and_the_names_stay() -> None:
     assert {"lr", "lr/other"} <= set(trainer.callback_metrics)
 
 
-def grad_scaler() -> MixedPrecision:
-    """A real GradScaler on the CPU."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-
-
 def test_updates_that_float16_skipped_do_not_count_where_a_scheduler_counts_them() -> None:
     model, stock = Model(), Model(lambda optimizer: LinearLR(optimizer, 0.01, total_iters=8))
     model.explodes = stock.explodes = frozenset({1, 2, 5})
     warmup = WarmupLR("8 steps")
-    train(model, warmup, plugins=[grad_scaler()])
-    train(stock, plugins=[grad_scaler()])
+    train(model, warmup, **precision_on("cpu", "16-mixed"))
+    train(stock, **precision_on("cpu", "16-mixed"))
     assert model.used == curve(8, 17)
     assert warmup.state_dict() == {"updates": [17], "length": 8}
     assert stock.used[1] == pytest.approx(warmup_factor(3 / 8))
@@ -146,34 +133,23 @@ def test_the_rate_follows_the_global_batch(scale: Any, factor: float) -> None:
     assert model.used == pytest.approx([factor * warm for warm in curve(4, 8)])
 
 
-def test_changed_accumulation_continues_at_the_fraction_of_the_warmup(
-    tmp_path: Any,
-) -> None:
+def test_changed_accumulation_continues_at_the_fraction_of_the_warmup(tmp_path: Any) -> None:
     first = train(Model(), WarmupLR("2 epochs"), max_epochs=1)
     first.save_checkpoint(path := tmp_path / "one.ckpt")
     train(model := Model(), WarmupLR("2 epochs"), GradientAccumulation(2), max_epochs=3, ckpt_path=path)
     assert model.used == pytest.approx([*curve(10, 10)[5:], *[1.0] * 5])
 
 
-def logged_rates(folder: Path) -> dict[int, float]:
-    """The rates of the first group in a CSV logger's file, by step."""
-    with next(folder.rglob("metrics.csv")).open() as file:
-        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) for name in row if name[:2] == "lr"}
-
-
 def test_the_rates_used_are_logged_from_the_first_step_without_and_with_a_logger(tmp_path: Any) -> None:
-    seen: list[float] = []
-
-    class Note(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            seen.append(float(trainer.callback_metrics["lr"]))
-
-    factors = curve(100, 20)
-    train(Model(), WarmupLR("100 steps"), Note(), log_every_n_steps=4)
+    seen, factors, note = [], curve(100, 20), pl.Callback()
+    note.on_train_batch_end = lambda trainer, *_: seen.append(float(trainer.callback_metrics["lr"]))
+    train(Model(), WarmupLR("100 steps"), note, log_every_n_steps=4)
     last_logged = [0, 0, 0, 3, 3, 3, 3, 7, 7, 9, 9, 11, 11, 11, 11, 15, 15, 15, 15, 19]
     assert seen == pytest.approx([factors[step] for step in last_logged])
     train(Model(), WarmupLR("100 steps"), logger=CSVLogger(tmp_path))
-    assert logged_rates(tmp_path) == pytest.approx({step: factors[step] for step in (0, 9, 19)})
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        logged = {int(row["step"]): float(row["lr"]) for row in csv.DictReader(file) if row["lr"]}
+    assert logged == pytest.approx({step: factors[step] for step in (0, 9, 19)})
 
 
 def test_a_failing_step_leaves_the_schedules_own_rate_behind() -> None:
@@ -195,11 +171,9 @@ def test_each_of_several_optimisers_is_warmed_up_by_its_own_steps() -> None:
             self.automatic_optimization = False
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-            for number, (optimizer, layer) in enumerate(zip(self.optimizers(), (self.layer, self.other), strict=True)):  # type: ignore[arg-type]
-                if number == 0 or batch_idx % 2:
-                    optimizer.zero_grad()
-                    self.manual_backward(1e-6 * layer(batch[0]).square().mean())
-                    optimizer.step()
+            self.manual_backward(1e-6 * (self.layer(batch[0]) + self.other(batch[0])).square().mean())
+            for optimizer in self.optimizers()[: 1 + batch_idx % 2]:
+                optimizer.step()
 
         def configure_optimizers(self) -> Any:
             return [Recorder(self.layer.parameters(), lr=1.0), Recorder(self.other.parameters(), lr=1.0)]
@@ -217,13 +191,9 @@ def test_each_of_several_optimisers_is_warmed_up_by_its_own_steps() -> None:
         ({"scale": "linear"}, "pass both"),
         ({"base_batch_size": 256}, "pass both"),
         ({"duration": "soon"}, "the warm-up 'soon' cannot be read"),
+        ({"duration": "5%"}, '"5%" is unknown because the run has no end'),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_refused_before_the_first_step(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        WarmupLR(**settings)
-
-
-def test_a_percentage_of_a_run_without_end_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match='"5%" is unknown because the run has no end'):
-        train(Model(), WarmupLR("5%"), max_epochs=-1)
+        train(Model(), WarmupLR(**settings), max_epochs=-1)

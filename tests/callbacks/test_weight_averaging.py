@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from callbacks import FreezeLayers
@@ -20,10 +18,10 @@ from callbacks.checkpointing.replay import RAW_WEIGHTS
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from tests.support.tables import QUIET, Tiny, image_network, loss_of, noisy_images, silence
+from tests.support.devices import precision_on
+from tests.support.tables import Tiny, equal, image_network, loss_of, noisy_images, quiet_trainer
 
 INPUTS, TARGETS = noisy_images(27)
-ROWS = torch.arange(20)
 EPOCHS, UPDATES = 3, 15
 State = dict[str, Tensor]
 
@@ -56,30 +54,26 @@ class Watch(pl.Callback):
         self.validated[trainer.global_step] = copy.deepcopy(pl_module.state_dict())
 
 
-def module(network: Callable[[], nn.Module] = Tied) -> Tiny:
+def module(kind: type[Tiny] = Tiny) -> Tiny:
     torch.manual_seed(3)
-    return Tiny(network().double(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    return kind(Tied().double(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def train(
-    model: pl.LightningModule,
-    *callbacks: pl.Callback,
-    resume: Path | None = None,
-    batch_size: int = 4,
-    **options: Any,
+    model: pl.LightningModule, *callbacks: pl.Callback, resume: Path | None = None, **options: Any
 ) -> tuple[pl.Trainer, Watch]:
     """Fit on 20 samples in 5 updates an epoch, and validate 7 after each."""
-    silence()
-    watch = Watch()
-    settings: dict[str, Any] = QUIET | {"devices": 1, "max_epochs": EPOCHS, "enable_progress_bar": False}
-    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        settings["enable_checkpointing"] = False
-    trainer = pl.Trainer(callbacks=[*callbacks, watch], **(settings | options))
-    validation = EvaluationLoader(INPUTS[20:], TARGETS[20:], torch.arange(7), 7)
-    trainer.fit(
-        model, TrainLoader(INPUTS, TARGETS, ROWS, batch_size, 1), validation, ckpt_path=resume, weights_only=True
-    )
+    trainer = quiet_trainer(*callbacks, watch := Watch(), **{"max_epochs": EPOCHS} | options)
+    inputs = INPUTS.to(next(model.parameters()).dtype)
+    training = TrainLoader(inputs, TARGETS, torch.arange(20), 4, 1)
+    validation = EvaluationLoader(inputs[20:], TARGETS[20:], torch.arange(7), 7)
+    trainer.fit(model, training, validation, ckpt_path=resume, weights_only=True)
     return trainer, watch
+
+
+def saves(folder: Path, **options: Any) -> ExactCheckpoint:
+    """Saves each update."""
+    return ExactCheckpoint(folder, save_last=True, every_n_train_steps=1, **options)
 
 
 def learnt(state: State) -> State:
@@ -87,13 +81,8 @@ def learnt(state: State) -> State:
     return {name: value for name, value in state.items() if "running_" not in name and "num_batches" not in name}
 
 
-def equal(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def saved(folder: Path) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(folder / "last.ckpt", weights_only=True)
-    return checkpoint
+def saved(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
 
 
 def expected_average(after: dict[int, State], update: int) -> State:
@@ -112,18 +101,17 @@ def close(one: State, other: State) -> bool:
 
 
 def test_validations_and_checkpoints_have_the_average_and_training_does_not(tmp_path: Path) -> None:
-    freeze = lambda: FreezeLayers(unfreeze={"body.1.bias": "1 epochs"})  # noqa: E731
-    saves = ExactCheckpoint(tmp_path, save_last=True, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    plain, averaged = module(), module()
-    _, without = train(plain, freeze(), val_check_interval=1)
-    _, found = train(averaged, freeze(), WeightAveraging(ema=0.8), saves, val_check_interval=1)
+    unfreeze, averaged = {"body.1.bias": "1 epochs"}, module()
+    _, without = train(module(), FreezeLayers(unfreeze=unfreeze), val_check_interval=1)
+    ours = FreezeLayers(unfreeze=unfreeze), WeightAveraging(ema=0.8), saves(tmp_path, save_top_k=-1, filename="{step}")
+    _, found = train(averaged, *ours, val_check_interval=1)
     assert list(without.after) == list(range(1, UPDATES + 1))
     assert not equal(learnt(without.after[5]), learnt(without.after[15]))
     for update, state in without.after.items():
         assert equal(found.after[update], state), "with its running statistics"
         assert close(found.validated[update], expected_average(without.after, update))
     for update in range(2, UPDATES, 2):
-        checkpoint = torch.load(tmp_path / f"step={update}.ckpt", weights_only=True)
+        checkpoint = saved(tmp_path / f"step={update}.ckpt")
         assert equal(checkpoint["state_dict"], found.validated[update])
         assert equal(checkpoint[RAW_WEIGHTS], without.after[update])
     assert equal(averaged.state_dict(), found.validated[UPDATES]), "the module keeps the average"
@@ -131,10 +119,8 @@ def test_validations_and_checkpoints_have_the_average_and_training_does_not(tmp_
 
 def test_a_run_that_no_longer_averages_trains_on_from_its_raw_weights(tmp_path: Path) -> None:
     for name, average in {"ours": WeightAveraging(ema=0.9), "Lightning's": EMAWeightAveraging(decay=0.9)}.items():
-        folder = tmp_path / name
-        saves = lambda folder=folder: ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)  # noqa: E731
-        _, first = train(module(), average, saves(), max_steps=7)
-        _, rest = train(module(), saves(), resume=folder / "last.ckpt")
+        _, first = train(module(), average, saves(tmp_path / name), max_steps=7)
+        _, rest = train(module(), saves(tmp_path / name), resume=tmp_path / name / "last.ckpt")
         _, without = train(module())
         assert equal(learnt(first.after[7]), learnt(without.after[7]))
         assert equal(learnt(rest.after[15]), learnt(without.after[15])), name
@@ -143,10 +129,7 @@ def test_a_run_that_no_longer_averages_trains_on_from_its_raw_weights(tmp_path: 
 class Renamed(Tiny):
     """Writes other names into its checkpoints, and leaves a constant out of them."""
 
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        super().__init__(Tied().double(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        self.strict_loading = False
+    strict_loading = False
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         values = checkpoint["state_dict"].items()
@@ -161,39 +144,38 @@ class Renamed(Tiny):
 
 
 def test_both_copies_go_through_the_hooks_of_the_module_and_its_rule_of_loading(tmp_path: Path) -> None:
-    _, whole = train(Renamed(), WeightAveraging(ema=0.9))
-    saves = lambda folder: ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)  # noqa: E731
-    train(Renamed(), WeightAveraging(ema=0.9), saves(tmp_path), max_steps=7)
+    _, whole = train(module(Renamed), WeightAveraging(ema=0.9))
+    train(module(Renamed), WeightAveraging(ema=0.9), saves(tmp_path), max_steps=7)
     for name in ("state_dict", RAW_WEIGHTS):
-        assert all(key.startswith("saved.") and "scale" not in key for key in saved(tmp_path)[name])
+        assert all(key.startswith("saved.") and "scale" not in key for key in saved(tmp_path / "last.ckpt")[name])
     for callbacks in ([WeightAveraging(ema=0.9)], []):
-        _, rest = train(Renamed(), *callbacks, saves(tmp_path / "rest"), resume=tmp_path / "last.ckpt")
+        _, rest = train(module(Renamed), *callbacks, saves(tmp_path / "rest"), resume=tmp_path / "last.ckpt")
         assert equal(learnt(rest.after[15]), learnt(whole.after[15]))
 
 
 @pytest.mark.parametrize("tested", ["module", "checkpoint", "checkpoint elsewhere"])
 def test_a_checkpoint_that_is_saved_after_a_test_holds_what_trains_on(tmp_path: Path, tested: str) -> None:
-    _, whole = train(Renamed(), WeightAveraging(ema=0.9))
-    model = Renamed()
+    _, whole = train(module(Renamed), WeightAveraging(ema=0.9))
+    model = module(Renamed)
     trainer, _ = train(model, WeightAveraging(ema=0.9), max_epochs=2)
     loader, first = EvaluationLoader(INPUTS[20:], TARGETS[20:], torch.arange(7), 7), tmp_path / "first.ckpt"
     trainer.save_checkpoint(first)
     if tested == "checkpoint elsewhere":
-        model, other = Renamed(), WeightAveraging(ema=0.9)
-        trainer = pl.Trainer(callbacks=[other], **QUIET, enable_progress_bar=False, devices=1)
+        model, other = module(Renamed), WeightAveraging(ema=0.9)
+        trainer = quiet_trainer(other)
     trainer.test(model, loader, ckpt_path=None if tested == "module" else first, verbose=False, weights_only=True)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    before, after = (torch.load(path, weights_only=True) for path in (first, tmp_path / "last.ckpt"))
+    before, after = saved(first), saved(tmp_path / "last.ckpt")
     assert all(equal(after[name], before[name]) for name in ("state_dict", RAW_WEIGHTS))
     if tested != "checkpoint elsewhere":  # There is no optimiser.
-        _, rest = train(Renamed(), WeightAveraging(ema=0.9), resume=tmp_path / "last.ckpt")
+        _, rest = train(module(Renamed), WeightAveraging(ema=0.9), resume=tmp_path / "last.ckpt")
         assert equal(rest.after[15], whole.after[15])
 
 
 def test_an_average_without_the_weights_that_train_is_not_resumed(tmp_path: Path) -> None:
     trainer, _ = train(module(), WeightAveraging(ema=0.9), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    checkpoint = saved(tmp_path / "end.ckpt")
     del checkpoint[RAW_WEIGHTS]
     torch.save(checkpoint, tmp_path / "end.ckpt")
     with pytest.raises(UserError, match="an average of 5 updates and not the weights that train"):
@@ -201,10 +183,9 @@ def test_an_average_without_the_weights_that_train_is_not_resumed(tmp_path: Path
 
 
 def test_a_run_that_began_without_averages_from_where_it_resumes(tmp_path: Path) -> None:
-    saves = lambda: ExactCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)  # noqa: E731
-    train(module(), saves(), max_steps=7)
-    _, rest = train(module(), WeightAveraging(ema=0.9), saves(), resume=tmp_path / "last.ckpt")
-    assert saved(tmp_path)["callbacks"]["AveragedWeights"]["samples"] == 8
+    train(module(), saves(tmp_path), max_steps=7)
+    _, rest = train(module(), WeightAveraging(ema=0.9), saves(tmp_path), resume=tmp_path / "last.ckpt")
+    assert saved(tmp_path / "last.ckpt")["callbacks"]["AveragedWeights"]["samples"] == 8
     _, without = train(module())
     assert equal(rest.after[15], without.after[15])
 
@@ -215,16 +196,8 @@ def test_an_update_that_float16_skipped_is_no_sample() -> None:
             loss = super().training_step(batch, batch_idx)
             return loss * math.inf if self.global_step < 2 else loss
 
-    model = Overflows(image_network().float(), torch.optim.SGD, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    average = WeightAveraging(ema=0.9)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    loader = TrainLoader(INPUTS.float(), TARGETS, ROWS, 4, 1)
-    silence()
-    trainer = pl.Trainer(
-        **QUIET, plugins=[plugin], callbacks=[average], max_epochs=1, enable_checkpointing=False, devices=1
-    )
-    trainer.fit(model, loader)
+    model, average = Overflows(image_network().float(), torch.optim.SGD, lr=0.1), WeightAveraging(ema=0.9)
+    trainer, _ = train(model, average, max_epochs=1, **precision_on("cpu", "16-mixed"))
     assert (trainer.global_step, average.samples) == (5, 3)
 
 
@@ -242,16 +215,16 @@ def test_a_decay_is_above_0_and_below_1(ema: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "options", "message"),
+    ("others", "options", "message"),
     [
-        ([lambda: WeightAveraging(ema=0.9)], {"precision": "bf16-true"}, "is in half precision"),
-        ([lambda: WeightAveraging(ema=0.9), EMAWeightAveraging], {}, "another EMAWeightAveraging"),
-        ([lambda: WeightAveraging(ema=0.9), LightningWeightAveraging], {}, "another WeightAveraging"),
-        ([lambda: WeightAveraging(ema=0.9), lambda: ModelCheckpoint(save_weights_only=True)], {}, "save_weights_only"),
+        ([], {"precision": "bf16-true"}, "is in half precision"),
+        ([EMAWeightAveraging()], {}, "another EMAWeightAveraging"),
+        ([LightningWeightAveraging()], {}, "another WeightAveraging"),
+        ([ModelCheckpoint(save_weights_only=True)], {}, "save_weights_only"),
     ],
 )
 def test_runs_that_cannot_be_averaged_are_refused_before_they_train(
-    callbacks: list[Callable[[], pl.Callback]], options: dict[str, Any], message: str
+    others: list[pl.Callback], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        train(module(), *(make() for make in callbacks), **options)
+        train(module(), WeightAveraging(ema=0.9), *others, **options)

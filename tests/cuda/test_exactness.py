@@ -1,13 +1,11 @@
 """On one GPU a run learns the same however it is split or interrupted."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -18,9 +16,10 @@ from callbacks.weight_averaging import WeightAveraging
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.cuda.conftest import Device
 from tests.end_to_end import test_equal_bits as equal_bits
+from tests.end_to_end.test_exact_resume import TRAIN, VALIDATION, adamw
 from tests.end_to_end.test_split_table import BOUNDS, TASKS, by_hand, error, train
 from tests.support.devices import on_device, precision_on, run_on
-from tests.support.tables import Tiny, image_network, noisy_images, silence
+from tests.support.tables import Tiny, equal, image_network, quiet_trainer
 
 SPLITS = {1: (1, 4), 2: (2, 4)}
 """By the number of processes, the numbers of micro-batches of an update."""
@@ -29,7 +28,6 @@ Row = tuple[str, torch.dtype, int]
 
 
 def _train_all(world_size: int) -> dict[Row, dict[str, Tensor]]:
-    silence()
     rows = [(name, dtype, count) for name in TASKS for dtype in BOUNDS for count in SPLITS[world_size]]
     on = on_device("cuda", world_size)
     return {row: train(TASKS[row[0]], row[1], world_size, row[2], on) for row in rows}
@@ -45,11 +43,10 @@ def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(world_siz
         gap = error(found, expected)
         print(f"{name:20}{dtype!s:16}{world_size} x {micro_batches}: {gap:.0e}")
         assert gap <= BOUNDS[dtype], row
-        assert all(torch.equal(rank[row][key], value) for rank in ranks for key, value in found.items()), "ranks differ"
+        assert all(equal(rank[row], found) for rank in ranks), "ranks differ"
 
 
 def _hashes(device: str, world_size: int) -> dict[equal_bits.Row, str]:
-    silence()
     options = on_device(device, world_size) | {"deterministic": "warn"}
     return {row: equal_bits.train(row, world_size, on=options) for row in equal_bits.FEW}
 
@@ -60,46 +57,21 @@ def test_one_and_two_processes_have_one_hash(device: Device) -> None:
     assert shared == [alone, alone]
 
 
-def _adamw(parameters: Any) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(parameters, lr=0.02, fused=True)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class _StopAfter(pl.Callback):
-    """Ends the run after so many updates, whose end is planned for later."""
-
-    def __init__(self, updates: int | None) -> None:
-        self.updates = updates
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step == self.updates
-
-
 def _fit(device: str, folder: Path, precision: str, updates: int | None = None, seed: int = 1) -> dict[str, Tensor]:
     """Train on from the folder's last checkpoint; the module and what it has saved at the end, on the CPU."""
-    silence()
-    trainer = pl.Trainer(
-        max_epochs=3,
-        log_every_n_steps=2,
-        deterministic=True,
-        callbacks=[
-            SeedControl(seed),
-            GradientAccumulation(2),
-            WarmupLR("60%"),
-            WeightAveraging(ema=0.9),
-            TrainingMonitor(),
-            _StopAfter(updates),
-            ExactCheckpoint(folder, save_last=True, every_n_train_steps=1),
-        ],
-        **on_device(device) | precision_on(device, precision),
+    stop = pl.Callback()
+    stop.on_train_batch_end = lambda trainer, *_: setattr(  # type: ignore[method-assign]
+        trainer, "should_stop", trainer.global_step == updates
     )
-    inputs, targets = noisy_images(50)
-    loader = TrainLoader(inputs.float(), targets, torch.arange(50), 4, 1)
-    validation = EvaluationLoader(inputs[:9].float(), targets[:9], torch.arange(9), 4)
+    ours = [GradientAccumulation(2), WarmupLR("60%"), WeightAveraging(ema=0.9), TrainingMonitor(), stop]
+    saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
+    settings = {"max_epochs": 3, "log_every_n_steps": 2, "deterministic": True}
+    where = on_device(device) | precision_on(device, precision)
+    trainer = quiet_trainer(SeedControl(seed), *ours, saves, **settings | where)
+    loader = TrainLoader(*TRAIN, torch.arange(50), 4, 1)
+    validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4)
     last = folder / "last.ckpt"
-    module = Tiny(image_network(dropout=0.3), _adamw)
+    module = Tiny(image_network(dropout=0.3), adamw, fused=True)
     trainer.fit(module, loader, validation, ckpt_path=last if last.exists() else None, weights_only=True)
     found = dict(module.state_dict())
     saved = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)

@@ -28,8 +28,3 @@ def test_both_loops_have_one_hash_on_any_number_of_processes(precision: str) -> 
     found.append(run_ranks(run, 2, "accelerate_loop.py", precision)[0])
     assert len(found[0]) == 64
     assert len(set(found)) == 1
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_has_at_most_forty_lines(program: str) -> None:
-    assert len(PROGRAMS[program].splitlines()) <= 40

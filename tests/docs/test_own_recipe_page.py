@@ -3,13 +3,14 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from docs.code_blocks import ROOT, blocks_of
 from tests.support.ranks import run_ranks
+from tests.support.tables import equal
 
 # 322 rows in updates of 64, twice over: the sixth update of an epoch holds two rows.
 COMMON = {"max_epochs": 2, "precision": "64-true", "accelerator": "cpu", "verbose": False}
@@ -49,13 +50,8 @@ def execute(folder: Path, *lines: str) -> None:
     exec(SCRIPT + "\n".join(lines), {"__name__": "__main__"})
 
 
-def weights_of(folder: Path, name: str) -> dict[str, Tensor]:
-    path = folder / "runs/diabetes" / name / "checkpoints/last.ckpt"
-    return torch.load(path, weights_only=True)["state_dict"]
-
-
-def test_it_has_at_most_eighty_lines() -> None:
-    assert len(code().splitlines()) <= 80
+def last(folder: Path, name: str) -> dict[str, Any]:
+    return torch.load(folder / "runs/diabetes" / name / "checkpoints/last.ckpt", weights_only=True)
 
 
 @pytest.mark.slow
@@ -64,17 +60,15 @@ def test_it_learns_the_same_on_two_processes_and_after_a_kill(tmp_path: Path) ->
     killed = {"name": "killed", "settings": COMMON | {"batch_size": 64, "save_every": "3 steps"}}
     with pytest.raises(AssertionError, match="died with exit status -9"):
         run_ranks(execute, 1, tmp_path, FIT.format(resume=None, callbacks="[Kill()]", **killed))
-    kept = torch.load(tmp_path / "runs/diabetes/killed/checkpoints/last.ckpt", weights_only=True)
-    assert kept["global_step"] == 6
+    assert last(tmp_path, "killed")["global_step"] == 6
     alone = [trained(1, batch_size) for batch_size in SPLITS[1]]
     run_ranks(execute, 1, tmp_path, *alone, FIT.format(resume="auto", callbacks=[], **killed))
     run_ranks(execute, 2, tmp_path, *(trained(2, batch_size) for batch_size in SPLITS[2]))
 
-    expected = weights_of(tmp_path, "1x64")
+    expected = last(tmp_path, "1x64")["state_dict"]
     for devices, batch_size in [(1, 16), (2, 32), (2, 8)]:
-        found = weights_of(tmp_path, f"{devices}x{batch_size}")
+        found = last(tmp_path, f"{devices}x{batch_size}")["state_dict"]
         error = max(float((found[name] - value).abs().max()) for name, value in expected.items())
         print(f"{devices} x {batch_size}: {error:.0e}")
         assert error < 1e-12, (devices, batch_size)
-    resumed = weights_of(tmp_path, "killed")
-    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+    assert equal(last(tmp_path, "killed")["state_dict"], expected)

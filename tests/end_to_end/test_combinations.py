@@ -7,9 +7,9 @@ refused, or have no meaning. A row that stops is resumed from its last checkpoin
 each update.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from tests.support.combinations import FACTORS, PLAIN, Life, cut_of, groups, liv
 from tests.support.pairs import Row, covering_rows
 from tests.support.plain_loop import train_plainly
 from tests.support.ranks import run_ranks
+from tests.support.tables import equal
 
 BOUND = 1e-12
 
@@ -33,39 +34,10 @@ REFUSED = [{"loader": loader, "resumed": "on another split"} for loader in FACTO
 REASON = "saves no position that another number of devices can use"
 
 
-class Outcome(NamedTuple):
-    """A row beside its reference.
-
-    Attributes:
-        error: the largest difference of a weight, buffer or learning rate, relative to the largest of its tensor.
-        refused: why it was refused.
-        problems: what else is wrong.
-    """
-
-    error: float
-    refused: str
-    problems: list[str]
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the row trained what the plain loop does."""
-        return not self.refused and not self.problems and self.error <= BOUND
-
-    def __str__(self) -> str:
-        return "; ".join([self.refused or f"{self.error:.0e}", *self.problems])
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest, relative to the largest value; infinite where something is not finite."""
-    found, expected = found.double(), expected.double()
-    if not bool(found.isfinite().all()):
-        return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-
-
-def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest of all parameters and buffers."""
-    return max(difference(found[name], value) for name, value in expected.items())
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[float]:
+    """The largest of each parameter and buffer, relative to its largest value; NaN where something is not finite."""
+    pairs = [(found[name].double(), value.double()) for name, value in expected.items()]
+    return [float((ours - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)) for ours, wanted in pairs]
 
 
 def run(rows: Mapping[int, Row], folder: Path) -> dict[int, list[list[Life]]]:
@@ -81,31 +53,27 @@ def run(rows: Mapping[int, Row], folder: Path) -> dict[int, list[list[Life]]]:
     return lives
 
 
-def judge(row: Row, lives: list[list[Life]]) -> Outcome:
-    """Compare a row with the plain loop."""
-    for ranks in lives:
-        for life in ranks:
-            if life.refused or life.failed:
-                return Outcome(float("nan"), life.refused, [life.failed] if life.failed else [])
+def judge(row: Row, lives: list[list[Life]]) -> tuple[float, list[str]]:
+    """The largest difference of a weight, buffer or learning rate from the plain loop, and what else is wrong."""
+    if ended := [life.refused or life.failed for ranks in lives for life in ranks if life.refused or life.failed]:
+        return math.nan, ended[:1]
     first, last = lives[0][0], lives[-1][0]
     reference = train_plainly(row, lambda update: cut_of(row, resumed=update >= first.updates))
     problems = []
-    for ranks in lives:
-        for life in ranks[1:]:
-            if not all(torch.equal(life.weights[name], value) for name, value in ranks[0].weights.items()):
-                problems.append("the ranks hold different weights or buffers")
-    errors = [differences(last.weights, reference.after[-1])]
+    if not all(equal(life.weights, ranks[0].weights) for ranks in lives for life in ranks):
+        problems.append("the ranks hold different weights or buffers")
+    errors = differences(last.weights, reference.after[-1])
     if len(lives) == 2:
         if not 0 < min(last.rates, default=0) <= first.updates < len(reference.rates):
             problems.append(f"stopped after {first.updates} updates, resumed after {min(last.rates, default=0)}")
-        errors.append(differences(first.weights, reference.after[first.updates]))
+        errors += differences(first.weights, reference.after[first.updates])
     rates = first.rates | last.rates
     if sorted(rates) == list(range(len(reference.rates))):
         used = torch.tensor([rates[update] for update in range(len(rates))], dtype=torch.float64)
         errors.append(float((used / torch.tensor(reference.rates, dtype=torch.float64) - 1).abs().max()))
     else:
         problems.append(f"made {len(rates)} updates of {len(reference.rates)}")
-    return Outcome(max(errors), "", problems)
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf, problems
 
 
 def settings_of(row: Mapping[str, str]) -> str:
@@ -130,10 +98,10 @@ def test_every_two_settings_together_equal_a_plain_loop_or_are_refused(tmp_path:
     print(f"\nLargest relative difference from the plain loop, of {len(rows)} runs")
     wrong = []
     for number, row in enumerate(rows):
-        outcome = judge(row, lives[number])
-        print(f"{outcome!s:>8}  {settings_of(row) or 'one process, SGD'}")
-        if not outcome.is_equal:
-            wrong.append(f"{outcome}: {settings_of(row)}")
+        error, problems = judge(row, lives[number])
+        print(f"{error:8.0e}  {settings_of(row) or 'one process, SGD'}")
+        if problems or not error <= BOUND:
+            wrong.append(f"{error:.0e} {'; '.join(problems)}: {settings_of(row)}")
     for number, row in enumerate(refused, start=len(rows)):
         found = lives[number][-1][0]
         if REASON not in found.refused:

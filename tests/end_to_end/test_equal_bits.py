@@ -9,7 +9,6 @@ unfreeze, a moving average with BatchNorm statistics of its own, clipping, warm-
 do not use, sentences of unequal length, a fused optimiser, and an update whose last micro-batch is short.
 """
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +30,9 @@ from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.loading.loaders import TrainLoader
+from tests.end_to_end.test_exact_resume import hash_of
 from tests.support.ranks import run_ranks
-from tests.support.tables import PADDING, QUIET, image_network, loss_of, noisy_images, on_ranks, sentences, silence
+from tests.support.tables import PADDING, image_network, loss_of, noisy_images, quiet_trainer, sentences
 
 BATCH_SIZE, EPOCHS, SAMPLES = 4, 2, 90
 UPDATES = {4: 16, 5: 18, 12: 48}
@@ -105,14 +105,6 @@ class Stop(pl.Callback):
         trainer.should_stop = trainer.global_step >= STOP
 
 
-def sha256(module: nn.Module) -> str:
-    """Of all weights and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        digest.update(name.encode() + tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def train(
     row: Row,
     world_size: int,
@@ -122,7 +114,7 @@ def train(
     on: Mapping[str, Any] | None = None,
 ) -> str:
     """A run of a row: the hash of its end, and what it has logged; `on` are the Trainer's arguments for a device."""
-    options: dict[str, Any] = QUIET | {"enable_progress_bar": False} | on_ranks(world_size) | dict(on or {})
+    options = dict(on or {})
     if world_size > 1:
         options["strategy"] = DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
     size = UPDATES[row.micro_batches]
@@ -135,19 +127,13 @@ def train(
         options["accumulate_grad_batches"] = -(-row.micro_batches // world_size)
     # Lightning refuses to clip for a fused optimiser under automatic mixed precision.
     model = Images() if row.task == "images" else Sentences(fused=row.precision == "32-true")
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS,
-        precision=row.precision,
-        gradient_clip_val=0.5,
-        enable_checkpointing=any(isinstance(callback, ExactCheckpoint) for callback in more),
-        callbacks=[*callbacks, *more],
-        **options,
-    )
+    settings = {"max_epochs": EPOCHS, "precision": row.precision, "gradient_clip_val": 0.5} | options
+    trainer = quiet_trainer(*callbacks, *more, world_size=world_size, **settings)
     inputs, targets = noisy_images(SAMPLES) if row.task == "images" else sentences(SAMPLES)
     inputs = inputs.float() if inputs.is_floating_point() else inputs
     loader = TrainLoader(inputs, targets, torch.arange(SAMPLES), BATCH_SIZE, 1, trainer.global_rank, world_size)
     trainer.fit(model, loader, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
-    return f"{sha256(model)} {float(trainer.callback_metrics.get('train/loss_epoch', 0.0)).hex()}"
+    return f"{hash_of(model)[:16]} {float(trainer.callback_metrics.get('train/loss_epoch', 0.0)).hex()}"
 
 
 def checkpoint_name(row: Row, world_size: int) -> str:
@@ -156,7 +142,6 @@ def checkpoint_name(row: Row, world_size: int) -> str:
 
 def first_life(world_size: int, rows: Sequence[Row], folder: Path) -> dict[Row, tuple[str, str]]:
     """Each row undisturbed, by ours and of all rows by stock Lightning; and a part of it, which leaves a checkpoint."""
-    silence()
     found = {}
     for row in rows:
         found[row] = train(row, world_size), train(row, world_size, ours=False) if rows == ROWS else ""
@@ -167,7 +152,6 @@ def first_life(world_size: int, rows: Sequence[Row], folder: Path) -> dict[Row, 
 
 def second_life(world_size: int, before: int, rows: Sequence[Row], folder: Path) -> dict[Row, str]:
     """Each row from the checkpoint of another number of processes."""
-    silence()
     saves = ExactCheckpoint(folder / "second")
     paths = {row: folder / f"{checkpoint_name(row, before)}.ckpt" for row in rows}
     return {row: train(row, world_size, saves, ckpt_path=path) for row, path in paths.items()}

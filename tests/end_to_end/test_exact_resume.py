@@ -33,14 +33,12 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckp
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.randomness import uniform
 from tests.support.ranks import run_ranks
-from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, noisy_images, on_ranks, silence
+from tests.support.tables import CALLBACKS, TOGETHER, Tiny, image_network, noisy_images, quiet_trainer
 
 EPOCHS = 3
 BATCH_SIZE = 4
 # 13 micro-batches an epoch on one process and 7 on two; the last one holds 2 samples.
-TRAIN, VALIDATION = noisy_images(50), noisy_images(9)
-TRAIN = TRAIN[0].float(), TRAIN[1]
-VALIDATION = VALIDATION[0].float(), VALIDATION[1]
+TRAIN, VALIDATION = ((inputs.float(), targets) for inputs, targets in map(noisy_images, (50, 9)))
 
 
 def augment(inputs: Tensor, rows: Tensor, epoch: int) -> Tensor:
@@ -85,32 +83,26 @@ class Life(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def adamw(parameters: Iterator[torch.nn.Parameter]) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(parameters, lr=0.02)
+def adamw(parameters: Iterator[torch.nn.Parameter], fused: bool | None = None) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(parameters, lr=0.02, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def hash_of(model: pl.LightningModule) -> str:
+    """The SHA-256 of all weights and buffers."""
     sha256 = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        sha256.update(name.encode() + tensor.numpy().tobytes())
+        sha256.update(name.encode() + tensor.cpu().numpy().tobytes())
     return sha256.hexdigest()
 
 
 def live(case: Case, world_size: int, folder: Path, dies_at: Place | None = None, seconds: float | None = None) -> End:
     """One life of a run, from its newest checkpoint to its end, unless it dies at a place or some time after set-up."""
-    silence()
     life = Life(dies_at)
     interval: dict[str, Any] = {"every_n_epochs": 1} if case.saves == "epochs" else {"every_n_train_steps": 1}
-    checkpoint = ExactCheckpoint(folder, save_last=True, **interval)
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS,
-        callbacks=[*(CALLBACKS[name]() for name in case.callbacks), life, checkpoint],
-        enable_progress_bar="RunProgress" in case.callbacks,
-        **on_ranks(world_size),
-        **QUIET,
-    )
+    own = [*(CALLBACKS[name]() for name in case.callbacks), life, ExactCheckpoint(folder, save_last=True, **interval)]
+    trainer = quiet_trainer(*own, world_size=world_size, max_epochs=EPOCHS)
     rank = trainer.global_rank
     rows = torch.arange(len(TRAIN[1]))
     train = TrainLoader(*TRAIN, rows, BATCH_SIZE, 1, rank, world_size, transform=augment)

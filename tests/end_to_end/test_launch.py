@@ -15,7 +15,6 @@ from recipes.runner.launch import Command, Launch
 from tests.support.nodes import Ended, start
 from tests.support.ranks import free_port
 
-ROOT = Path(__file__).parents[2]
 Environment = dict[str, str]
 
 
@@ -71,6 +70,10 @@ def free_job() -> int:
     raise AssertionError("no free port")
 
 
+def on_two_ranks(folder: Path, args: str) -> list[Ended]:
+    return start(folder, [(["--name", "run", *args.split()], env) for env in by_torchrun(free_port())])
+
+
 def last_line(ended: Ended) -> str:
     return ended.err.strip().splitlines()[-1]
 
@@ -92,43 +95,29 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "line"),
+    ("rank", "how", "statuses", "line"),
     [
-        ("raise", 1, "error: rank 1 (node 0, {host}) failed: ValueError: a bad pixel"),
-        ("kill", 1, "error: rank 1 (node 0, {host}) ended without a report"),
-        ("interrupt", 130, ""),
+        (1, "raise", [1, 1], "error: rank 1 (node 0, {host}) failed: ValueError: a bad pixel"),
+        (1, "kill", [1, -9], "error: rank 1 (node 0, {host}) ended without a report"),
+        (1, "interrupt", [130, 130], ""),
+        (0, "kill", [-9, 1], "error: rank 0 (node 0,"),
+        (1, "wait", [1, 1], "error: rank 0 (node 0, {host}) failed: ...Timed out"),
     ],
 )
-def test_when_one_rank_ends_all_end_and_rank_0_says_why_in_its_last_line(tmp_path, how, status, line):
-    args = ["--fail-rank", "1", "--fail-how", how, "--name", "run"]
-    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
-    assert zero.status == status, zero
-    assert one.status == (-9 if how == "kill" else status), one
+def test_when_one_rank_ends_all_end_and_one_says_why_in_its_last_line(tmp_path, rank, how, statuses, line):
+    limit = "--collective-timeout 4" if how == "wait" else ""
+    ended = on_two_ranks(tmp_path, f"--fail-rank {rank} --fail-how {how} {limit}")
+    assert [each.status for each in ended] == statuses, ended
     if line:
-        assert last_line(zero).startswith(line.format(host=socket.gethostname())), zero.err
-        assert "Traceback" not in zero.err
-        assert ("in training_step" in one.err) == (how == "raise")
-
-
-def test_when_rank_0_ends_the_others_end(tmp_path):
-    args = ["--fail-rank", "0", "--fail-how", "kill", "--name", "run"]
-    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
-    assert (zero.status, one.status) == (-9, 1)
-    assert last_line(one).startswith("error: rank 0 (node 0,")
-
-
-def test_a_rank_that_waits_for_ever_is_given_up_after_the_collective_timeout(tmp_path):
-    args = ["--fail-rank", "1", "--fail-how", "wait", "--collective-timeout", "4", "--name", "run"]
-    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
-    assert (zero.status, one.status) == (1, 1)
-    assert "rank 0 (node 0," in last_line(zero)
-    assert "Timed out" in last_line(zero)
+        says, (begin, _, end) = ended[0 if rank else 1], line.partition("...")
+        assert last_line(says).startswith(begin.format(host=socket.gethostname()))
+        assert end in last_line(says)
+        assert "Traceback" not in says.err
+        assert ("in training_step" in ended[1].err) == (how == "raise")
 
 
 def test_a_missing_rank_is_refused_and_named(tmp_path):
-    zero, one, three = by_torchrun(free_port(), nodes=2)[:3]
-    args = ["--rendezvous-timeout", "3"]
-    all_ended = start(tmp_path, [(args, zero), (args, one), (args, three)])
+    all_ended = start(tmp_path, [(["--rendezvous-timeout", "3"], env) for env in by_torchrun(free_port(), 2)[:3]])
     assert [ended.status for ended in all_ended] == [2, 2, 2]
     assert "3 of 4 processes joined within 3 s; missing: rank 3 on node 1" in all_ended[0].err
 
@@ -150,13 +139,11 @@ def test_nodes_with_unequal_numbers_of_devices_are_named_within_seconds_with_wha
 
 
 def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
-    args = ["--name", "run", "--broken-rank", "1"]
-    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    zero, one = on_two_ranks(tmp_path, "--broken-rank 1")
     assert (zero.status, one.status) == (2, 2)
     assert zero.err.splitlines()[-1] == f"error on rank 1 (node 0, {socket.gethostname()}): rank 1 found nothing"
     assert not one.err
-    args = ["--name", "run", "--optimizer", "sdg"]
-    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    zero, one = on_two_ranks(tmp_path, "--optimizer sdg")
     assert (zero.status, one.status) == (2, 2)
     assert zero.err.startswith("error: no optimizer 'sdg'")
     assert zero.err.count("\n") == 1
@@ -177,11 +164,11 @@ def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_
 
 def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     (tmp_path / "no-curve").touch()
-    zero, one = start(tmp_path, [(["--name", "other"], env) for env in by_torchrun(free_port())])
+    zero, one = on_two_ranks(tmp_path, "")
     assert (zero.status, one.status) == (2, 2), (zero, one)
     assert last_line(zero) == "error: there is no curve"
     assert max(zero.seconds, one.seconds) < 30
-    assert not (tmp_path / "runs/failing/other").exists()
+    assert not (tmp_path / "runs/failing/run").exists()
 
 
 @pytest.mark.parametrize(
@@ -206,6 +193,5 @@ def test_a_service_that_never_answers_is_not_a_run_of_this_program(monkeypatch):
     monkeypatch.setattr(join, "_CONNECT_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=silent.getsockname()[1])
-        command = Command("python -m recipes.mnist", [])
         with pytest.raises(UserError, match="is not a run of this program"):
-            rendezvous(Request(launch, {}, 5.0, command))
+            rendezvous(Request(launch, {}, 5.0, Command("python -m r")))

@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -14,8 +13,9 @@ from PIL import Image
 from typing_extensions import override
 
 from datamodules.images.known_sets import load_digits
-from tests.support.command_lines import Typed, type_line, typed
+from tests.support.command_lines import type_line, typed
 from tests.support.ranks import run_ranks
+from tests.support.tables import equal
 
 RECIPES = {
     "mnist": ("recipes:MNISTClassifier", "datamodules:MNISTDataModule"),
@@ -24,16 +24,13 @@ RECIPES = {
 EXACT = ("--precision", "32-true", "--accelerator", "cpu")
 
 
-def type_in(folder: Path, recipe: str, *args: str) -> Typed:
-    typed = run_ranks(type_line, 1, *RECIPES[recipe], list(args), str(folder))[0]
-    assert typed[0] == 0, typed[2]
-    return typed
+def type_in(folder: Path, *args: str) -> None:
+    (ended,) = run_ranks(type_line, 1, *RECIPES["mnist"], list(args), str(folder))
+    assert ended.status == 0, ended.err
 
 
-def weights(folder: Path, recipe: str, name: str) -> dict[str, Any]:
-    path = folder / "runs" / recipe / name / "checkpoints" / "last.ckpt"
-    state: dict[str, Any] = torch.load(path, weights_only=True)["state_dict"]
-    return state
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "runs/mnist" / name / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
 
 
 class SaysWhenItTrains(pl.Callback):
@@ -79,22 +76,20 @@ def test_own_digits_train_alike_from_a_folder_and_an_archive_and_are_tested(tmp_
     np.savez(tmp_path / "digits.npz", images=images, labels=labels)
     line = ("--max-epochs", "2", "--batch-size", "100", "--seed", "3", "--test-fraction", "0.2", *EXACT)
     line += ("--schedule", "constant")  # It does not depend on where a run ends.
-    type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "tree", *line)
-    type_in(tmp_path, "mnist", "--data-dir", "digits.npz", "--name", "npz", *line)
-    expected = weights(tmp_path, "mnist", "tree")
-    found = weights(tmp_path, "mnist", "npz")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    type_in(tmp_path, "--data-dir", "tree", "--name", "tree", *line)
+    type_in(tmp_path, "--data-dir", "digits.npz", "--name", "npz", *line)
+    assert equal(weights(tmp_path, "npz"), weights(tmp_path, "tree"))
     # Two devices with half the batch each take the same samples; float64 has no rounding to speak of.
     for name, size, devices in (("one", "100", 1), ("two", "50", 2)):
         cut = ("--batch-size", size, f"--devices={devices}", "--sync-bn", "--precision", "64-true", "--name", name)
         done = run_ranks(type_line, devices, *RECIPES["mnist"], ["--data-dir", "tree", *line, *cut], str(tmp_path))[0]
         assert done.status == 0, done.err
         assert ("note: SyncBN normalises over what the devices see" in done.out + done.err) == (name == "two")
-    one, two = weights(tmp_path, "mnist", "one"), weights(tmp_path, "mnist", "two")
+    one, two = weights(tmp_path, "one"), weights(tmp_path, "two")
     assert max(float((two[name].double() - one[name].double()).abs().max()) for name in one) < 1e-8
     results = json.loads((tmp_path / "runs/mnist/tree/results.json").read_text())
     assert results["data"]["name"] == "tree"
     assert sum(results["data"]["sizes"].values()) == len(labels)
     ckpt = "runs/mnist/tree/checkpoints/best.ckpt"
-    type_in(tmp_path, "mnist", "test", "--ckpt", ckpt, "--output", "test.json")
+    type_in(tmp_path, "test", "--ckpt", ckpt, "--output", "test.json")
     assert json.loads((tmp_path / "test.json").read_text())["test/accuracy"] == results["scores"]["test/accuracy"]

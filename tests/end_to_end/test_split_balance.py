@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from callbacks import ExactCheckpoint, GradientAccumulation
 from datamodules import MNISTDataModule
 from recipes import MNISTClassifier
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, on_ranks, silence
+from tests.support.tables import quiet_trainer
 
 GLOBAL_BATCH = 12
 COUNTS = (60, 25, 5)
@@ -36,19 +35,12 @@ def _data(batch_size: int) -> MNISTDataModule:
 
 def _train(world_size: int, micro_batches: int, folder: Path, resume: bool) -> dict[str, Any]:
     """Two epochs, saved after the fifth update, in the first epoch; or from there to the end."""
-    silence()
     torch.manual_seed(1)
     data = _data(GLOBAL_BATCH // world_size // micro_batches)
     recipe = Linear(num_classes=3, optimizer="sgd", lr=0.01, schedule="constant", label_smoothing=0.1)
     save = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-    trainer = pl.Trainer(
-        max_epochs=2,
-        precision="64-true",
-        callbacks=[GradientAccumulation(global_batch_size=GLOBAL_BATCH), save],
-        enable_progress_bar=False,
-        **on_ranks(world_size),
-        **QUIET,
-    )
+    ours = GradientAccumulation(global_batch_size=GLOBAL_BATCH), save
+    trainer = quiet_trainer(*ours, world_size=world_size, max_epochs=2, precision="64-true")
     trainer.fit(recipe, data, ckpt_path=str(folder / "step=5.ckpt") if resume else None, weights_only=True)
     return {"weight": recipe.network[1].weight.detach().clone(), "class_weights": recipe.class_weights}
 

@@ -21,7 +21,7 @@ from callbacks import ExactCheckpoint, GradientAccumulation
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from recipes.scores import ClassificationScores
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, on_ranks, silence
+from tests.support.tables import equal, quiet_trainer
 
 GLOBAL_BATCH = 8
 EPOCHS = 2
@@ -107,21 +107,14 @@ def _train(
     root: Path, setting: str, source: Source, world_size: int = 1, micro_batches: int = 1, resume: str = ""
 ) -> dict[str, Any]:
     """Two epochs, saved after the second update, in the first epoch; or from there to the end."""
-    silence()
     batch_size = GLOBAL_BATCH // world_size // micro_batches
     digits = setting == "digits"
     data = _digits(batch_size, 1) if digits else _photographs(root, setting, source, batch_size)
     module = Recorder(1, 10) if digits else Recorder()
     saves = world_size == micro_batches == 1
     save = ExactCheckpoint(root / "saved" / setting, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS,
-        callbacks=[GradientAccumulation(global_batch_size=GLOBAL_BATCH), *([save] if saves else [])],
-        enable_checkpointing=saves,
-        enable_progress_bar=False,
-        **on_ranks(world_size),
-        **QUIET,
-    )
+    ours = GradientAccumulation(global_batch_size=GLOBAL_BATCH), *[save] * saves
+    trainer = quiet_trainer(*ours, world_size=world_size, max_epochs=EPOCHS)
     trainer.fit(module, data, ckpt_path=resume or None, weights_only=True if resume else None)
     return {"seen": module.seen, "weight": module.network[2].weight.detach().clone()}
 
@@ -129,8 +122,7 @@ def _train(
 def _test(test: int, world_size: int = 1) -> dict[str, Tensor]:
     """The scores of a test set of so many digits."""
     module = Recorder(1, 10)
-    options: dict[str, Any] = QUIET | on_ranks(world_size) | {"enable_checkpointing": False}
-    pl.Trainer(**options, enable_progress_bar=False).test(module, _digits(4, test), verbose=False)
+    quiet_trainer(world_size=world_size).test(module, _digits(4, test), verbose=False)
     return module.found
 
 
@@ -159,7 +151,7 @@ def test_images_reach_the_network_with_the_same_bits_wherever_they_lie_and_howev
     for scores in [rank.pop("scores") for rank in ranks]:
         for n, found in zip(TEST_SIZES, scores, strict=True):
             assert int(found["matrix"].sum()) == n
-            assert all(torch.equal(found[name], score) for name, score in _test(n).items()), "equal to the last digit"
+            assert equal(found, _test(n)), "equal to the last digit"
     found = {name: [rank[name] for rank in ranks] for name in ranks[0]}
     for setting, source in dict(RUNS).items():
         found[f"{setting}: alone, {source}"] = [_train(tmp_path, setting, source, 1, 2)]

@@ -15,10 +15,9 @@ sample, so that of three processes one has none. Of 65 sentences of 1 to 20 word
 That rows of equal micro-batches have equal bits is shown elsewhere; here is that each of them is right.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -29,15 +28,14 @@ from datamodules.loading.sampling import epoch_order, range_of_rank
 from tests.support.ranks import run_ranks
 from tests.support.tables import (
     PADDING,
-    QUIET,
     Tiny,
+    equal,
     image_network,
     loss_of,
     noisy_images,
-    on_ranks,
+    quiet_trainer,
     sentence_network,
     sentences,
-    silence,
 )
 
 GLOBAL_BATCH = 16
@@ -97,16 +95,12 @@ def by_hand(task: Task, dtype: torch.dtype, world_size: int, micro_batches: int)
 
 
 def train(
-    task: Task, dtype: torch.dtype, world_size: int, micro_batches: int, on: Mapping[str, Any] | None = None
+    task: Task, dtype: torch.dtype, world_size: int, micro_batches: int, on: dict[str, Any] | None = None
 ) -> dict[str, Tensor]:
     """The same run in a Trainer; `on` are its arguments for a device."""
     synchronised = [SyncBN()] if task.passes == "step" else []
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS,
-        enable_checkpointing=False,
-        callbacks=[GradientAccumulation(global_batch_size=GLOBAL_BATCH), *synchronised],
-        **(QUIET | {"enable_progress_bar": False} | on_ranks(world_size) | dict(on or {})),
-    )
+    accumulation, settings = GradientAccumulation(global_batch_size=GLOBAL_BATCH), {"max_epochs": EPOCHS} | (on or {})
+    trainer = quiet_trainer(accumulation, *synchronised, world_size=world_size, **settings)
     inputs, targets = data_of(task, dtype)
     rows, batch_size = torch.arange(len(inputs)), GLOBAL_BATCH // micro_batches
     loader = TrainLoader(inputs, targets, rows, batch_size, 1, trainer.global_rank, world_size)
@@ -121,7 +115,6 @@ Row = tuple[str, torch.dtype, int]
 
 def train_all(world_size: int) -> dict[Row, dict[str, Tensor]]:
     """Every row of one number of processes: they start once."""
-    silence()
     return {
         (name, dtype, micro_batches): train(task, dtype, world_size, micro_batches)
         for name, task in TASKS.items()
@@ -141,9 +134,7 @@ def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch() -> None
         ranks = run_ranks(train_all, world_size, world_size)
         for (name, dtype, micro_batches), found in ranks[0].items():
             row = name, dtype, micro_batches
-            assert all(torch.equal(rank[row][key], value) for rank in ranks for key, value in found.items()), (
-                "ranks differ"
-            )
+            assert all(equal(rank[row], found) for rank in ranks), "ranks differ"
             gap = error(found, by_hand(TASKS[name], dtype, world_size, micro_batches))
             print(f"{name:12} {world_size} x {micro_batches}  {dtype!s:14} {gap:.0e}")
             assert gap <= BOUNDS[dtype], (world_size, row)

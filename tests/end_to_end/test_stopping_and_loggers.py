@@ -13,6 +13,7 @@ from recipes import fit
 from recipes.runner import loggers
 from recipes.runner.loggers import logger_names
 from tests.support.command_lines import typed
+from tests.support.tables import equal
 
 RUNS = Path("runs/quadrants")
 COMMON = "--num-classes 2 --precision 32 --schedule constant"
@@ -43,7 +44,7 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
     assert "val/loss did not improve in the last 3 records" in lines[0]
     one, other = (torch.load(run / "checkpoints/last.ckpt", weights_only=True) for run in (cut, patient))
     assert one["global_step"] == other["global_step"]
-    assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
+    assert equal(one["state_dict"], other["state_dict"])
 
 
 def test_a_mistake_is_answered_with_what_to_type(tmp_path):
@@ -60,11 +61,8 @@ def test_a_mistake_is_answered_with_what_to_type(tmp_path):
 
 
 def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, monkeypatch):
-    ended = typed(
-        tmp_path,
-        f"{COMMON} --max-epochs 1 --logger csv --name table",
-        f"{COMMON} --max-epochs 1 --logger none --name nothing",
-    )
+    chosen = (("csv", "table"), ("none", "nothing"))
+    ended = typed(tmp_path, *(f"{COMMON} --max-epochs 1 --logger {logger} --name {name}" for logger, name in chosen))
     assert [status for status, _, _ in ended] == [0, 0], ended
     written = {name: {path.name for path in (tmp_path / RUNS / name).iterdir()} for name in ("table", "nothing")}
     tables = {"val_per_class.csv", "val_mistakes.csv", "report.html"}

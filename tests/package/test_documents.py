@@ -19,24 +19,18 @@ _ANY = {"NAME", "RECIPE"}
 def _paths(document: Path) -> set[tuple[Path, str]]:
     """Where each path starts, and the path: in text from the root, in links from the document."""
     text = document.read_text()
-    links = (
-        [] if ROOT / "docs" in document.parents else _LINK.findall(text)
-    )  # `mkdocs build --strict` checks the site's.
+    # `mkdocs build --strict` checks the site's.
+    links = [] if ROOT / "docs" in document.parents else _LINK.findall(text)
     return {(ROOT, path) for path in _PATH.findall(_LINK.sub("](", text))} | {(document.parent, path) for path in links}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_path_that_a_document_names_exists(document: Path) -> None:
+def test_every_path_that_a_document_names_and_every_module_that_it_runs_exists(document: Path) -> None:
     missing = [path for start, path in _paths(document) if not _ANY & {*path.split("/")} and not [*start.glob(path)]]
-    assert missing == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_that_a_document_runs_exists(document: Path) -> None:
-    modules = re.findall(rf"python -m ((?:{_TOP})[\w.]*\w)", document.read_text())
-    modules = [module for module in modules if not _ANY & {*module.split(".")}]
-    files = {module: ROOT.joinpath(*module.split(".")) for module in modules}
-    missing = [m for m, f in files.items() if not (f.with_suffix(".py").is_file() or (f / "__main__.py").is_file())]
+    for module in re.findall(rf"python -m ((?:{_TOP})[\w.]*\w)", document.read_text()):
+        file = ROOT.joinpath(*module.split("."))
+        exists = file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()
+        missing += [module] * (not exists and not _ANY & {*module.split(".")})
     assert missing == []
 
 

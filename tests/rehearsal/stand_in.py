@@ -14,7 +14,7 @@ NCCL and graphs. It needs a process of its own (`tests.support.ranks`), since to
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,9 +53,8 @@ class Wait:
     seen: ClassVar[list["Wait"]] = []
 
     def __init__(self, operation: str) -> None:
-        self.operation, self.phase = operation, ""
+        self.operation, self.phase, self.last = operation, "", False
         self.update = self.batch = -1
-        self.last = False
         self.frames: list[tuple[str, str, int]] = []
         self._depth: int | None = None
         frame: Any = sys._getframe(1)
@@ -86,17 +85,10 @@ class Wait:
 
     @property
     def site(self) -> str:
-        """The innermost function of this project that asked, as "callbacks/train_loss.py:_totals"; else Lightning's."""
-        named = [(path, function) for path, function, _ in self.frames if not function.startswith("<")]
-        ours = tuple(f"{ROOT}/{package}/" for package in ("callbacks", "datamodules", "recipes"))
-        chosen: tuple[Callable[[str], bool], ...] = (
-            lambda path: path.startswith(ours),
-            lambda path: path.startswith(ROOT) and "/site-packages/" not in path,  # .venv may lie in the repository.
-            lambda path: "/lightning/pytorch/" in path,
-            lambda path: bool(path),
-        )
-        path, function = next(frame for choose in chosen for frame in named if choose(frame[0]))
-        return f"{path.removeprefix(ROOT + '/').rpartition('site-packages/')[2]}:{function}"
+        """The innermost function of this project that asked, as "callbacks/train_loss.py:_totals"; else of all."""
+        named = [f"{path.removeprefix(ROOT)}:{name}" for path, name, _ in self.frames if not name.startswith("<")]
+        ours = [site for site in named if site.startswith(("/callbacks/", "/datamodules/", "/recipes/"))]
+        return (ours or named)[0].removeprefix("/")
 
     def __repr__(self) -> str:
         stack = [f"{Path(path).name}:{line} {name}" for path, name, line in self.frames[:12]]
@@ -138,11 +130,10 @@ class DeviceTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         Wait("save")
         _arrive()
-        return (
-            torch.nn.Parameter(self.raw.detach(), self.requires_grad).__reduce_ex__(protocol)
-            if isinstance(self, torch.nn.Parameter)
-            else self.raw.detach().__reduce_ex__(protocol)
-        )
+        raw = self.raw.detach()
+        if isinstance(self, torch.nn.Parameter):
+            raw = torch.nn.Parameter(raw, self.requires_grad)
+        return raw.__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
         # torch's refuses every subclass.
@@ -167,21 +158,15 @@ def _arrive(count: int | None = None) -> None:
         target.copy_(value)
 
 
-def _unknown(like: Tensor) -> Tensor:
-    if like.dtype == torch.bool:
-        return torch.zeros_like(like)
-    value = float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).min
-    return torch.full_like(like, value)
-
-
-def _host_copy(raw: Tensor, non_blocking: bool, name: str) -> Tensor:
-    """A copy that goes to the host, of the type that it shall have."""
-    if not non_blocking:
-        Wait(name)
+def _copy_to_host(target: Tensor, value: Tensor, non_blocking: bool) -> Tensor:
+    if non_blocking:
+        if target.dtype != torch.bool:
+            target.fill_(float("nan") if target.is_floating_point() else torch.iinfo(target.dtype).min)
+        _on_their_way.append((target, value.clone()))
+    else:
+        Wait("copy to the host")
         _arrive()
-        return raw
-    target = _unknown(raw)
-    _on_their_way.append((target, raw.clone()))
+        target.copy_(value)
     return target
 
 
@@ -207,20 +192,11 @@ def _check_mixture(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _copy_into(target: Any, source: Any, non_blocking: bool) -> Any:
-    if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
-        raise AssertionError
-    if isinstance(target, DeviceTensor):
-        if not non_blocking and source.dim() > 0:
-            Wait("copy_ to the device")
-        target.raw.copy_(source)
-    else:
-        value = source.raw.to(target.dtype).expand(target.shape)
-        target.copy_(_unknown(target) if non_blocking else value)
-        if non_blocking:
-            _on_their_way.append((target, value.clone()))
-        else:
-            Wait("copy_ to the host")
-            _arrive()
+    if not isinstance(target, DeviceTensor):
+        return _copy_to_host(target, source.raw.to(target.dtype).expand(target.shape), non_blocking)
+    if not non_blocking and source.dim() > 0:
+        Wait("copy_ to the device")
+    target.raw.copy_(source)
     return target
 
 
@@ -242,7 +218,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             if not on_device and not non_blocking:
                 Wait("to the device")
             return DeviceTensor(copied)
-        return _host_copy(copied, non_blocking, "to the host")
+        return _copy_to_host(torch.empty_like(copied), copied, non_blocking)
     if func not in _COPIES:
         _check_mixture(func, args, kwargs)
     if name in _WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):

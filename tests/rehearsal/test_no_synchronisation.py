@@ -27,15 +27,7 @@ from recipes.classifier import Classifier
 from recipes.dropout import Dropout
 from tests.rehearsal.stand_in import DeviceTensor, StandInAccelerator, Wait, stand_in_device
 from tests.support.ranks import run_ranks
-from tests.support.tables import (
-    CALLBACKS,
-    QUIET,
-    TOGETHER,
-    Tiny,
-    image_network,
-    noisy_images,
-    silence,
-)
+from tests.support.tables import CALLBACKS, TOGETHER, Tiny, image_network, noisy_images, quiet_trainer
 
 LOG_EVERY = 3
 
@@ -53,19 +45,14 @@ Experiment = Callable[[], tuple[pl.LightningModule, Any, Sequence[pl.Callback]]]
 
 def fit(make: Experiment, device: torch.device | None = None, **settings: Any) -> Run:
     """Train, and validate a classifier after it; on the CPU without a device."""
-    silence()
     SeedControl(seed=1)
     module, data, callbacks = make()
-    where: dict[str, Any] = {"accelerator": "cpu"}
     if device is not None:
-        where = {"strategy": SingleDeviceStrategy(device=device, accelerator=StandInAccelerator())}
+        strategy = SingleDeviceStrategy(device=device, accelerator=StandInAccelerator())
+        settings = {"accelerator": "auto", "strategy": strategy} | settings
     with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            **{**QUIET, "accelerator": "auto", **where, "logger": TensorBoardLogger(folder)},
-            **{"max_epochs": 2, "log_every_n_steps": LOG_EVERY, "enable_checkpointing": False, **settings},
-            callbacks=[SeedControl(seed=1), *callbacks],
-            default_root_dir=folder,
-        )
+        settings = {"max_epochs": 2, "log_every_n_steps": LOG_EVERY, "logger": TensorBoardLogger(folder)} | settings
+        trainer = quiet_trainer(SeedControl(seed=1), *callbacks, default_root_dir=folder, **settings)
         Wait.seen.clear()
         trainer.fit(module, **({"datamodule": data} if isinstance(data, pl.LightningDataModule) else data))
         if isinstance(module, Classifier):
@@ -79,21 +66,7 @@ def fit(make: Experiment, device: torch.device | None = None, **settings: Any) -
 
 def largest_difference(one: Run, other: Run) -> float:
     """Between the weights of two runs."""
-    return max(
-        float((value.double() - other.weights[name].double()).abs().max()) for name, value in one.weights.items()
-    )
-
-
-class Meant(NamedTuple):
-    """A place that waits, and when.
-
-    Args:
-        when: whether it may, by the wait.
-    """
-
-    phase: str
-    when: Callable[[Wait], bool]
-    why: str
+    return max(float((v.double() - other.weights[name].double()).abs().max()) for name, v in one.weights.items())
 
 
 def at_logs(wait: Wait) -> bool:
@@ -106,33 +79,27 @@ def in_the_first_batch(wait: Wait) -> bool:
     return wait.update == 0 and wait.batch <= 0
 
 
-def in_each(wait: Wait) -> bool:
-    """Batch."""
-    return True
-
-
-_TRAINING, _VALIDATION = "training step", "validation step"
-MEANT = {
-    "callbacks/train_loss.py:_values": Meant(_TRAINING, at_logs, "the loss that is logged"),
-    "callbacks/training_monitor.py:on_train_batch_end": Meant(_TRAINING, at_logs, "the norms that are logged"),
-    "callbacks/finite_weights.py:first_not_finite": Meant(_TRAINING, at_logs, "a run that has diverged ends"),
-    "callbacks/lib/targets.py:warn_of_ignored_targets": Meant(
-        _TRAINING, in_the_first_batch, "a warning of labels that are left out"
-    ),
-    "datamodules/images/image_folder.py:_normalise": Meant(
-        _TRAINING, in_the_first_batch, "mean and deviation go to the device"
-    ),
-    "recipes/seq2seq/decoding.py:beam_search": Meant(_VALIDATION, in_each, "a search ends when its sentences end"),
-    "recipes/seq2seq/recipe.py:_evaluation_step": Meant(_VALIDATION, in_each, "translations become text"),
+TRAINING, VALIDATION = "training step", "validation step"
+MEANT: dict[str, tuple[str, Callable[[Wait], bool]]] = {
+    "callbacks/train_loss.py:_values": (TRAINING, at_logs),
+    "callbacks/training_monitor.py:on_train_batch_end": (TRAINING, at_logs),
+    "callbacks/finite_weights.py:first_not_finite": (TRAINING, at_logs),
+    "callbacks/lib/targets.py:warn_of_ignored_targets": (TRAINING, in_the_first_batch),
+    # Mean and deviation go to the device.
+    "datamodules/images/image_folder.py:_normalise": (TRAINING, in_the_first_batch),
+    # A search ends when its sentences end, and translations become text.
+    "recipes/seq2seq/decoding.py:beam_search": (VALIDATION, bool),
+    "recipes/seq2seq/recipe.py:_evaluation_step": (VALIDATION, bool),
 }
+"""The places that wait, and when they may."""
 
 
 def refused(waits: Sequence[Wait]) -> list[str]:
     """The waits in steps that are not meant."""
     found = []
     for wait in waits:
-        meant = MEANT.get(wait.site)
-        if wait.phase != "elsewhere" and not (meant and meant.phase == wait.phase and meant.when(wait)):
+        phase, when = MEANT.get(wait.site, ("", bool))
+        if wait.phase != "elsewhere" and not (phase == wait.phase and when(wait)):
             found.append(repr(wait))
     return found
 
@@ -164,8 +131,7 @@ class _Fused(MNISTClassifier):
 
 
 def _mnist() -> Any:
-    data = MNISTDataModule("digits", batch_size=32, eval_batch_size=32)
-    return _Fused(network="classic"), data, []
+    return _Fused(network="classic"), MNISTDataModule("digits", batch_size=32, eval_batch_size=32), []
 
 
 def _resnet() -> Any:
@@ -182,7 +148,7 @@ def _translator() -> Any:
     return Seq2SeqTranslator(**settings, network="transformer", **sizes), data, []
 
 
-_FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "enable_progress_bar": False}
+_FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
 RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "every callback": (functools.partial(_images, TOGETHER), {"gradient_clip_val": 0.1}),
     "mnist": (_mnist, _FEW),
@@ -251,21 +217,21 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a tensor from a number": lambda weight, _: torch.tensor(0.5, device=weight.device),
     "a blocking transfer": lambda weight, _: torch.zeros(3).to(weight.device),
     "synchronize": lambda weight, _: torch.get_device_module(weight.device).synchronize(),
-}
-GOOD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    # These do not wait.
     "where": lambda weight, _: torch.where(weight > 0, weight, 0.0).sum(),
     "a copy behind the work": lambda weight, _: weight.detach().to("cpu", non_blocking=True),
     "a scalar of the CPU": lambda weight, _: weight.detach() * torch.tensor(2.0),
 }
+GOOD = ("where", "a copy behind the work", "a scalar of the CPU")
 
 
 def _plant() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     with stand_in_device() as device:
-        for number, (name, fault) in enumerate({**FAULTS, **GOOD}.items()):
+        for number, (name, fault) in enumerate(FAULTS.items()):
             hook = ("on_train_batch_end", "on_validation_batch_end")[number % 2]
             make = functools.partial(_images, [], 0.0, [Planted(hook, fault)])
-            waits = fit(make, device, max_epochs=1, limit_train_batches=1, enable_progress_bar=False).waits
+            waits = fit(make, device, max_epochs=1, limit_train_batches=1).waits
             found[name] = refused(waits)
         mixed = Planted("on_train_batch_end", lambda weight, _: weight + torch.zeros(5, 36))
         with pytest.raises(RuntimeError, match="same device"):

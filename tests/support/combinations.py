@@ -35,7 +35,7 @@ from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
-from tests.support.tables import CLASSES, PADDING, QUIET, loss_of, noisy_images, on_ranks, sentences, silence
+from tests.support.tables import CLASSES, PADDING, loss_of, noisy_images, quiet_trainer, sentences
 
 GLOBAL_BATCH, EPOCHS, WARMUP = 8, 3, 5
 SAMPLES, EVEN_SAMPLES = 29, 28
@@ -187,10 +187,6 @@ def validation_loader(settings: Settings) -> DataLoader:
 # How a run ends, and what is recorded of it
 
 
-class Interruption(Exception):
-    """What ends a run in mid-window."""
-
-
 class Watch(pl.Callback):
     """Ends a run at a place, and records the learning rate of each update, as the optimiser used it."""
 
@@ -205,7 +201,7 @@ class Watch(pl.Callback):
         if self.stop == "SIGTERM to one rank" and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.stop == "an exception":
-            raise Interruption
+            raise ZeroDivisionError
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -279,18 +275,18 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
     try:
         seeds = [SeedControl(seed=1)] if settings["SeedControl"] == "on" else []
         model = Learner(settings, stops_at)
-        options: dict[str, Any] = {
-            "max_epochs": EPOCHS,
-            "max_steps": STOP_STEPS if stopping and settings["stop"] == "max_steps" else -1,
-            "use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler",
-            "val_check_interval": cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
-            "gradient_clip_val": 0.3 if settings["clipping"] == "norm" else None,
-            "enable_checkpointing": settings["resumed"] != "no",
-            "enable_progress_bar": False,
-            "callbacks": [*seeds, *callbacks_of_row(settings, cut, folder), watch],
-        }
-        trainer = pl.Trainer(**(QUIET | on_ranks(cut.processes) | options))
-        with contextlib.suppress(Preempted, Interruption):
+        trainer = quiet_trainer(
+            *seeds,
+            *callbacks_of_row(settings, cut, folder),
+            watch,
+            world_size=cut.processes,
+            max_epochs=EPOCHS,
+            max_steps=STOP_STEPS if stopping and settings["stop"] == "max_steps" else -1,
+            use_distributed_sampler=settings["loader"] == "DataLoader with Lightning's sampler",
+            val_check_interval=cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
+            gradient_clip_val=0.3 if settings["clipping"] == "norm" else None,
+        )
+        with contextlib.suppress(Preempted, ZeroDivisionError):
             trainer.fit(
                 model,
                 loader_of(settings, cut, trainer.global_rank),
@@ -309,7 +305,6 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
 
 def live_all(rows: Mapping[int, Settings], folder: Path, resumed: bool = False) -> dict[int, Life]:
     """The first or second lives of rows by their numbers, in processes that start once."""
-    silence()
     return {number: live(settings, folder / str(number), resumed) for number, settings in rows.items()}
 
 

@@ -6,6 +6,7 @@ all processes see at once with `SyncBN`. So the update's forward pass is cut as 
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import NamedTuple
@@ -46,17 +47,6 @@ class Reference(NamedTuple):
     rates: list[float]
 
 
-class Network(nn.Module):
-    """What `Learner` holds, without Lightning."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.backbone, self.head = layers(settings)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.backbone(inputs))
-
-
 def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
     """The samples of an epoch in their order; `DistributedSampler` documents its own."""
     name = settings["loader"]
@@ -89,7 +79,8 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
         cut_at: how the forward passes of an update are cut, by its number.
     """
     inputs, targets = samples(settings)
-    network = Network(settings)
+    backbone, head = layers(settings)
+    network = nn.Sequential(OrderedDict(backbone=backbone, head=head))
     optimizer = OPTIMIZERS[settings["optimizer"]](network.parameters())
     scheduler, interval = schedule_of(settings["schedule"], optimizer)
     after, rates = [_state(network)], []
@@ -100,13 +91,13 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             loss = float(loss_of(network(inputs[-6:]), targets[-6:]))
         network.train()
         if epoch < 1 and settings["FreezeLayers"] == "on":
-            network.backbone.eval()
+            backbone.eval()
         return loss
 
     loss = math.nan
     for epoch in range(EPOCHS):
         if settings["FreezeLayers"] == "on":
-            network.backbone.train(epoch >= 1).requires_grad_(epoch >= 1)
+            backbone.train(epoch >= 1).requires_grad_(epoch >= 1)
         order = _order(settings, epoch, cut_at(len(rates)))
         updates = order.split(GLOBAL_BATCH)
         for number, rows in enumerate(updates):

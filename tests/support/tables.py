@@ -1,12 +1,13 @@
 """Tiny networks, data and the one table of all callbacks, for the tests that hold for each of them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from torch import Tensor, nn
 
 from callbacks.checkpointing.verified_io import CheckpointGuard
@@ -46,22 +47,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
-TOGETHER = (
-    "SeedControl",
-    "GradientAccumulation",
-    "WarmupLR",
-    "SyncBN",
-    "FreezeLayers",
-    "FiniteWeights",
-    "RankConsistency",
-    "RunProgress",
-    "TrainLoss",
-    "TrainingMonitor",
-    "Preemption",
-    "LeanLoop",
-    "CheckpointGuard",
-    "WeightAveraging",
-)
+TOGETHER = tuple(name for name in CALLBACKS if "global batch" not in name)
 """One row of each class: what a run with everything uses."""
 
 QUIET: dict[str, Any] = {
@@ -82,6 +68,20 @@ def silence() -> None:
 def on_ranks(world_size: int) -> dict[str, Any]:
     """The Trainer's arguments for processes that `run_ranks` started."""
     return {"strategy": "ddp", "devices": world_size} if world_size > 1 else {"devices": 1}
+
+
+def quiet_trainer(*callbacks: pl.Callback, world_size: int = 1, **options: Any) -> pl.Trainer:
+    """A Trainer of one epoch on the ranks of `run_ranks`, silent, which saves what a callback saves."""
+    silence()
+    defaults: dict[str, Any] = {"max_epochs": 1, "callbacks": list(callbacks)}
+    defaults["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    defaults["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    return pl.Trainer(**QUIET | defaults | on_ranks(world_size) | options)
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two states of a module hold the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def noisy_images(n: int) -> tuple[Tensor, Tensor]:

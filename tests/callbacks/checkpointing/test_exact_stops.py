@@ -17,12 +17,11 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from tests.end_to_end.test_exact_resume import adamw, hash_of
+from tests.end_to_end.test_exact_resume import TRAIN, VALIDATION, adamw, hash_of
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images, on_ranks, silence
+from tests.support.tables import Tiny, equal, image_network, quiet_trainer
 
 # 13 micro-batches an epoch on one process, 7 on two: windows of 4, 4, 4, 1 and of 4, 3.
-TRAIN, VALIDATION = ([part.float() if part.is_floating_point() else part for part in noisy_images(n)] for n in (50, 9))
 EPOCHS = 2
 Place = tuple[int, int]
 
@@ -64,30 +63,22 @@ class Stop(pl.Callback):
         trainer.should_stop = (trainer.current_epoch, trainer.fit_loop.batch_idx) == self.place
 
 
-class Sleep(pl.Callback):
-    """Sleeps for longer than the run may take."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
+class Sleep(Stop):
+    """Sleeps there for longer than the run may take."""
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if (trainer.current_epoch, batch_idx) == self.place:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if (trainer.current_epoch, trainer.fit_loop.batch_idx) == self.place:
             time.sleep(1.1)
 
 
 def fit(folder: Path, world_size: int, own: bool, model: Model, *callbacks: pl.Callback, **options: Any) -> Any:
     """One life of a run, from its `last.ckpt` on."""
-    silence()
-    accumulation = [GradientAccumulation(4)] if own else []
-    settings = QUIET | on_ranks(world_size) | {"max_epochs": EPOCHS, "enable_progress_bar": False}
-    if not own:
-        settings["accumulate_grad_batches"] = 4
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": 1 if own else 4} | options
+    callbacks = (SeedControl(1), *[GradientAccumulation(4)] * own, *callbacks)
     if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         callbacks = (*callbacks, ExactCheckpoint(folder, save_last=True))
-    trainer = pl.Trainer(callbacks=[SeedControl(1), *accumulation, *callbacks], **(settings | options))
+    trainer = quiet_trainer(*callbacks, world_size=world_size, **settings)
     rank = trainer.global_rank
     train = TrainLoader(*TRAIN, torch.arange(50), 4, 1, rank, world_size)
     validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4, rank, world_size)
@@ -106,18 +97,16 @@ STOPS: dict[str, Callable[[], tuple[Model, list[pl.Callback], dict[str, Any]]]] 
         [EarlyStopping("val_loss", check_finite=False, stopping_threshold=9.0, check_on_train_epoch_end=False)],
         {"val_check_interval": 2},
     ),
-    "max_time": lambda: (
-        Model(),
-        [Sleep((1, 1))],
-        {"max_time": {"seconds": 1}},
-    ),
+    "max_time": lambda: (Model(), [Sleep((1, 0))], {"max_time": {"seconds": 1}}),
+    # Its module is built in float32.
+    "a callback, in float64": lambda: (Model(), [Stop((1, 5))], {"precision": "64-true"}),
 }
 
 
 def stopped_and_resumed(folder: Path, world_size: int, name: str, own: bool) -> list[str]:
     """The weights of a run that nobody stopped, and of one that was stopped and resumed."""
     model, callbacks, options = STOPS[name]()
-    resumed_options = {key: value for key, value in options.items() if key == "val_check_interval"}
+    resumed_options = {key: value for key, value in options.items() if key != "max_time"}
     whole = fit(folder / "whole", world_size, own, Model(), **resumed_options)
     stopped = fit(folder / "stopped", world_size, own, model, *callbacks, **options)
     assert stopped.global_step < whole.global_step, "it has stopped"
@@ -159,4 +148,4 @@ def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Pa
         stopped = fit(tmp_path / name, 1, True, model, *callbacks, last, **options)
         saved = torch.load(tmp_path / name / "last.ckpt", weights_only=True)
         assert saved["global_step"] == stopped.global_step > 0
-        assert all(torch.equal(saved["state_dict"][key], value) for key, value in model.state_dict().items())
+        assert equal(saved["state_dict"], model.state_dict())

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from tests.support.tables import QUIET
+from tests.support.tables import quiet_trainer
 
 
 class Falling(pl.LightningModule):
@@ -34,7 +34,7 @@ class Falling(pl.LightningModule):
 def fit(folder: Path, epochs: int, resume: Path | None = None, **options: Any) -> ExactCheckpoint:
     given = {"filename": "{epoch}", "monitor": "score", "save_top_k": 1, "save_last": True} | options
     checkpoint = ExactCheckpoint(folder, save_on_train_epoch_end=True, **given)
-    trainer = pl.Trainer(**QUIET, max_epochs=epochs, callbacks=[checkpoint], plugins=[VerifiedCheckpointIO()])
+    trainer = quiet_trainer(checkpoint, max_epochs=epochs, plugins=[VerifiedCheckpointIO()])
     trainer.fit(Falling(), DataLoader(TensorDataset(torch.ones(4)), 2), ckpt_path=resume, weights_only=True)
     return checkpoint
 
@@ -54,8 +54,8 @@ def received(folder: Path, **state: Any) -> Path:
     return path
 
 
-def claim(path: str, dirpath: str, score: Any = None) -> dict[str, Any]:
-    score = torch.tensor(9.0) if score is None else score
+def claim(path: str, dirpath: str) -> dict[str, Any]:
+    score = torch.tensor(9.0)
     paths = dict.fromkeys(("best_model_path", "kth_best_model_path", "last_model_path"), path)
     return {"dirpath": dirpath, "best_k_models": {path: score}, "best_model_score": score, "kth_value": score, **paths}
 
@@ -111,11 +111,7 @@ def test_names_of_metrics_with_slashes_make_folders_that_are_remembered(tmp_path
     assert len(files(tmp_path)) == len(kept) == 3
 
 
-@pytest.mark.parametrize(
-    "score",
-    ["high", torch.tensor(float("nan"))],
-    ids=["text", "nan"],
-)
+@pytest.mark.parametrize("score", ["high", torch.tensor(float("nan"))], ids=["text", "nan"])
 def test_a_score_that_is_no_number_is_forgotten(score: Any, tmp_path: Path) -> None:
     name = f"{tmp_path.resolve()}/epoch=0.ckpt"
     said = claim(name, str(tmp_path.resolve())) | {"best_k_models": {name: score}, "best_model_score": score}

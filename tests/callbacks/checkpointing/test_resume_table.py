@@ -39,7 +39,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
-from tests.support.tables import QUIET, silence
+from tests.support.tables import quiet_trainer
 
 PAGE = Path(__file__).parents[3] / "docs/scaling/reproducibility.md"
 BATCHES, EPOCHS = 4, 4
@@ -48,11 +48,13 @@ NUMBERS = torch.arange(SAMPLES)
 SCORES = [3.0, 1.0, 2.0, 2.5, 0.5, 0.7, 0.6, 0.4]
 
 
-class Augmented(Dataset):
-    """Samples that are augmented by the global generators; in workers that would depend on their number."""
-
+class Sized:
     def __len__(self) -> int:
         return SAMPLES
+
+
+class Augmented(Sized, Dataset):
+    """Samples that are augmented by the global generators; in workers that would depend on their number."""
 
     def __getitem__(self, number: int) -> tuple[int, Tensor]:
         return number, number / SAMPLES + torch.rand(()) + random.random() + np.random.rand()
@@ -63,11 +65,8 @@ class Stream(IterableDataset):
         return ((number, torch.tensor(number / SAMPLES)) for number in range(SAMPLES))
 
 
-class Chunks(Sampler[int]):
+class Chunks(Sized, Sampler[int]):
     """A user's sampler, which draws while it is read."""
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
         for start in range(0, SAMPLES, BATCHES):
@@ -147,19 +146,15 @@ class Log(DummyLogger):
         self.rows.append((step, {name: value for name, value in metrics.items() if "per_second" not in name}))
 
 
-class Killed(Exception):
-    """Stands for kill -9: nothing is saved."""
-
-
-class Fate(pl.Callback):
-    """Ends a run before an update."""
+class Kill(pl.Callback):
+    """Ends a run before an update, as kill -9 does: nothing is saved."""
 
     def __init__(self, after: int) -> None:
         self.after = after
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.after:
-            raise Killed
+            raise ZeroDivisionError
 
 
 class Row(NamedTuple):
@@ -182,8 +177,8 @@ def plateau(optimizer: torch.optim.Optimizer, interval: str = "step", monitor: s
     return {"scheduler": scheduler, "interval": interval, "monitor": monitor, "strict": False}
 
 
-def stopping(monitor: str = "score", **options: Any) -> Callable[[], list[pl.Callback]]:
-    return lambda: [EarlyStopping(monitor, **options)]
+def stopping(monitor: str = "score", patience: int = 1, **options: Any) -> Callable[[], list[pl.Callback]]:
+    return lambda: [EarlyStopping(monitor, patience=patience, **options)]
 
 
 STOCK: list[Callable[[], Any]] = [
@@ -200,6 +195,8 @@ FOREIGN: list[Callable[[], Any]] = [
     lambda: {"a": own_loader(), "b": shuffled()},
 ]
 END_OF_EPOCH = "resume from an epoch's end"
+EVERY_3 = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+SECOND_EPOCHS = {"check_val_every_n_epoch": 2}
 ROWS: dict[str, list[Row]] = {
     "position in a loader with `state_dict`": [Row((6,), own_loader)],
     "order of one `DataLoader` with torch's samplers": [
@@ -217,39 +214,21 @@ ROWS: dict[str, list[Row]] = {
         Row((6,), lambda: with_worker(persistent_workers=True), refused="pass persistent_workers=False"),
     ],
     "loaders that are made every n epochs": [
-        Row(
-            (6,),
-            options={"reload_dataloaders_every_n_epochs": 2},
-            refused="those that were made for epoch 0",
-        ),
+        Row((6,), options={"reload_dataloaders_every_n_epochs": 2}, refused="those that were made for epoch 0"),
         Row((10,), options={"reload_dataloaders_every_n_epochs": 2}),
     ],
     "random numbers": [Row((8,))],
-    "gradients within an update": [
-        Row(
-            (4,),
-            callbacks=lambda: [GradientAccumulation(2)],
-            options={"val_check_interval": 3, "check_val_every_n_epoch": None},
-        )
-    ],
-    "scores": [
-        Row(
-            (9,),
-            callbacks=stopping(patience=1, strict=False, check_on_train_epoch_end=True),
-            options={"check_val_every_n_epoch": 2},
-        )
-    ],
+    "gradients within an update": [Row((4,), callbacks=lambda: [GradientAccumulation(2)], options=EVERY_3)],
+    "scores": [Row((9,), callbacks=stopping(strict=False, check_on_train_epoch_end=True), options=SECOND_EPOCHS)],
     "means of an epoch by `self.log`": [
         Row((6,), callbacks=stopping("train", patience=0, min_delta=0.2), monitor="train")
     ],
     "means of an epoch by torchmetrics": [Row((6,), monitor="metric", metric=True, refused=END_OF_EPOCH)],
     "counters of callbacks": [
         Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})]),
-        Row((12,), callbacks=stopping(patience=1)),
+        Row((12,), callbacks=stopping()),
     ],
-    "a stop before `min_epochs`": [
-        Row((7,), callbacks=stopping(patience=1), options={"min_epochs": 2, "val_check_interval": 2})
-    ],
+    "a stop before `min_epochs`": [Row((7,), callbacks=stopping(), options={"min_epochs": 2, "val_check_interval": 2})],
     "schedules": [
         Row((5,), options={"val_check_interval": 2}, schedule=plateau),
         *(Row((4, 6), schedule=partial(plateau, interval="epoch", monitor=monitor)) for monitor in ("score", "train")),
@@ -258,7 +237,7 @@ ROWS: dict[str, list[Row]] = {
     ],
     "best scores and files": [
         Row((10,), options={"val_check_interval": 2}),
-        Row((3, 4), options={"val_check_interval": 3, "check_val_every_n_epoch": None}, best_every=2),
+        Row((3, 4), options=EVERY_3, best_every=2),
     ],
     "steps of loggers": [
         Row((7,), callbacks=lambda: [LearningRateMonitor("step")], options={"log_every_n_steps": 2}, schedule=plateau)
@@ -273,14 +252,12 @@ def fit(
     row: Row, folder: Path, *more: pl.Callback, resumed_from: Path | None = None, interval: int = 1
 ) -> tuple[dict[int, Any], Any]:
     """The samples of each batch; and updates, epochs, weight, rate, scores, best files, and logs after the last cut."""
-    silence()
     every = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=interval, save_top_k=-1)
     best = ExactCheckpoint(folder / "best", filename="{step}", monitor=row.monitor, every_n_train_steps=row.best_every)
-    settings = QUIET | {"max_epochs": EPOCHS, "enable_progress_bar": False, "logger": (log := Log())} | row.options
-    seeds = [SeedControl(1)] if row.seeded else []
-    trainer = pl.Trainer(callbacks=[*seeds, *row.callbacks(), *more, every, best], **settings)
+    settings = {"max_epochs": EPOCHS, "logger": (log := Log())} | row.options
+    trainer = quiet_trainer(*[SeedControl(1)] * row.seeded, *row.callbacks(), *more, every, best, **settings)
     model, validation = Model(row.schedule, row.metric), DataLoader(TensorDataset(NUMBERS[:1]))
-    with contextlib.suppress(Killed):
+    with contextlib.suppress(ZeroDivisionError):
         trainer.fit(model, row.loader(), validation, ckpt_path=resumed_from, weights_only=True)
     if row.monitor == "score" and resumed_from is None and model.scores and not row.best_every:
         assert best.best_model_score == pytest.approx(min(model.scores)), "each score's weights were saved if the best"
@@ -298,7 +275,7 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number:
     # Workers are started where they are refused only: what is saved does not depend on them.
     first = row if not row.refused or "workers" not in name else row._replace(loader=shuffled)
     for cut in row.cuts:
-        batches, _ = fit(first, tmp_path / "cut", Fate(cut), resumed_from=path)
+        batches, _ = fit(first, tmp_path / "cut", Kill(cut), resumed_from=path)
         path = tmp_path / "cut" / f"step={cut}.ckpt"
         seen |= batches
     if row.refused:
@@ -312,8 +289,7 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number:
 
 
 def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_path: Path) -> None:
-    options = {"val_check_interval": 3, "check_val_every_n_epoch": None}
-    _, decided = fit(Row((0,), options=options, monitor="weight", best_every=2), tmp_path)
+    _, decided = fit(Row((0,), options=EVERY_3, monitor="weight", best_every=2), tmp_path)
     score, name, _ = decided[5]
     assert score == torch.load(tmp_path / "best" / name)["state_dict"]["weight"]
 

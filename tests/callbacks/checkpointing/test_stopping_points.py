@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from callbacks.checkpointing.stopping_points import (
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from tests.end_to_end.test_exact_resume import hash_of
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 
 class Validations(pl.Callback):
@@ -41,12 +42,11 @@ class Validations(pl.Callback):
 
 @pytest.mark.parametrize(("interval", "every_n_epochs"), [(2, 1), (2, 2), (3, None), (0.5, 2), (1.0, 1)])
 def test_a_validation_is_foretold_after_each_batch_that_one_follows(interval: float, every_n_epochs: int | None):
-    silence()
     data = DataLoader(TensorDataset(*noisy_images(10)), 2)
-    options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": False, "enable_progress_bar": False}
-    options |= {"val_check_interval": interval, "check_val_every_n_epoch": every_n_epochs}
-    trainer = pl.Trainer(callbacks=[seen := Validations()], **QUIET | options | {"num_sanity_val_steps": 0})
-    trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), data, data)
+    options = {"max_epochs": 4, "val_check_interval": interval, "check_val_every_n_epoch": every_n_epochs}
+    quiet_trainer(seen := Validations(), **options).fit(
+        Tiny(image_network().double(), torch.optim.SGD, lr=0.1), data, data
+    )
     assert seen.foretold == seen.came
     assert seen.came
 
@@ -72,8 +72,24 @@ class SaveAt(pl.Callback):
         self.place, self.file, self.saving = place, file, False
         self.updates, self.validations = -1, 0
         self.validated: list[int] = []
+        in_second: Callable[[pl.Trainer], bool] = lambda trainer: trainer.current_epoch == 1  # noqa: E731
+        hooks: dict[str, tuple[Place, Callable[[pl.Trainer], bool]]] = {
+            "on_sanity_check_start": ("evaluation", bool),
+            "on_train_start": ("run start", bool),
+            "on_train_epoch_start": ("epoch start", in_second),
+            "on_after_backward": ("within batch", in_second),
+            "on_validation_start": ("validation start", trains),
+            "on_validation_batch_end": ("validation", trains),
+            "on_validation_end": ("after validation", trains),
+            "on_train_epoch_end": ("epoch end", bool),
+            "on_train_end": ("run end", bool),
+        }
+        for hook, (at, is_time) in hooks.items():
+            setattr(self, hook, lambda trainer, *_, at=at, is_time=is_time: self._at(trainer, at, is_time(trainer)))
 
-    def _at(self, trainer: pl.Trainer, place: Place, is_time: bool = True) -> None:
+    def _at(self, trainer: pl.Trainer, place: Place, is_time: bool) -> None:
+        if place == "after validation" and is_time:
+            self.validated.append(trainer.global_step)
         if place == self.place and is_time and self.updates < 0:
             self.updates, self.validations, self.saving = trainer.global_step, len(self.validated), True
             trainer.save_checkpoint(self.file)
@@ -85,48 +101,10 @@ class SaveAt(pl.Callback):
             move_counters(checkpoint["loops"], self.place)
 
     @override
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at(trainer, "evaluation")
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at(trainer, "run start")
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at(trainer, "epoch start", trainer.current_epoch == 1)
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at(trainer, "within batch", trainer.current_epoch == 1)
-
-    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         place = place_after_batch(trainer)
         # A run that has no epoch left would not show that it miscounts them.
         self._at(trainer, place, place == "before epoch end" or trainer.current_epoch == 1)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at(trainer, "validation start", trains(trainer))
-
-    @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._at(trainer, "validation", trains(trainer))
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trains(trainer):
-            self.validated.append(trainer.global_step)
-        self._at(trainer, "after validation", trains(trainer))
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at(trainer, "epoch end")
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at(trainer, "run end")
 
 
 def trained(place: Place | None, file: Path, resume: Path | None = None) -> tuple[SaveAt, list[Any]]:
@@ -134,12 +112,9 @@ def trained(place: Place | None, file: Path, resume: Path | None = None) -> tupl
 
     The updates of an epoch have 2, 2, 2 and 1 micro-batches; a validation comes after the second.
     """
-    silence()
     model = Tiny(image_network(dropout=0.3).double(), torch.optim.SGD, lr=0.1)
-    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 4}
-    callbacks = [SeedControl(1), ExactCheckpoint(file.parent), save := SaveAt(place, file)]
-    options |= {"callbacks": callbacks, "enable_progress_bar": False, "num_sanity_val_steps": 1}
-    trainer = pl.Trainer(**QUIET | options)
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 4, "num_sanity_val_steps": 1}
+    trainer = quiet_trainer(SeedControl(1), ExactCheckpoint(file.parent), save := SaveAt(place, file), **options)
     data = TensorDataset(*noisy_images(14))
     trainer.fit(model, DataLoader(data, 2, shuffle=True), DataLoader(data, 8), ckpt_path=resume, weights_only=True)
     return save, [hash_of(model), trainer.global_step, trainer.current_epoch]

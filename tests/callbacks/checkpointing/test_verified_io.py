@@ -1,6 +1,7 @@
 """Checkpoints that are whole or the old ones, whatever happens while they are written."""
 
 import enum
+import fcntl
 import os
 import resource
 import signal
@@ -9,7 +10,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -24,7 +24,7 @@ from callbacks.checkpointing.verified_io import (
 )
 from datamodules import UserError
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 
 @dataclass
@@ -33,12 +33,7 @@ class Shape:
     folder: Path
 
 
-class Colour(enum.Enum):
-    RED = "red"
-
-
-class Level(enum.IntEnum):
-    HIGH = 3
+Colour, Level = enum.Enum("Colour", {"RED": "red"}), enum.IntEnum("Level", {"HIGH": 3})
 
 
 def checkpoint(seed: int, size: int = 1000) -> dict:
@@ -85,15 +80,8 @@ class Hoarder(Tiny):
 
 
 def test_a_module_with_hyper_parameters_of_any_kind_leaves_a_checkpoint_that_loads(tmp_path):
-    images, labels = noisy_images(8)
-    loader = torch.utils.data.DataLoader(list(zip(images, labels)), batch_size=4)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        callbacks=[ExactCheckpoint(tmp_path, filename="best")],
-        plugins=[VerifiedCheckpointIO()],
-        enable_progress_bar=False,
-        **QUIET,
-    )
+    loader = torch.utils.data.DataLoader(list(zip(*noisy_images(8))), batch_size=4)
+    trainer = quiet_trainer(ExactCheckpoint(tmp_path, filename="best"), plugins=[VerifiedCheckpointIO()])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Hoarder(Shape(3, Path("x")), torch.nn.functional.relu, np.float64(0.5)).double(), loader)
@@ -143,18 +131,15 @@ def test_what_the_disk_changes_is_found_when_it_is_read_back_and_the_old_checkpo
 def test_damage_is_named_and_a_damaged_checkpoint_is_not_loaded(tmp_path):
     path = tmp_path / "last.ckpt"
     assert describe_damage(path) == "it does not exist"
-    path.touch()
-    assert describe_damage(path) == "it is empty"
     write_checkpoint(checkpoint(1), path)
     assert describe_damage(path) is None
     whole = path.read_bytes()
-    path.write_bytes(whole[:-100])
-    assert "cut off" in (describe_damage(path) or "")
-    path.write_bytes(bytes(len(whole)))
-    assert "overwritten" in (describe_damage(path) or "")
     place = whole.index(checkpoint(1)["state_dict"]["weight"].numpy().tobytes()) + 50
-    path.write_bytes(whole[:place] + b"!" + whole[place + 1 :])
-    assert "checksum" in (describe_damage(path) or "")
+    flipped = whole[:place] + b"!" + whole[place + 1 :]
+    damages = (b"", "is empty"), (whole[:-100], "cut off"), (bytes(len(whole)), "overwritten"), (flipped, "checksum")
+    for found, named in damages:
+        path.write_bytes(found)
+        assert named in describe_damage(path)
     with pytest.raises(UserError, match="cannot be read: it is damaged .*pass another checkpoint, or resume=.auto"):
         VerifiedCheckpointIO().load_checkpoint(path)
 
@@ -189,8 +174,6 @@ def test_a_kill_while_saving_leaves_a_valid_checkpoint_and_the_next_save_removes
 
 
 def test_only_dead_writers_files_are_removed(tmp_path):
-    import fcntl
-
     (tmp_path / ".last.ckpt.0123abcd.part").write_text("dead")
     (tmp_path / "notes.part").write_text("mine")
     with (tmp_path / ".best.ckpt.4567cdef.part").open("w") as alive:

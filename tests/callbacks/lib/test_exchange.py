@@ -20,7 +20,7 @@ from typing_extensions import override
 from callbacks.lib.exchange import FlagAllReduce, broadcast, decode, encode, gather, without_pickles
 from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 VALUES: list[Any] = [
     None,
@@ -66,8 +66,7 @@ def test_an_object_is_refused_by_its_name_and_bytes_of_a_pickle_are_no_value() -
 
 
 def _exchanged() -> list[Any]:
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
-    strategy = trainer.strategy
+    strategy = quiet_trainer(world_size=2).strategy
     strategy.setup_environment()
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +91,7 @@ def test_two_ranks_exchange_values_without_unpickling() -> None:
 
 
 def test_one_process_keeps_its_value() -> None:
-    strategy = pl.Trainer(accelerator="cpu", devices=1, logger=False).strategy
+    strategy = quiet_trainer().strategy
     value = Runs()
     without_pickles(strategy)
     assert broadcast(strategy, value) is value
@@ -113,19 +112,15 @@ class Delay(pl.Callback):
 
 
 def _wait_for_rank_1() -> tuple[float, str]:
-    silence()
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=2))
     delay = Delay()
-    trainer = pl.Trainer(
-        **QUIET, strategy=strategy, devices=2, max_steps=1, callbacks=[delay, Preemption()], enable_checkpointing=False
-    )
-    loader = DataLoader(TensorDataset(*noisy_images(8)), 4)
-    said = ""
+    trainer = quiet_trainer(delay, Preemption(), strategy=strategy, devices=2, max_steps=1)
     try:
+        loader = DataLoader(TensorDataset(*noisy_images(8)), 4)
         trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), loader)
     except RuntimeError as error:
-        said = str(error)
-    return time.monotonic() - delay.ended, said
+        return time.monotonic() - delay.ended, str(error)
+    return 0.0, ""
 
 
 def _maximum() -> list[float]:

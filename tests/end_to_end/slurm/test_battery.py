@@ -105,30 +105,26 @@ def undisturbed(cluster: Cluster) -> str:
     return weights_of(cluster.last(job))
 
 
-def test_sigusr1_requeues_a_job_that_then_ends_as_an_undisturbed_one(cluster: Cluster, undisturbed: str) -> None:
+INTERRUPTIONS: dict[str, tuple[Callable[[Slurm, str], object], str]] = {
+    "SIGUSR1": (lambda slurm, job: slurm.call("scancel", "--signal=USR1", job), r"SIGUSR1 after update \d+: saved "),
+    "requeued from outside": (lambda slurm, job: slurm.call("scontrol", "requeue", job), "ended by SIGTERM"),
+    "one of two tasks is killed": (
+        lambda slurm, job: os.kill(slurm.tasks(job)[0], signal.SIGKILL),
+        r"error: rank 0 \(.*\) ended without a report: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", INTERRUPTIONS)
+def test_a_job_that_is_interrupted_is_requeued_and_ends_as_an_undisturbed_one(
+    how: str, cluster: Cluster, undisturbed: str
+) -> None:
+    interrupt, logged = INTERRUPTIONS[how]
     job = cluster.sbatch()
     cluster.trains(job)
-    cluster.slurm.call("scancel", "--signal=USR1", job)
+    interrupt(cluster.slurm, job)
     cluster.restarts(job)
-    assert re.search(r"SIGUSR1 after update \d+: saved ", cluster.log(job)), cluster.log(job)
-    assert weights_of(cluster.last(job)) == undisturbed
-
-
-def test_a_job_that_is_requeued_from_outside(cluster: Cluster, undisturbed: str) -> None:
-    job = cluster.sbatch()
-    cluster.trains(job)
-    cluster.slurm.call("scontrol", "requeue", job)
-    cluster.restarts(job)
-    assert "ended by SIGTERM" in cluster.log(job)
-    assert weights_of(cluster.last(job)) == undisturbed
-
-
-def test_a_job_of_which_a_task_was_killed_is_requeued_by_the_other(cluster: Cluster, undisturbed: str) -> None:
-    job = cluster.sbatch()
-    cluster.trains(job)
-    os.kill(cluster.slurm.tasks(job)[0], signal.SIGKILL)
-    cluster.restarts(job)
-    assert re.search(r"error: rank 0 \(.*\) ended without a report: ", cluster.log(job)), cluster.log(job)
+    assert re.search(logged, cluster.log(job)), cluster.log(job)
     assert weights_of(cluster.last(job)) == undisturbed
 
 
