@@ -250,10 +250,7 @@ def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpo
     trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "targets"),
-    [(torch.float64, torch.int32), (torch.uint8, torch.int16)],
-)
+@pytest.mark.parametrize(("inputs", "targets"), [(torch.float64, torch.int32), (torch.uint8, torch.int16)])
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_other_types_of_images_and_labels_train_as_float32_and_int64(
     inputs: torch.dtype, targets: torch.dtype, in_memory: bool

@@ -130,10 +130,7 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path: Path, zip
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["", "module.", "_orig_mod.", "model.module._orig_mod.net.backbone."],
-)
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.module._orig_mod.net.backbone."])
 @pytest.mark.parametrize("inside", ["", "network", "model"])
 def test_wrappers_on_either_side_do_not_matter(prefix: str, inside: str):
     network = Net()

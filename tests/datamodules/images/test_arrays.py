@@ -161,11 +161,7 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
 @pytest.mark.parametrize(
     ("images", "labels", "reason"),
     [
-        (
-            IMAGES / 255 * 16,
-            LABELS,
-            r"float64 from 12\.5\d* to .* floats from 0 to 1: pass images / 12",
-        ),
+        (IMAGES / 255 * 16, LABELS, r"float64 from 12\.5\d* to .* floats from 0 to 1: pass images / 12"),
         (IMAGES // 20, LABELS, r"uint8 from 10 to 10, expected whole numbers from 0 to 255"),
         (IMAGES.astype(str), LABELS, "the train images are <U3, expected numbers"),
         ([IMAGES[0], IMAGES[0, 1:]], LABELS, "the train images are no array: .*; pass images of one size"),

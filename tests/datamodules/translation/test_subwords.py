@@ -115,11 +115,7 @@ def test_files_as_published_are_learnt_in_subwords_and_settings_of_words_ask_for
     file = corpus(tmp_path)
     found = TranslationDataModule(file)
     assert (found.hparams.subwords, found.hparams.vocab_size, found.normalisation) == ("bpe", 8000, "none")
-    for options in (
-        {"normalisation": "unicode"},
-        {"normalisation": "none"},
-        {"prefixes": "tutorial"},
-    ):
+    for options in ({"normalisation": "unicode"}, {"normalisation": "none"}, {"prefixes": "tutorial"}):
         assert TranslationDataModule(file, **options).hparams.subwords == "none"
     made = TranslationDataModule()
     assert (made.hparams.subwords, made.hparams.vocab_size, made.normalisation) == ("none", None, "unicode")

@@ -254,11 +254,7 @@ def test_the_counts_of_each_part_add_up_and_name_it(tmp_path: Path, caplog: Any)
     data.setup("fit")
     assert data.sizes["val"] == 1
     over = data.left_out["over max_length=3"]
-    assert data.left_out == {
-        "over max_length=3": over,
-        "blank in val": 1,
-        "without a tab in val": 1,
-    }
+    assert data.left_out == {"over max_length=3": over, "blank in val": 1, "without a tab in val": 1}
     assert over + data.info.kept == 60
     with caplog.at_level("INFO", "lightning_recipes"):
         data.train_dataloader()
@@ -341,10 +337,7 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(
         ({"max_length": 1}, "max_length=1: expected a whole number, 2 or more"),
         ({"normalisation": "ascii"}, "no normalisation 'ascii'"),
         ({"subwords": "wordpiece"}, "no subwords 'wordpiece'; expected one of bpe, none"),
-        (
-            {"subwords": "bpe", "normalisation": "tutorial"},
-            "subwords=bpe are learnt from the text as it is: leave",
-        ),
+        ({"subwords": "bpe", "normalisation": "tutorial"}, "subwords=bpe are learnt from the text as it is: leave"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"val_source_file": "a"}, "`val_source_file` needs .*; pass `val_target_file` too"),
         ({"val_file": "a", "val_source_file": "a", "val_target_file": "b"}, "found both `val_file` and `val_source_f"),
