@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -22,10 +21,10 @@ from datamodules.loading.loaders import EvaluationLoader, sample_numbers
 from recipes.runner.results import write_rows
 from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.tables import class_table
-from tests.support.command_lines import typed
+from tests.support.command_lines import MNIST, typed
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, on_ranks, silence
+from tests.support.tables import on_ranks, quiet_trainer
 
 
 class Brightness(nn.Module):
@@ -41,21 +40,14 @@ class Bright(TrainedClassifier):
         return Brightness()
 
 
-def trainer(**options: Any) -> pl.Trainer:
-    silence()
-    return pl.Trainer(**QUIET | {"enable_progress_bar": False, "devices": 1} | options)
-
-
 def save_images(folder: Path, unreadable: bool = True) -> None:
     """Grey images of 20 levels, of which those with an odd number under 6 and above 14 lie in the wrong class."""
     for number in range(20):
         wrong = number % 2 and not 6 <= number <= 14
         name = ("dark", "light")[(number >= 10) != bool(wrong)]
-        (folder / "val" / name).mkdir(parents=True, exist_ok=True)
-        (folder / "train" / name).mkdir(parents=True, exist_ok=True)
-        level = np.full((8, 8, 3), 12 * number, dtype="uint8")
         for part in ("val", "train"):
-            Image.fromarray(level).save(folder / part / name / f"{number:02}.png")
+            (folder / part / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (12 * number,) * 3).save(folder / part / name / f"{number:02}.png")
     for name in ("dark/00.png", "dark/07.png", "light/12.png") if unreadable else ():
         (folder / "val" / name).write_bytes(b"no image")
 
@@ -65,10 +57,9 @@ MISTAKEN = ["01.png", "03.png", "05.png", "15.png", "17.png", "19.png"]
 
 def _evaluate(world_size: int, folder: str) -> tuple[Any, Any]:
     """The scores, and the tables as the bytes of their files."""
-    options = {"image_size": 8, "eval_batch_size": 3, "on_corrupt": "skip"}
-    data = ImageFolderDataModule("folder", folder, **options)
+    data = ImageFolderDataModule("folder", folder, image_size=8, eval_batch_size=3, on_corrupt="skip")
     recipe = Bright(num_classes=2)
-    scores = trainer(**on_ranks(world_size)).validate(recipe, data, verbose=False)
+    scores = quiet_trainer(**on_ranks(world_size)).validate(recipe, data, verbose=False)
     files = {}
     with tempfile.TemporaryDirectory() as written:
         for name, table in recipe.tables.items():
@@ -100,7 +91,7 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
     save_images(tmp_path)
     data = MNISTDataModule("custom", str(tmp_path / "train"), val_fraction=0.5, eval_batch_size=4)
     recipe = Bright(num_classes=2)
-    trainer().validate(recipe, data, verbose=False)
+    quiet_trainer().validate(recipe, data, verbose=False)
     images, labels = data._parts["train"]
     expected = {}
     for row in data._rows["val"].tolist():
@@ -114,7 +105,7 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
     digits = MNISTDataModule("digits")
     recipe = Bright(num_classes=10)
     recipe.network = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    trainer().validate(recipe, digits, verbose=False)
+    quiet_trainer().validate(recipe, digits, verbose=False)
     labels = digits._parts["train"][1]
     rows = recipe.tables["val_mistakes.csv"].rows
     assert {row["sample"] for row in rows} < set(digits._rows["val"].tolist())
@@ -127,7 +118,7 @@ def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path
         path.rename(path.with_name(os.fsdecode(b"\xe9" + os.fsencode(path.name))))
     recipe = Bright(num_classes=2)
     data = ImageFolderDataModule("folder", str(tmp_path), image_size=8)
-    trainer().validate(recipe, data, verbose=False)
+    quiet_trainer().validate(recipe, data, verbose=False)
     assert isinstance(data._parts["val"][0], Tensor), "they are held in memory"
     table = recipe.tables["val_mistakes.csv"]
     write_rows(tmp_path / "val.csv", table.rows, table.columns)
@@ -140,21 +131,13 @@ def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path
 def test_the_order_of_a_stock_loader_is_known_where_it_takes_its_set_in_order():
     data = TensorDataset(torch.arange(7))
     assert sample_numbers(DataLoader(Subset(data, [4, 2, 6]), 2)).tolist() == [0, 1, 2]
-    assert [sample_numbers(share_of(DataLoader(data, 2), rank, 2)).tolist() for rank in (0, 1)] == [
-        [0, 1, 4, 5],
-        [2, 3, 6],
-    ]
+    shares = [sample_numbers(share_of(DataLoader(data, 2), rank, 2)).tolist() for rank in (0, 1)]
+    assert shares == [[0, 1, 4, 5], [2, 3, 6]]
     assert sample_numbers(share_of(DataLoader(data, 2), 0, 1)).tolist() == list(range(7))
     batches = BatchSampler(RandomSampler(data), 2, drop_last=False)
-    unknown = [
-        DataLoader(data, shuffle=True),
-        DataLoader(data, batch_sampler=batches),
-        DataLoader(data, None),
-        [1],
-        None,
-    ]
-    unknown.append(share_of(DataLoader(data, shuffle=True), 0, 1))
-    assert [sample_numbers(loader) for loader in unknown] == [None] * 6
+    shuffled = DataLoader(data, shuffle=True)
+    unknown = [shuffled, DataLoader(data, batch_sampler=batches), DataLoader(data, None), [1], None]
+    assert [sample_numbers(loader) for loader in [*unknown, share_of(shuffled, 0, 1)]] == [None] * 6
     rows = torch.tensor([3, 5, 6, 0, 1])
     own = [EvaluationLoader(torch.arange(7), torch.arange(7), rows, 2, rank, 2) for rank in (0, 1)]
     assert [sample_numbers(loader).tolist() for loader in own] == [[3, 5, 1], [6, 0]]
@@ -181,15 +164,15 @@ class Contract(Named, DataContract):
 
 def test_samples_of_a_stock_loader_are_numbered_and_those_without_a_label_left_out():
     recipe = Bright(num_classes=2)
-    trainer().test(recipe, Named(), verbose=False)
+    quiet_trainer().test(recipe, Named(), verbose=False)
     rows = recipe.tables["test_mistakes.csv"].rows
     assert [(row["sample"], row["true"], row["predicted"]) for row in rows] == [(1, "1", "0"), (4, "0", "1")]
-    trainer().test(recipe, Named(shuffle=True), verbose=False)
+    quiet_trainer().test(recipe, Named(shuffle=True), verbose=False)
     assert list(recipe.tables) == ["test_per_class.csv"]
     for names, column in ((6, ["file test 1", "file test 4"]), (5, ["sample 1", "sample 4"])):
         data = Contract()
         data.hparams["names"] = names
-        trainer().test(recipe, data, verbose=False)
+        quiet_trainer().test(recipe, data, verbose=False)
         rows = recipe.tables["test_mistakes.csv"].rows
         assert [f"{name} {row[name]}" for row in rows for name in list(row)[:1]] == column
 
@@ -198,7 +181,7 @@ def _test_stock(world_size: int) -> Any:
     data, recipe = Contract(), Bright(num_classes=2)
     data.hparams["names"] = 6
     evaluate_each_sample_once(data, int(os.environ.get("RANK", "0")), world_size)
-    trainer(**on_ranks(world_size)).test(recipe, data, verbose=False)
+    quiet_trainer(**on_ranks(world_size)).test(recipe, data, verbose=False)
     return recipe.tables
 
 
@@ -219,9 +202,8 @@ def test_the_scores_of_classes_are_those_of_scikit_learn():
     for row, *values in zip(table.rows, *expected, strict=True):
         assert [row[name] for name in ("precision", "recall", "f1", "samples")] == pytest.approx(values, abs=1e-6)
     wrong = matrix - matrix.diag().diag()
-    assert [(row["taken_for"], row["times"]) for row in table.rows] == [
-        ("abcde"[int(counts.argmax())], int(counts.max())) for counts in wrong
-    ]
+    most = [("abcde"[int(counts.argmax())], int(counts.max())) for counts in wrong]
+    assert [(row["taken_for"], row["times"]) for row in table.rows] == most
     empty = class_table(torch.tensor([[3, 0, 0], [0, 0, 0], [1, 0, 0]]), list("abc")).rows
     assert [row["precision"] for row in empty] == [0.75, None, None]
     assert [row["recall"] for row in empty] == [1, None, 0]
@@ -235,8 +217,7 @@ def test_the_commands_write_and_print_the_tables(tmp_path: Path):
         "--dataset digits --max-epochs 1 --name one",
         "test --ckpt runs/mnist/one/checkpoints/best.ckpt --output scores.json",
         "test --ckpt runs/mnist/one/checkpoints/best.ckpt",
-        recipe="recipes.mnist:MNISTClassifier",
-        data="datamodules:MNISTDataModule",
+        **MNIST,
     )
     assert (fit.status, test.status, bare.status) == (0, 0, 0), fit.err + test.err
     folder = tmp_path / "runs" / "mnist" / "one"

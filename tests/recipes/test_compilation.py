@@ -34,7 +34,7 @@ from recipes.resnet.network import build_resnet
 from recipes.runner.strategies import build_strategy
 from recipes.seq2seq.network import Seq2SeqNet, target_positions
 from recipes.seq2seq.transformer import TransformerNet
-from tests.support.command_lines import typed
+from tests.support.command_lines import MNIST, typed
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import CLASSES, QUIET, noisy_images
@@ -196,8 +196,7 @@ def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(
         f"{settings} --name compiled --compile",
         "verify runs/mnist/compiled",
         "test --ckpt runs/mnist/compiled/checkpoints/last.ckpt",
-        recipe="recipes.mnist:MNISTClassifier",
-        data="datamodules:MNISTDataModule",
+        **MNIST,
     )
     assert [one.status for one in (eager, compiled, verified, predicted)] == [0] * 4, (compiled, verified)
     assert "equal" in verified.out

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from callbacks import GradientAccumulation
@@ -17,7 +17,7 @@ from recipes.labels import LabelCheck
 from recipes.scores import ClassificationScores
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, on_ranks, silence
+from tests.support.tables import on_ranks, quiet_trainer
 
 CLASSES, IGNORED = 3, -100
 GENERATOR = torch.Generator().manual_seed(1)
@@ -31,36 +31,18 @@ PARTLY[torch.tensor([0, 1, 2, 3, 5, 9, 13, 14, 15])] = IGNORED
 class Linear(TrainedClassifier):
     def __init__(self, num_classes: int = CLASSES, **kwargs: Any) -> None:
         torch.manual_seed(1)
-        super().__init__(
-            num_classes=num_classes, optimizer="sgd", lr=0.5, weight_decay=0.0, schedule="constant", **kwargs
-        )
+        plain = {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.0, "schedule": "constant"}
+        super().__init__(num_classes=num_classes, **plain, **kwargs)
         self.double()
 
     def build_network(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(16, self.hparams.num_classes))
 
 
-class ImagesAndLabels(Dataset):
-    """A user's own data set: nobody knows its labels before they are loaded."""
-
-    def __init__(self, labels: Tensor) -> None:
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return INPUTS[index], self.labels[index]
-
-
 def loader(labels: Tensor, known: bool = True) -> DataLoader:
-    return DataLoader(TensorDataset(INPUTS, labels) if known else ImagesAndLabels(labels), 4)
-
-
-def trainer(**options: Any) -> pl.Trainer:
-    silence()
-    options = {"max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": False, "devices": 1} | options
-    return pl.Trainer(**QUIET | options)
+    """Of tensors, or of a user's own data set: nobody knows its labels before they are loaded."""
+    own: Any = list(zip(INPUTS, labels, strict=True))
+    return DataLoader(TensorDataset(INPUTS, labels) if known else own, 4)
 
 
 def with_label(label: int, row: int = 17) -> Tensor:
@@ -76,10 +58,9 @@ def with_label(label: int, row: int = 17) -> Tensor:
     ("part", "train", "val"), [("training", with_label(11), LABELS), ("validation", LABELS, with_label(11))]
 )
 def test_a_label_out_of_range_is_refused_before_the_first_batch(part: str, train: Tensor, val: Tensor):
-    run, module = trainer(), Linear()
-    with pytest.raises(
-        UserError, match=rf"label 11 at row 17 of the {part} set is outside 0\.\.2 .*pass num_classes=12"
-    ):
+    run, module = quiet_trainer(), Linear()
+    reason = rf"label 11 at row 17 of the {part} set is outside 0\.\.2 .*pass num_classes=12"
+    with pytest.raises(UserError, match=reason):
         run.fit(module, loader(train), loader(val))
     assert run.global_step == 0
     for evaluate, name in ((run.validate, "validation"), (run.test, "test")):
@@ -92,7 +73,7 @@ def test_a_loader_that_is_made_anew_is_checked_again():
         def train_dataloader(self) -> DataLoader:
             return loader(with_label(3) if self.trainer.current_epoch else LABELS)  # type: ignore[union-attr]
 
-    run = trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    run = quiet_trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
     with pytest.raises(UserError, match="label 3 at row 17"):
         run.fit(Linear(), Worse())
     assert run.global_step == 6
@@ -100,7 +81,7 @@ def test_a_loader_that_is_made_anew_is_checked_again():
 
 def test_a_label_of_a_users_own_data_set_ends_the_run_with_the_reason():
     wrong = r"label 11 at row 1 of a {} batch is outside 0\.\.2 \(1 of 4 labels are\); pass num_classes=12"
-    run = trainer()
+    run = quiet_trainer()
     with pytest.raises(RunFailedError, match=wrong.format("training")):
         run.fit(Linear(), loader(with_label(11), known=False))
     assert run.global_step == 4
@@ -118,16 +99,16 @@ class Shifted(Linear):
 
 
 def test_labels_that_a_hook_changes_are_checked_behind_it():
-    trainer().fit(Shifted(), loader(LABELS + 1), loader(LABELS + 1))
+    quiet_trainer().fit(Shifted(), loader(LABELS + 1), loader(LABELS + 1))
     with pytest.raises(RunFailedError, match="label -1 at row 1 of a training batch"):
-        trainer().fit(Shifted(), loader(with_label(0, row=1)))
+        quiet_trainer().fit(Shifted(), loader(with_label(0, row=1)))
 
 
 @pytest.mark.parametrize("every", [1, 50])
 def test_batches_without_any_label_end_no_run_however_often_is_logged(every: int):
     labels = torch.full_like(LABELS, IGNORED)
     labels[13] = 1
-    run = trainer(log_every_n_steps=every)
+    run = quiet_trainer(log_every_n_steps=every)
     run.fit(Linear(), loader(labels, known=False))
     assert run.global_step == 6
     assert run.callback_metrics["train/loss"].isfinite()
@@ -137,18 +118,19 @@ def test_batches_without_any_label_end_no_run_however_often_is_logged(every: int
     ("labels", "cure"), [(LABELS.double(), "long"), (LABELS.unsqueeze(1), "squeeze"), (F.one_hot(LABELS), "argmax")]
 )
 def test_labels_of_another_form_are_refused_with_the_conversion(labels: Tensor, cure: str):
-    with pytest.raises(UserError, match=rf"expected class numbers 0 to 2.*pass labels\.{cure}\("):
-        trainer().fit(Linear(), loader(labels))
-    with pytest.raises(UserError, match=rf"expected class numbers 0 to 2.*pass labels\.{cure}\("):
-        trainer().validate(Linear(), loader(labels, known=False), verbose=False)
+    reason = rf"expected class numbers 0 to 2.*pass labels\.{cure}\("
+    with pytest.raises(UserError, match=reason):
+        quiet_trainer().fit(Linear(), loader(labels))
+    with pytest.raises(UserError, match=reason):
+        quiet_trainer().validate(Linear(), loader(labels, known=False), verbose=False)
 
 
 def test_probabilities_are_labels_in_training_alone():
     soft = F.one_hot(LABELS, CLASSES).double() * 0.7 + 0.1
     for known in (True, False):
-        trainer().fit(Linear(), loader(soft, known))
+        quiet_trainer().fit(Linear(), loader(soft, known))
         with pytest.raises(UserError, match=r"pass labels\.argmax\(1\)"):
-            trainer().validate(Linear(), loader(soft, known), verbose=False)
+            quiet_trainer().validate(Linear(), loader(soft, known), verbose=False)
 
 
 @pytest.fixture
@@ -182,32 +164,18 @@ def test_what_a_gpu_has_found_ends_the_run_before(when: str, tmp_path: Path):
     wrong = loader(with_label(11), known=False)
     with pytest.raises(RunFailedError, match="label"):
         if when == "a score":
-            trainer().validate(module, wrong, verbose=False)
+            quiet_trainer().validate(module, wrong, verbose=False)
         else:
             saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5)
             more = {"callbacks": [saving], "enable_checkpointing": True} if when == "a checkpoint" else {}
-            trainer(**more).fit(module, wrong)
+            quiet_trainer(**more).fit(module, wrong)
     assert not list(tmp_path.iterdir())
 
 
 # Labels of -100
 
 
-class Batches:
-    """A user's own loader."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = list(batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
 def weights_on_ranks(world_size: int, accumulate: int, known: bool) -> Tensor:
-    silence()
     batch = 12 // world_size // accumulate
 
     class Data(pl.LightningDataModule):
@@ -215,9 +183,9 @@ def weights_on_ranks(world_size: int, accumulate: int, known: bool) -> Tensor:
             rank = self.trainer.global_rank  # type: ignore[union-attr]
             rows = torch.arange(24)
             ours = TrainLoader(INPUTS, PARTLY, rows, batch, 1, rank, world_size, shuffle=False)
-            return ours if known else Batches(ours)
+            return ours if known else DataLoader(list(ours), batch_size=None)
 
-    run = trainer(**on_ranks(world_size), max_epochs=2, callbacks=[GradientAccumulation(accumulate)])
+    run = quiet_trainer(**on_ranks(world_size), max_epochs=2, callbacks=[GradientAccumulation(accumulate)])
     module = Linear(label_smoothing=0.1)
     run.fit(module, Data())
     return torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -245,19 +213,17 @@ def test_scores_are_those_of_the_samples_with_labels():
     given.update(logits[PARTLY != IGNORED], PARTLY[PARTLY != IGNORED])
     (found, matrix), (expected, expected_matrix) = partly.compute(), given.compute()
     assert torch.equal(matrix, expected_matrix)
-    assert {name: value.item() for name, value in found.items()} == {
-        name: pytest.approx(value.item(), rel=1e-6) for name, value in expected.items()
-    }
+    assert found == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-6)
     assert torch.equal(found["accuracy"], expected["accuracy"])
 
 
 def test_a_set_without_any_label_is_refused():
-    none = torch.full_like(LABELS, IGNORED)
-    with pytest.raises(UserError, match="all 24 labels of the training set are -100"):
-        trainer().fit(Linear(), loader(none))
-    with pytest.raises(RunFailedError, match="epoch 0 had no target"):
-        trainer().fit(Linear(), loader(none, known=False))
-    with pytest.raises(UserError, match="all 24 labels of the validation set are -100"):
-        trainer().validate(Linear(), loader(none), verbose=False)
-    with pytest.raises(RunFailedError, match="no validation sample has a label"):
-        trainer().validate(Linear(), loader(none, known=False), verbose=False)
+    none, run = torch.full_like(LABELS, IGNORED), quiet_trainer()
+    for act, part, later in (
+        (run.fit, "training", "epoch 0 had no target"),
+        (run.validate, "validation", "no validation sample has a label"),
+    ):
+        with pytest.raises(UserError, match=f"all 24 labels of the {part} set are -100"):
+            act(Linear(), loader(none))
+        with pytest.raises(RunFailedError, match=later):
+            act(Linear(), loader(none, known=False))

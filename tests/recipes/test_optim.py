@@ -34,11 +34,7 @@ def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> Non
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        (
-            "adamw",
-            {"beta": 1},
-            "`optimizer_args`: AdamW has no beta; it takes betas, eps, amsgrad",
-        ),
+        ("adamw", {"beta": 1}, "`optimizer_args`: AdamW has no beta; it takes betas, eps, amsgrad"),
         ("adamw", {"weight_decay": 1}, "weight_decay is a parameter of its own; pass weight_decay=1"),
         ("adamw", {"params": []}, "`optimizer_args`: AdamW has no params"),
         ("adamw", {"betas": [2, 3]}, "optimizer='adamw': Invalid beta parameter at index 0: 2"),

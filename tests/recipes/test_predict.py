@@ -17,7 +17,7 @@ from datamodules.images.known_sets import load_digits
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
 from recipes.inputs import preprocessing
 from recipes.prediction import all_rows
-from tests.support.command_lines import typed
+from tests.support.command_lines import MNIST, typed
 from tests.support.tables import QUIET
 
 
@@ -162,8 +162,7 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
         f"{ckpt} blank.png",
         f"{ckpt} missing.png",
         "predict --ckpt other.ckpt good.png",
-        recipe="recipes:MNISTClassifier",
-        data="datamodules:MNISTDataModule",
+        **MNIST,
     )
     assert mixed.status == 1
     assert "error: 1 of 3 inputs could not be read: torn.png cannot be read as an image" in mixed.err

@@ -33,6 +33,7 @@ from recipes.runner.machine import resolve_precision
 from recipes.seq2seq import Seq2SeqTranslator
 from tests.support.own_training import TrainedRecipe
 from tests.support.ranks import run_ranks
+from tests.support.tables import on_ranks, quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,36 +60,39 @@ def test_a_data_module_without_the_contract_settles_nothing(recipe):
     assert not any(recipe.settings_from_data(pl.LightningDataModule()).values())
 
 
-def trainer(**options: Any) -> pl.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return pl.Trainer(**(quiet | {"accelerator": "cpu", "logger": False, "devices": 1} | options))
-
-
 def test_norms_and_biases_are_not_decayed_and_every_parameter_is_in_one_group():
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.LayerNorm(3), nn.GRU(2, 2), nn.Linear(2, 2))
     groups = {group["name"]: group for group in parameter_groups(module.parameters(), weight_decay=0.1)}
     names = {id(p): name for name, p in module.named_parameters()}
-    decayed = {names[id(p)] for p in groups["decay"]["params"]}
-    exempt = {names[id(p)] for p in groups["no_decay"]["params"]}
+    decayed, exempt = ({names[id(p)] for p in groups[name]["params"]} for name in ("decay", "no_decay"))
     assert decayed == {"0.weight", "3.weight_ih_l0", "3.weight_hh_l0", "4.weight"}
     assert exempt == set(names.values()) - decayed
     assert (groups["decay"]["weight_decay"], groups["no_decay"]["weight_decay"]) == (0.1, 0.0)
 
 
+class Rates(pl.Callback):
+    """Notes the rate of each update."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
 @pytest.mark.parametrize(
     ("options", "updates"),
-    [({"max_epochs": 4}, 12), ({"max_steps": 7}, 7), ({"max_epochs": 4, "limit_train_batches": 2}, 8)],
+    [
+        ({"max_epochs": 4}, 12),
+        ({"max_epochs": None, "max_steps": 7}, 7),
+        ({"max_epochs": 4, "limit_train_batches": 2}, 8),
+    ],
 )
 def test_the_schedule_ends_with_the_run_whatever_limits_it(options, updates):
     module = Line(lr=0.5, schedule="linear", optimizer="sgd", momentum=0.0)
-    rates = []
-
-    class Rates(pl.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            rates.append(optimizer.param_groups[0]["lr"])
-
-    trainer(callbacks=[Rates()], **options).fit(module, batches())
-    assert rates == pytest.approx([0.5 * (1 - k / updates) for k in range(updates)])
+    noted = Rates()
+    quiet_trainer(callbacks=[noted], **options).fit(module, batches())
+    assert noted.rates == pytest.approx([0.5 * (1 - k / updates) for k in range(updates)])
 
 
 class Numbered(Line):
@@ -118,16 +122,13 @@ def test_the_training_loss_is_logged_once_per_interval_as_the_mean_over_its_targ
     if accumulation == "ours":
         options["callbacks"] = [GradientAccumulation(2)]
     every = 3 if accumulation == "none" else 1
-    fit = trainer(logger=kept, max_epochs=1, log_every_n_steps=every, **options)
+    fit = quiet_trainer(logger=kept, max_epochs=1, log_every_n_steps=every, **options)
     fit.fit(Numbered(), batches(n=24))
     if accumulation == "none":
-        assert kept.losses == {2: pytest.approx(8 / 6), 5: pytest.approx((3 * 4 + 4 * 5 + 5 * 6) / 15)}
+        expected = {2: 8 / 6, 5: (3 * 4 + 4 * 5 + 5 * 6) / 15}
     else:
-        assert kept.losses == {
-            0: pytest.approx((0 * 1 + 1 * 2) / 3),
-            1: pytest.approx((2 * 3 + 3 * 4) / 7),
-            2: pytest.approx((4 * 5 + 5 * 6) / 11),
-        }
+        expected = {0: (0 * 1 + 1 * 2) / 3, 1: (2 * 3 + 3 * 4) / 7, 2: (4 * 5 + 5 * 6) / 11}
+    assert kept.losses == pytest.approx(expected)
 
 
 class Guessing(Numbered):
@@ -145,7 +146,7 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 def test_accuracy_and_the_means_of_an_epoch_are_over_all_of_its_targets(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
     # 24 batches of 4 samples make 6 updates of 4; the interval of 4 updates crosses the ends of the epochs.
-    fit = trainer(logger=logger, max_epochs=2, log_every_n_steps=4, callbacks=[GradientAccumulation(4)])
+    fit = quiet_trainer(logger=logger, max_epochs=2, log_every_n_steps=4, callbacks=[GradientAccumulation(4)])
     fit.fit(Guessing(), batches(n=96))
     rows = _rows(tmp_path)
     targets, right = range(1, 25), range(24)
@@ -170,7 +171,7 @@ def test_a_loss_that_is_not_finite_spoils_the_means_of_its_own_epoch_only(tmp_pa
 
     logger = CSVLogger(tmp_path, name="", version="")
     # Six batches an epoch: the last two of the first are logged with those of the second.
-    trainer(logger=logger, max_epochs=2, log_every_n_steps=4).fit(Overflows(), batches(n=24))
+    quiet_trainer(logger=logger, max_epochs=2, log_every_n_steps=4).fit(Overflows(), batches(n=24))
     means = [float(row["train/loss_epoch"]) for row in _rows(tmp_path) if "train/loss_epoch" in row]
     assert math.isnan(means[0])
     assert means[1] == pytest.approx(sum(k * (k + 1) for k in range(6)) / 21)
@@ -182,7 +183,7 @@ def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
     callback = TrainLoss()
     module.configure_callbacks = lambda: [callback]
     # Stopped before the epoch's end, at which they would be logged.
-    trainer(max_steps=250, logger=kept, log_every_n_steps=10**6).fit(module, batches(n=600, size=2))
+    quiet_trainer(max_steps=250, logger=kept, log_every_n_steps=10**6).fit(module, batches(n=600, size=2))
     assert len(callback._batches) < 64
     assert from_whole_numbers(callback._sums[0, 1].tolist()) + sum(count for _, count, _ in callback._batches) == 500
 
@@ -204,14 +205,9 @@ def _logged_by_ranks(save: Path | None, resume: Path | None = None) -> list[dict
                 trainer.save_checkpoint(save)
 
     world_size, folder = int(os.environ.get("WORLD_SIZE", "1")), tempfile.mkdtemp()
-    fit = trainer(
-        devices=world_size,
-        strategy="ddp" if world_size > 1 else "auto",
-        max_epochs=2,
-        log_every_n_steps=2,
-        logger=CSVLogger(folder, name="", version=""),
-        callbacks=[GradientAccumulation(global_batch_size=19)],
-    )
+    logged = {"log_every_n_steps": 2, "logger": CSVLogger(folder, name="", version="")}
+    accumulation = GradientAccumulation(global_batch_size=19)
+    fit = quiet_trainer(**on_ranks(world_size), **logged, max_epochs=2, callbacks=[accumulation])
     x = torch.linspace(-3, 3, 95).exp().unsqueeze(1)
     loader = TrainLoader(x, 1e3 * x.sin(), torch.arange(95), 4, 1, fit.global_rank, world_size)
     torch.manual_seed(1)
@@ -232,27 +228,16 @@ def test_the_logged_losses_have_the_same_bits_on_any_number_of_ranks_and_after_a
 
 
 def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):
-    rates: dict[str, list[float]] = {"short": [], "long": []}
-
-    class Rates(pl.Callback):
-        def __init__(self, name):
-            self.name = name
-
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            rates[self.name].append(optimizer.param_groups[0]["lr"])
-
     options = {"schedule": "linear", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
-    short = trainer(max_epochs=2, callbacks=[Rates("short")])
+    short, longer = quiet_trainer(max_epochs=2), quiet_trainer(max_epochs=4, callbacks=[noted := Rates()])
     short.fit(Line(**options), batches())
     short.save_checkpoint(tmp_path / "short.ckpt")
-    longer = trainer(max_epochs=4, callbacks=[Rates("long")])
     longer.fit(Line(**options), batches(), ckpt_path=tmp_path / "short.ckpt", weights_only=True)
-    assert rates["short"] == pytest.approx([1 - k / 6 for k in range(6)])
-    assert rates["long"] == pytest.approx([1 - k / 12 for k in range(6, 12)])
+    assert noted.rates == pytest.approx([1 - k / 12 for k in range(6, 12)])
 
 
 def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_checkpoint(tmp_path):
-    first = trainer(max_epochs=1)
+    first = quiet_trainer(max_epochs=1)
     first.fit(Line(lr=1.0, weight_decay=0.5, schedule="constant", optimizer="adamw"), batches())
     first.save_checkpoint(tmp_path / "first.ckpt")
     groups = []
@@ -263,16 +248,15 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_che
             groups.append(([(g["lr"], g["weight_decay"]) for g in optimizer.param_groups], steps))
 
     module = Line(lr=0.25, weight_decay=0.125, schedule="constant", optimizer="adamw")
-    trainer(max_epochs=2, callbacks=[Groups()]).fit(
-        module, batches(), ckpt_path=tmp_path / "first.ckpt", weights_only=True
-    )
+    second = quiet_trainer(max_epochs=2, callbacks=[Groups()])
+    second.fit(module, batches(), ckpt_path=tmp_path / "first.ckpt", weights_only=True)
     assert groups[0] == ([(0.25, 0.125), (0.25, 0.0)], [3, 3])
 
 
 def test_a_recipe_trains_in_a_plain_trainer_and_loads_from_its_checkpoint(tmp_path):
     data = MNISTDataModule(dataset="digits", batch_size=128)
     module = MNISTClassifier(lr=0.01)
-    fit = trainer(max_epochs=4)
+    fit = quiet_trainer(max_epochs=4)
     fit.fit(module, data)
     scores = fit.test(module, data, verbose=False)[0]
     assert scores["test/accuracy"] > 0.9
@@ -280,7 +264,7 @@ def test_a_recipe_trains_in_a_plain_trainer_and_loads_from_its_checkpoint(tmp_pa
     again = MNISTClassifier.load_from_checkpoint(tmp_path / "mnist.ckpt", weights_only=True)
     assert again.hparams.lr == 0.01
     assert again.class_names == [str(i) for i in range(10)]
-    assert trainer().test(again, data, verbose=False)[0] == scores
+    assert quiet_trainer().test(again, data, verbose=False)[0] == scores
 
 
 def test_of_equal_scores_the_later_checkpoint_is_the_best(tmp_path):
@@ -289,8 +273,7 @@ def test_of_equal_scores_the_later_checkpoint_is_the_best(tmp_path):
             self.log("score", torch.tensor([0.5, 0.75, 0.75, 0.25][self.current_epoch]))
 
     best = ExactCheckpoint(tmp_path, filename="best", monitor="score", mode="max")
-    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 4}
-    trainer(callbacks=[best], **options).fit(Scored(), batches(), batches())
+    quiet_trainer(callbacks=[best], enable_checkpointing=True, max_epochs=4).fit(Scored(), batches(), batches())
     assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best.ckpt"]
 
@@ -315,7 +298,6 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
         ({"optimizer": "sdg"}, "no optimizer 'sdg'; expected one of adadelta, "),
         ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, constant, linear, cosine"),
         ({"lr": 0.0}, "lr=0.0: expected above 0"),
-        ({"lr": math.inf}, "lr=inf: expected above 0"),
         ({"num_classes": 1}, "num_classes=1 leaves nothing to classify"),
     ],
 )
@@ -325,7 +307,7 @@ def test_wrong_settings_are_refused_at_once(options, message):
 
 
 def test_off_a_terminal_the_bar_is_one_line_per_epoch(capsys):
-    trainer(max_epochs=2, enable_progress_bar=True, callbacks=[RunProgress()]).fit(Line(), batches())
+    quiet_trainer(max_epochs=2, enable_progress_bar=True, callbacks=[RunProgress()]).fit(Line(), batches())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
 
@@ -339,23 +321,21 @@ def test_on_a_terminal_a_line_is_drawn_by_the_clock_and_fits(monkeypatch, capsys
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     began = time.monotonic()
-    trainer(max_epochs=1, enable_progress_bar=True, callbacks=[RunProgress(interval=0.1)]).fit(Slow(), batches(400, 2))
+    quiet_trainer(max_epochs=1, enable_progress_bar=True, callbacks=[RunProgress(interval=0.1)]).fit(
+        Slow(), batches(400, 2)
+    )
     drawn = re.findall(r"\r\x1b\[K([^\r\n]+)", capsys.readouterr().err)
     assert 4 <= len(drawn) <= 2 + (time.monotonic() - began) / 0.1
     assert all(re.match(r"epoch 1/1  batch \d+/200  [\d,.]+ it/s", line) and len(line) < 40 for line in drawn)
 
 
 def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert resolve_precision("auto", "cpu") == ("bf16-mixed", "this CPU has AVX512-BF16")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert resolve_precision("auto", "cpu")[0] == "32-true"
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert resolve_precision("auto", "cpu")[0] == "bf16-mixed"
-    with pytest.raises(
-        UserError, match="16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed"
-    ):
+    for amx, avx512, expected in ((0, 1, "bf16-mixed"), (0, 0, "32-true"), (1, 0, "bf16-mixed")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx512=avx512: avx512)
+        assert resolve_precision("auto", "cpu")[0] == expected
+    reason = "16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed"
+    with pytest.raises(UserError, match=reason):
         resolve_precision("16-mixed", "cpu")
 
 
@@ -369,6 +349,6 @@ def test_the_learning_rate_follows_the_batch_linearly_for_sgd_and_by_its_root_fo
 def test_real_mnist_reaches_98_5_percent_in_an_epoch(shared_data):
     data = MNISTDataModule(dataset="mnist", data_dir=str(shared_data / "mnist"))
     module = MNISTClassifier()
-    fit = trainer(max_epochs=1, precision=resolve_precision("auto", "cpu")[0])
+    fit = quiet_trainer(max_epochs=1, precision=resolve_precision("auto", "cpu")[0])
     fit.fit(module, data)
     assert fit.test(module, data, verbose=False)[0]["test/accuracy"] > 0.985

@@ -68,13 +68,7 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
     more = options.pop("callbacks", [])
     seeds = SeedControl(seed=1)
     recipe = ResNetFineTuner(
-        num_classes=2,
-        image_size=SIZE,
-        weights=weights,
-        optimizer="sgd",
-        lr=0.01,
-        schedule="constant",
-        **options,
+        num_classes=2, image_size=SIZE, weights=weights, optimizer="sgd", lr=0.01, schedule="constant", **options
     )
     data = ImageFolderDataModule(
         data_dir=folder, image_size=SIZE, batch_size=batch // world_size, augment="none", num_workers=0

@@ -162,9 +162,7 @@ def test_plateau_looks_at_the_epochs_that_are_validated_and_is_refused_without_a
         ("multistep", {"milestones": "1 epochs"}, "", {0.1, 0.01}),
     ],
 )
-def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(
-    name: str, settings: dict[str, Any], note: str, rates: set[float] | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(name, settings, note, rates, caplog):
     module = fit(Line(name, schedule_args=settings), Stop(), max_epochs=-1)
     assert len(module.rates) == STOP
     assert rates is None or {round(rate, 9) for rate in module.rates.values()} == rates
@@ -194,9 +192,7 @@ def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_be
         ("multistep", {"milestones": "9 steps, 2 epochs, 8 steps"}, "number 3: 8 steps is not after 9 steps"),
     ],
 )
-def test_what_does_not_apply_or_cannot_be_read_is_refused(
-    schedule: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_apply_or_cannot_be_read_is_refused(schedule, arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
         Line(schedule, schedule_args=arguments)
 

@@ -3,16 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 
 from callbacks.seed_control import SeedControl
-from tests.support.command_lines import typed
+from tests.support.command_lines import MNIST, typed
 from tests.support.ranks import run_ranks
 from tests.support.stock_data import Points, Quadrants
-from tests.support.tables import QUIET
+from tests.support.tables import quiet_trainer
 
 QUICK = "--max-epochs 1 --logger none --lr 0.01"
 
@@ -21,10 +20,8 @@ def _first_weights(file: str, world_size: int, strategy: str, **options: Any) ->
     """The weights with which a run begins."""
     SeedControl(seed=2)
     recipe = Quadrants(num_classes=2, weights=file, **options)
-    options = {**QUIET, "max_epochs": 0, "accelerator": "cpu", "devices": world_size, "strategy": strategy}
-    pl.Trainer(**options).fit(recipe, Points())
-    state = recipe.network.state_dict()
-    return {name: value.clone() for name, value in state.items()}
+    quiet_trainer(max_epochs=0, devices=world_size, strategy=strategy).fit(recipe, Points())
+    return {name: value.clone() for name, value in recipe.network.state_dict().items()}
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2)])
@@ -63,18 +60,17 @@ def test_a_resumed_run_does_not_read_the_file_again(tmp_path: Path):
 
 def test_weights_without_a_checkpoint_are_scored_as_with_it_and_never_in_part(tmp_path: Path):
     best = "runs/mnist/run/checkpoints/best.ckpt"
-    data = "--dataset digits --max-epochs 1"
-    commands = [
-        f"{data} --name run --network classic --logger none",
+    *runs, both, other, neither = typed(
+        tmp_path,
+        "--dataset digits --max-epochs 1 --name run --network classic --logger none",
         f"test --ckpt {best} --output a.json",
         f"export --ckpt {best} --format safetensors --output b.safetensors",
         "test --weights b.safetensors --output b.json",
         f"test --ckpt {best} --weights b.safetensors",
         "test --weights b.safetensors --network default",
         "test",
-    ]
-    mnist = {"recipe": "recipes.mnist:MNISTClassifier", "data": "datamodules:MNISTDataModule"}
-    *runs, both, other, neither = typed(tmp_path, *commands, **mnist)
+        **MNIST,
+    )
     assert [run.status for run in runs] == [0, 0, 0, 0], [run.err for run in runs]
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
     assert both.status == other.status == neither.status == 2

@@ -130,10 +130,7 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path: Path, zip
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["", "module.", "_orig_mod.", "model.module._orig_mod.net.backbone."],
-)
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.module._orig_mod.net.backbone."])
 @pytest.mark.parametrize("inside", ["", "network", "model"])
 def test_wrappers_on_either_side_do_not_matter(prefix: str, inside: str):
     network = Net()
@@ -160,9 +157,7 @@ def _layers(*layers: nn.Module) -> nn.Module:
         (dict(Net().named_parameters()), Net(), "bn1.running_mean is not in the file", "bn1"),
     ],
 )
-def test_tensors_beyond_a_head_that_only_one_side_has_are_refused_and_can_be_left_out(
-    file: nn.Module | dict[str, Tensor], module: nn.Module, foreign: str, skip: str
-):
+def test_tensors_beyond_a_head_that_only_one_side_has_are_refused_and_can_be_left_out(file, module, foreign, skip):
     before, state = _copy(module), file if isinstance(file, dict) else file.state_dict()
     with pytest.raises(UserError, match=rf"another network: .*{foreign}.* as in weights_skip="):
         load_weights(module, state, "a.pt")
@@ -281,9 +276,7 @@ def _published(state: dict[str, Tensor], folder: Path) -> Path:
     return (folder / "net.pth").rename(folder / f"net-{digest}.pth")
 
 
-def test_weights_are_downloaded_once_checked_and_then_come_from_the_cache(
-    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_weights_are_downloaded_once_checked_and_then_come_from_the_cache(cache, tmp_path, capfd):
     published = _published(_state(1000), tmp_path)
     path = download_weights(published.as_uri())
     _assert_equal(read_weights(path), _state(1000))
@@ -304,9 +297,7 @@ def test_a_failed_download_says_why_and_what_to_pass(cache: Path, tmp_path: Path
         download_weights((tmp_path / "net-00000000.pth").as_uri())
 
 
-def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(cache, tmp_path, monkeypatch, caplog):
     from torchvision.models import ResNet18_Weights, resnet18
 
     source = _random(resnet18())

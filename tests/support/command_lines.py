@@ -14,8 +14,9 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from tests.support.ranks import run_ranks
 
-__all__ = ["Typed", "contents", "in_tensorboard", "type_line", "typed"]
+__all__ = ["MNIST", "Typed", "contents", "in_tensorboard", "type_line", "typed"]
 
+MNIST = {"recipe": "recipes.mnist:MNISTClassifier", "data": "datamodules:MNISTDataModule"}
 COMMON = ["--accelerator=cpu", "--enable-progress-bar=false"]
 
 

@@ -1,6 +1,7 @@
 """Images of your own in the MNIST recipe."""
 
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from datamodules.images.folders import ImageTree
 from datamodules.images.known_sets import load_digits
 from datamodules.images.mnist_form import read_digits, read_set
 
+Digits = tuple[np.ndarray, np.ndarray]
 PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
 
 
 @pytest.fixture(scope="module")
-def digits() -> tuple[np.ndarray, np.ndarray]:
+def digits() -> Digits:
     """120 of the bundled digits: images of 28 x 28 bytes, and labels."""
     images, labels = load_digits()["train"]
     return images[:120].numpy(), labels[:120].numpy()
@@ -56,9 +58,7 @@ def _set_up(data: MNISTDataModule) -> dict[str, set[tuple[bytes, int]]]:
     return held
 
 
-def test_a_folder_an_archive_and_arrays_of_the_same_images_are_the_same_set(
-    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
-):
+def test_a_folder_an_archive_and_arrays_of_the_same_images_are_the_same_set(tmp_path: Path, digits: Digits):
     images, labels = digits
     order = np.argsort(labels, kind="stable")  # That of a folder of class folders.
     images, labels = images[order], labels[order]
@@ -83,16 +83,13 @@ def test_a_folder_an_archive_and_arrays_of_the_same_images_are_the_same_set(
         batches.append([batch for loader in loaders for batch in loader])
     assert [data.title for data in found[:3]] == ["tree", "set.npz", "arrays"]
     for others in batches[1:]:
-        for first, second in zip(batches[0], others, strict=True):
-            assert torch.equal(first[0], second[0])
-            assert torch.equal(first[1], second[1])
+        assert all(map(torch.equal, chain(*batches[0]), chain(*others)))
+        assert len(others) == len(batches[0])
     expected = {(pixels.tobytes(), int(label)) for pixels, label in zip(images, labels, strict=True)}
     assert set.union(*held.values()) == expected, "light on dark at 28 x 28, the images stay as they are"
 
 
-def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(
-    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
-):
+def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(tmp_path: Path, digits: Digits):
     images, labels = digits
     write_tree(tmp_path / "train", images[:60], labels[:60])
     write_tree(tmp_path / "test", images[60:], labels[60:])
@@ -106,9 +103,8 @@ def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(
     keras = {"x_train": images[:60], "y_train": labels[:60], "x_test": images[60:], "y_test": labels[60:]}
     np.savez(tmp_path / "keras.npz", **keras)
     medical = {"train_images": images[:50], "train_labels": labels[:50, None], "val_images": images[50:60]}
-    np.savez(
-        tmp_path / "medical.npz", **medical, val_labels=labels[50:60, None], **{k: parts[k] for k in list(parts)[2:]}
-    )
+    medical |= {"val_labels": labels[50:60, None], "test_images": images[60:], "test_labels": labels[60:]}
+    np.savez(tmp_path / "medical.npz", **medical)
     sizes = {}
     for name in ("ours", "keras", "medical"):
         data = MNISTDataModule(data_dir=str(tmp_path / f"{name}.npz"), val_fraction=0, **PLAIN)
@@ -119,9 +115,7 @@ def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(
     assert data.validates
 
 
-def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(
-    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
-):
+def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(tmp_path: Path, digits: Digits):
     images, labels = digits
     large = [Image.fromarray(255 - pixels).resize((70, 90)) for pixels in images[:20]]
     for number, image in enumerate(large):
@@ -144,7 +138,7 @@ def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(
     assert np.array_equal(channels.numpy(), images)
 
 
-def test_small_images_are_enlarged_light_on_dark(digits: tuple[np.ndarray, np.ndarray]):
+def test_small_images_are_enlarged_light_on_dark(digits: Digits):
     images = np.stack([np.array(Image.fromarray(pixels).crop((4, 4, 24, 24)).resize((8, 8))) for pixels in digits[0]])
     for given in (images, 255 - images):
         found, _ = _read(images_from_arrays({"train": (given, digits[1])}, "small"))
@@ -161,11 +155,7 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
 @pytest.mark.parametrize(
     ("images", "labels", "reason"),
     [
-        (
-            IMAGES / 255 * 16,
-            LABELS,
-            r"float64 from 12\.5\d* to .* floats from 0 to 1: pass images / 12",
-        ),
+        (IMAGES / 255 * 16, LABELS, r"float64 from 12\.5\d* to .* floats from 0 to 1: pass images / 12"),
         (IMAGES // 20, LABELS, r"uint8 from 10 to 10, expected whole numbers from 0 to 255"),
         (IMAGES.astype(str), LABELS, "the train images are <U3, expected numbers"),
         ([IMAGES[0], IMAGES[0, 1:]], LABELS, "the train images are no array: .*; pass images of one size"),
@@ -223,9 +213,7 @@ def test_damaged_and_other_archives_are_refused_by_name(tmp_path: Path):
         read_own_images(tmp_path)
 
 
-def test_unreadable_and_blank_images_are_counted_and_named(
-    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray], caplog: pytest.LogCaptureFixture
-):
+def test_unreadable_and_blank_images_are_counted_and_named(tmp_path: Path, digits: Digits, caplog: Any):
     images, labels = digits
     write_tree(tmp_path, images[:40], labels[:40])
     Image.new("L", (50, 50), 255).save(tmp_path / "0" / "blank.png")
@@ -243,9 +231,7 @@ def test_unreadable_and_blank_images_are_counted_and_named(
         MNISTDataModule(data_dir=str(tmp_path), **PLAIN).setup("fit")
 
 
-def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(
-    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
-):
+def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(tmp_path: Path, digits: Digits):
     images, labels = digits
     names = np.array(["ma", "mu"])[labels % 2]
     state = _given(images, names).state_dict()

@@ -49,10 +49,7 @@ def test_the_row_is_that_of_the_data_set():
             r"are float32 of shape \(6,\), expected class numbers 0 to 2, whole .*: pass labels\.long\(\)$",
         ),
         (F.one_hot(LABELS.clamp(min=0)), r"are int64 of shape \(6, 3\).*: pass labels\.argmax\(1\)$"),
-        (
-            torch.zeros(6, 4),
-            r"are float32 of shape \(6, 4\), expected class numbers 0 to 2, whole .* \(6,\)$",
-        ),
+        (torch.zeros(6, 4), r"are float32 of shape \(6, 4\), expected class numbers 0 to 2, whole .* \(6,\)$"),
     ],
 )
 def test_labels_of_another_type_or_shape_are_refused_with_the_conversion(labels: Tensor, message: str):

@@ -90,12 +90,9 @@ WRONG = "path,label\npics/ant 0.png,ant\npics/ant 1.png\n\npics/gone.png,bee\npi
 def test_wrong_rows_are_named_with_their_lines_and_refused_or_skipped(pictures: Path, caplog: pytest.LogCaptureFixture):
     (pictures / "train.csv").write_text(WRONG)
     reason = "1 without a label (line 3); 1 whose file does not exist (line 5); 1 without a path (line 7)"
-    with pytest.raises(UserError) as refusal:
+    refusal = re.escape(f"train.csv: 3 of 5 lines cannot be used: {reason}; expected columns such as path,label")
+    with pytest.raises(UserError, match=f'{refusal}.*pass on_corrupt="skip"'):
         ImageFolderDataModule(data_dir=str(pictures)).setup("fit")
-    assert f"train.csv: 3 of 5 lines cannot be used: {reason}; expected columns such as path,label" in str(
-        refusal.value
-    )
-    assert 'pass on_corrupt="skip"' in str(refusal.value)
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         data = ImageFolderDataModule(data_dir=str(pictures), on_corrupt="skip", val_fraction=0)
         data.setup("fit")
@@ -127,18 +124,10 @@ def test_lists_that_cannot_be_read_are_refused_with_the_reason(pictures: Path, n
 def test_lists_as_text_are_refused_and_no_part_is_passed_over(pictures: Path):
     (pictures / "train.csv").write_text(_csv("train"))
     (pictures / "val.txt").write_text("pics/ant 8.png ant\n")
+    refusal = r"val\.txt is no table; write it as val\.csv, with a line path,label above"
     for place in (pictures, pictures / "val.txt"):
-        with pytest.raises(
-            UserError, match=r"val\.txt is no table; write it as val\.csv, with a line path,label above"
-        ):
+        with pytest.raises(UserError, match=refusal):
             find_images(place)
-
-
-def test_a_file_that_is_listed_twice_is_refused(pictures: Path):
-    rows = _csv("train").splitlines()
-    (pictures / "train.csv").write_text("\n".join([*rows, rows[3], "./pics/ant 0.png,bee"]) + "\n")
-    with pytest.raises(UserError, match=r"2 of a file that was listed before \(lines 16, 17\)"):
-        find_images(pictures)
 
 
 def test_files_in_train_and_in_val_are_named(pictures: Path):
@@ -180,10 +169,6 @@ READ: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
-def _given(folder: Path, tables: dict[str, str]) -> Path:
-    return folder / next((name for name in tables if name == "x.csv"), "")
-
-
 @pytest.mark.parametrize("layout", READ)
 def test_data_sets_are_read_as_they_are_published(tmp_path: Path, layout: str):
     forms, tables, sizes = READ[layout]
@@ -197,11 +182,7 @@ def test_data_sets_are_read_as_they_are_published(tmp_path: Path, layout: str):
 
 REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "a class in val alone": ("train/{c}/{n}.jpg val/bee/{n}.jpg", {}, "no image of: bee; expected only cat, dog"),
-    "no folders": (
-        "{n}.jpg",
-        {},
-        r"holds no class with images \(found 24 .jpg.*\); expected a folder of images for each",
-    ),
+    "no folders": ("{n}.jpg", {}, r"no class with images \(found 24 .jpg.*\); expected a folder of images for each"),
     "one class": ("ant/{n}.jpg", {}, "holds images of one class only, ant; expected a folder"),
     "no images": ("{c}/{n}.txt", {}, "holds no class with images"),
     "no train": ("val/{c}/{n}.jpg", {}, "holds val with class folders, but no train"),
@@ -224,8 +205,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     ),
     "one class in a list": ("{n}.jpg", {"train.csv": "path,label {n}.jpg,ant"}, "lists images of one class only, ant"),
     "an empty table": (
-        "",
-        {"train.csv": "path,label path,label"},
+        *("", {"train.csv": "path,label path,label"}),
         "lists no image to train on; expected CSV with path,label",
     ),
     "no part": ("{n}.jpg", {"x.csv": "path,label,split {n}.jpg,{c},trian"}, r"24 of no part .* \(lines 2, 3"),
@@ -237,7 +217,7 @@ def test_what_is_no_set_of_classes_is_refused(tmp_path: Path, layout: str):
     forms, tables, reason = REFUSED[layout]
     _lay_out(tmp_path, forms, tables, range(24))
     with pytest.raises(UserError, match=reason) as refusal:
-        find_images(_given(tmp_path, tables), None if "24 " in reason else "skip")
+        find_images(tmp_path / ("x.csv" if "x.csv" in tables else ""), None if "24 " in reason else "skip")
     assert "\n" not in str(refusal.value)
 
 

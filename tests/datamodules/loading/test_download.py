@@ -22,38 +22,25 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *values: object) -> None:
         pass
 
-    def _head(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(CONTENT)))
-        self.end_headers()
-
     def do_GET(self) -> None:
         name = self.path.split("/")[1]
         self.server.asked.append(name)
-        if name == "good":
-            self._head()
-            self.wfile.write(CONTENT)
-        elif name == "slow":
-            self._head()
-            for start in range(0, len(CONTENT), len(CONTENT) // 4):
-                self.wfile.write(CONTENT[start : start + len(CONTENT) // 4])
-                self.wfile.flush()
-                time.sleep(0.2)
-        elif name == "other":
-            self._head()
-            self.wfile.write(CONTENT[::-1])
-        elif name == "truncated":
-            self._head()
-            self.wfile.write(CONTENT[:5_000])
-        elif name == "stalled":
-            self._head()
-            self.wfile.write(CONTENT[:100_000])
-            self.wfile.flush()
-            self.server.over.wait(30)
-        elif name == "garbage":
+        if name == "garbage":
             self.wfile.write(b"no HTTP at all\r\n\r\n")
-        else:
+            return
+        if name == "missing":
             self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(CONTENT)))
+        self.end_headers()
+        sent = {"other": CONTENT[::-1], "truncated": CONTENT[:5_000], "stalled": CONTENT[:100_000]}.get(name, CONTENT)
+        for start in range(0, len(sent), len(CONTENT) // 4):
+            self.wfile.write(sent[start : start + len(CONTENT) // 4])
+            self.wfile.flush()
+            time.sleep(0.2 * (name == "slow"))
+        if name == "stalled":
+            self.server.over.wait(30)
 
 
 class _Server(ThreadingHTTPServer):
@@ -83,13 +70,6 @@ def server() -> Iterator[_Server]:
     thread.join()
 
 
-def test_a_good_file_is_complete_and_alone_in_its_folder(server: _Server, tmp_path: Path):
-    path = tmp_path / "new" / "folder" / "file.gz"
-    download([server.address("good")], path, MD5)
-    assert path.read_bytes() == CONTENT
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_a_file_that_is_there_is_not_asked_for_again(server: _Server, tmp_path: Path):
     path = tmp_path / "file.gz"
     path.write_bytes(b"mine")
@@ -109,9 +89,7 @@ def test_a_file_that_is_there_is_not_asked_for_again(server: _Server, tmp_path: 
         ("missing", "HTTP Error 404: Not Found"),
     ],
 )
-def test_a_failure_names_host_and_reason_and_leaves_nothing_behind(
-    server: _Server, tmp_path: Path, name: str, reason: str
-):
+def test_a_failure_names_host_and_reason_and_leaves_nothing_behind(server, tmp_path, name, reason):
     start = time.monotonic()
     with pytest.raises(DownloadError, match=rf"could not download file\.gz \(127\.0\.0\.1:\d+: .*({reason})"):
         download([server.address(name)], tmp_path / "file.gz", MD5, timeout=0.4)
@@ -120,9 +98,6 @@ def test_a_failure_names_host_and_reason_and_leaves_nothing_behind(
 
 
 def test_a_failure_removes_the_folders_made_for_it_and_no_others(server: _Server, tmp_path: Path):
-    with pytest.raises(DownloadError):
-        download([server.address("missing")], tmp_path / "new" / "folder" / "file.gz", MD5)
-    assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
     with pytest.raises(DownloadError):
         download([server.address("missing")], tmp_path / "mine" / "new" / "file.gz", MD5)
@@ -130,11 +105,11 @@ def test_a_failure_removes_the_folders_made_for_it_and_no_others(server: _Server
 
 
 def test_the_second_mirror_is_used_when_the_first_fails(server: _Server, tmp_path: Path):
-    path = tmp_path / "file.gz"
+    path = tmp_path / "new" / "folder" / "file.gz"
     download([server.address("other"), server.address("good"), server.address("missing")], path, MD5, timeout=0.4)
     assert path.read_bytes() == CONTENT
     assert server.asked == ["other", "good"]
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_partial_file_of_a_killed_run_is_overwritten(server: _Server, tmp_path: Path):

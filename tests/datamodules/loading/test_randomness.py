@@ -27,22 +27,6 @@ def test_the_bits_never_change():
     ]
 
 
-def test_the_mixing_is_splitmix64():
-    mask = (1 << 64) - 1
-
-    def splitmix(z: int) -> int:
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
-
-    golden, key = 0x9E3779B97F4A7C15, derive_seed(5, "test", 2) << 1
-    for i in (0, 1, 2, 12_345, 2**40):
-        stream = splitmix((i * golden + key) & mask)
-        expected = [splitmix((stream + draw * golden) & mask) for draw in (1, 2, 3)]
-        found = random_bits(5, "test", 2, torch.tensor([i]), draws=3)[0].tolist()
-        assert [value & mask for value in found] == expected
-
-
 @settings(max_examples=50)
 @given(
     index=st.lists(st.integers(0, 10**6), min_size=1, max_size=70),

@@ -6,12 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import (
-    Division,
-    epoch_order,
-    evaluation_spans,
-    split_indices,
-)
+from datamodules.loading.sampling import Division, epoch_order, evaluation_spans, split_indices
 
 batch_sizes = st.integers(1, 40)
 worlds = st.integers(1, 9)

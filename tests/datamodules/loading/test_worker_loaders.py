@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import epoch_order
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch, WorkerEvaluationLoader, WorkerTrainLoader
+from tests.support.agents import wait_until
 
 N = 23
 ROWS = torch.arange(N)
@@ -52,14 +54,8 @@ def _workers(loader: WorkerTrainLoader) -> set[int]:
     return {int(number) for inputs, _ in loader for number in inputs[:, 2]}
 
 
-def _ended(pid: int) -> bool:
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+def _wait_for_the_end_of(pids: Iterable[int]) -> None:
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the workers", 5)
 
 
 def _position(loader: WorkerTrainLoader | TrainLoader) -> tuple[int, int]:
@@ -115,7 +111,7 @@ def test_the_same_workers_serve_all_epochs_and_end_when_the_loader_is_closed():
     iterator = iter(loader)
     next(iterator)
     loader.close()
-    assert all(_ended(pid) for pid in first)
+    _wait_for_the_end_of(first)
     assert not _workers(loader) & first
     loader.close()
 
@@ -184,19 +180,14 @@ def test_ctrl_c_ends_at_once_and_no_worker_complains(tensors):
         process.kill()
     assert errors.count("Traceback") == 1
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert all(_ended(pid) for pid in pids)
-
-
-def _processes(loader: WorkerTrainLoader) -> list[int]:
-    """The workers of a loader, by their number."""
-    return [process.pid for process in loader._loader._iterator._workers]
+    _wait_for_the_end_of(pids)
 
 
 def test_a_worker_that_dies_is_named_where_its_batch_is_awaited():
     loader = _loader(num_workers=2)
     batches = iter(loader)
     next(batches)
-    victim = _processes(loader)[1]
+    victim = loader._loader._iterator._workers[1].pid
     os.kill(victim, signal.SIGKILL)
     for _ in range(20):  # Not here: the process may be in the midst of a collective call.
         time.sleep(0.01)
@@ -271,8 +262,7 @@ def test_skipped_samples_leave_their_batches_smaller_and_the_order_identity(num_
     loader = _loader(reader=Numbers(unreadable=(7, 11)), num_workers=num_workers, skip_unreadable=True)
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         found = [_targets(loader) for _ in range(2)]
-    expected = [[[row for row in batch if row not in (7, 11)] for batch in _targets(_plain())] for _ in range(1)]
-    assert found[0] == expected[0]
+    assert found[0] == [[row for row in batch if row not in (7, 11)] for batch in _targets(_plain())]
     assert sum(map(len, found[1])) == N - 2
     assert len(loader.unreadable) == 2
     assert sorted(record.getMessage() for record in caplog.records) == [
@@ -301,10 +291,6 @@ def test_evaluation_batches_are_those_of_the_loader_over_tensors(num_workers, wo
 FEATURES = torch.arange(N * 2.0).view(N, 2)
 
 
-def _features(loader) -> list[tuple[Tensor, list[int]]]:
-    return [(inputs, targets.tolist()) for inputs, targets in loader]
-
-
 def test_features_take_the_place_of_reading_from_the_next_epoch_on():
     loader, plain = _loader(num_workers=1), _plain()
     pids = _workers(loader)
@@ -315,7 +301,7 @@ def test_features_take_the_place_of_reading_from_the_next_epoch_on():
         assert torch.equal(targets, expected)
         assert torch.equal(features, FEATURES[targets])
         assert _position(loader) == _position(plain)
-    assert all(_ended(pid) for pid in pids)
+    _wait_for_the_end_of(pids)
     loader.use_features(None, None)
     inputs = torch.cat([inputs for inputs, _ in loader])
     assert inputs[:, 0].tolist() == epoch_order(N, 1, 2).tolist()
@@ -326,14 +312,14 @@ def test_samples_without_features_are_left_out_of_their_batches():
     loader = _loader()
     known = torch.tensor([row for row in range(N) if row not in (7, 11)])
     loader.use_features(FEATURES[known], known)
-    batches = _features(loader)
+    batches = list(loader)
     expected = [[row for row in batch if row not in (7, 11)] for batch in _targets(_plain())]
-    assert [targets for _, targets in batches] == expected
+    assert [targets.tolist() for _, targets in batches] == expected
     assert all(torch.equal(features, FEATURES[targets]) for features, targets in batches)
 
 
 def test_evaluation_takes_features_too_and_still_reads_for_others():
     loader = WorkerEvaluationLoader(Numbers(), ROWS, 6)
     loader.use_features(FEATURES, ROWS)
-    assert torch.equal(torch.cat([features for features, _ in _features(loader)]), FEATURES)
+    assert torch.equal(torch.cat([features for features, _ in loader]), FEATURES)
     assert torch.cat([answer.inputs for answer in loader.loaded_batches()]).shape == (N, 3)

@@ -84,10 +84,10 @@ def test_sentences_are_packed_as_numbers_of_their_own_tokens() -> None:
 def test_a_batch_holds_the_sentences_of_its_rows_and_zeros() -> None:
     rows = torch.tensor([7, 0, 2 * N - 1, 7])
     batch = PAIRS.batch(rows)
-    for side, ids, lengths in (
-        (PAIRS.source, batch.source, batch.source_lengths),
-        (PAIRS.target, batch.target, batch.target_lengths),
-    ):
+    sides = zip(
+        (PAIRS.source, PAIRS.target), (batch.source, batch.target), (batch.source_lengths, batch.target_lengths)
+    )
+    for side, ids, lengths in sides:
         assert (ids.dtype, lengths.dtype) == (torch.int64, torch.int64)
         assert ids.shape == (4, int(lengths.max()))
         assert [row[:length].tolist() for row, length in zip(ids, lengths)] == [side[int(row)] for row in rows]
@@ -111,22 +111,12 @@ def test_units_are_neighbours_and_the_short_one_comes_last(n: int, unit: int, ep
     gap = short[0] if short else n
     assert short == list(range(gap, gap + n % unit))
     # But for the gap that the short one leaves.
-    assert all(u == [i for i in range(n) if i not in short][units_start(u, short) :][:unit] for u in units)
+    others = [i for i in range(n) if i not in short]
+    assert all(others[others.index(u[0]) :][:unit] == u for u in units)
 
 
-def units_start(unit: list[int], short: list[int]) -> int:
-    return unit[0] - sum(i < unit[0] for i in short)
-
-
-CUTS = st.sampled_from(
-    [
-        (24, {"batch_size": 5}),
-        (10, {"batch_size": 3}),
-        (5, {"batch_size": 1}),
-        (4, {"max_tokens": 90}),
-        (7, {"max_tokens": 40}),
-    ]
-)
+SIZES = [(24, {"batch_size": 5}), (10, {"batch_size": 3}), (5, {"batch_size": 1})]
+CUTS = st.sampled_from([*SIZES, (4, {"max_tokens": 90}), (7, {"max_tokens": 40})])
 """Sentences, or batches limited by tokens, of an update; and the options of the loader. Up to 4 ranks can share it."""
 RANKS = st.integers(1, 4)
 
@@ -156,9 +146,7 @@ def test_an_update_has_the_same_sentences_in_micro_batches_of_any_size(batch_siz
 
 
 @given(max_tokens=st.integers(23, 300), world_size=st.integers(1, 4))
-def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentence(
-    max_tokens: int, world_size: int
-) -> None:
+def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentence(max_tokens, world_size):
     loaders = [_loader(max_tokens=max_tokens, rank=rank, world_size=world_size) for rank in range(world_size)]
     lengths = []
     for _ in range(3):
@@ -210,26 +198,18 @@ def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_u
         assert _numbered(new) == epochs[epoch + 1]
 
 
-def _loader_at(epoch: int, options: dict) -> SentenceTrainLoader:
-    loader = _loader(**options)
-    loader.set_epoch(epoch)
-    return loader
-
-
 def test_the_epoch_may_be_set_after_the_iterator_is_created() -> None:
-    loader = _loader()
+    loader, other = _loader(), _loader()
     iterator = iter(loader)
     loader.set_epoch(2)
-    assert _numbers(iterator) == _numbers(_loader_at(2, {})) != _numbers(_loader_at(0, {}))
+    assert _numbers(iterator) == [_numbers(other) for _ in range(3)][2] != _numbers(_loader())
 
 
 def test_a_position_in_other_data_is_refused() -> None:
     state = _loader().state_dict()
     _loader(seed=2, world_size=2).load_state_dict(state)
-    for rows, found in (
-        (ROWS[:-1], f"found {N - 1}; resume"),
-        (ROWS.flip(0), f"found {N}, others or in another order"),
-    ):
+    others = (ROWS[:-1], f"found {N - 1}; resume"), (ROWS.flip(0), f"found {N}, others or in another order")
+    for rows, found in others:
         with pytest.raises(UserError, match=f"of a run on {N} samples, {found}"):
             SentenceTrainLoader(PAIRS, rows, 4, 1).load_state_dict(state)
     with pytest.raises(UserError, match=r"epoch of 99 .*, found 53 sentences; resume with the same data"):
@@ -254,9 +234,7 @@ def test_the_size_of_an_update_by_tokens_is_known_on_the_mean_and_none_is_asked_
 
 @settings(max_examples=60)
 @given(n=st.integers(0, N), batch_size=st.integers(1, 9), world_size=st.integers(1, 6), bucket=st.booleans())
-def test_evaluation_gives_every_row_once_in_the_same_batches_on_any_number_of_ranks(
-    n: int, batch_size: int, world_size: int, bucket: bool
-) -> None:
+def test_evaluation_gives_every_row_once_in_the_same_batches_on_any_number_of_ranks(n, batch_size, world_size, bucket):
     def batches(rank: int, world_size: int) -> list[list[int]]:
         loader = SentenceEvaluationLoader(PAIRS, ROWS[:n], batch_size, rank, world_size, bucket)
         found = _numbers(loader)
@@ -272,9 +250,7 @@ def test_evaluation_gives_every_row_once_in_the_same_batches_on_any_number_of_ra
 
 
 @given(lengths=st.lists(st.sampled_from([2, 100, 128, 129, 300, 8000]), max_size=40), batch_size=st.integers(1, 20))
-def test_long_sentences_are_evaluated_apart_and_batches_of_others_stay_as_they_are(
-    lengths: list[int], batch_size: int
-) -> None:
+def test_long_sentences_are_evaluated_apart_and_batches_of_others_stay_as_they_are(lengths, batch_size):
     batches = [batch.tolist() for batch in batches_within_memory(torch.tensor(lengths), batch_size)]
     neighbours = [batch.tolist() for batch in torch.arange(len(lengths)).split(batch_size)]
     neighbours = neighbours if lengths else []

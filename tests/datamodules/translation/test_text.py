@@ -36,15 +36,10 @@ def test_the_tutorials_normalisation_is_that_of_its_own_functions(lines: list[st
 
 
 @given(st.lists(LINES, min_size=1))
-def test_whole_files_are_normalised_as_sentence_by_sentence(lines: list[str]) -> None:
+def test_whole_files_are_normalised_as_sentence_by_sentence_and_twice_changes_nothing(lines: list[str]) -> None:
     for how in ("unicode", "none", "tutorial"):
-        assert normalise_lines(lines, how) == [normalise(line, how) for line in lines]
-
-
-@given(LINES)
-def test_normalising_twice_changes_nothing(line: str) -> None:
-    for how in ("unicode", "none", "tutorial"):
-        assert normalise(normalise(line, how), how) == normalise(line, how)
+        once = normalise_lines(lines, how)
+        assert once == [normalise(line, how) for line in lines] == [normalise(line, how) for line in once]
 
 
 @pytest.mark.parametrize(
@@ -70,13 +65,9 @@ def test_unicode_keeps_all_scripts_and_makes_tokens_of_punctuation(text: str, to
     assert normalise(text) == tokens
 
 
-def test_none_only_splits_at_spaces() -> None:
+def test_none_only_splits_at_spaces_and_no_normalised_sentence_holds_a_control_character() -> None:
     assert normalise(" Don't  split\u00a0me, please.\x03", "none") == "Don't split me, please."
-
-
-def test_no_normalised_sentence_holds_a_control_character() -> None:
-    # `pack` marks the ends of sentences with them.
-    for how in ("unicode", "none", "tutorial"):
+    for how in ("unicode", "none", "tutorial"):  # `pack` marks the ends of sentences with them.
         assert normalise("a\x02b\x03c\x00", how) == "a b c"
 
 

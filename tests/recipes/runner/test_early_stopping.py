@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from datamodules import UserError
 from recipes.runner.early_stopping import PatientStopping, score_mode, why_stopped
-from tests.support.command_lines import typed
+from tests.support.command_lines import MNIST, typed
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_checkpoint_brings_the_count_and_the_best_score_but_not_the_patience()
 def test_a_time_between_validations_is_no_error(tmp_path: Path):
     fit = "--max-epochs 1 --val-check-interval '{microseconds: 1}' --accelerator cpu --logger none --name a"
     fit += " --early-stopping val/loss --dataset digits --limit-train-batches 2"
-    (ended,) = typed(tmp_path, fit, recipe="recipes:MNISTClassifier", data="datamodules:MNISTDataModule")
+    (ended,) = typed(tmp_path, fit, **MNIST)
     assert ended.status == 0, ended.err
 
 

@@ -153,9 +153,7 @@ def test_random_seed_and_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_k
         (20, "global batch 64 = 4 micro-batches of 20, the last of 4, on 4 devices of 1 node, "),
     ],
 )
-def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(
-    batch_size: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(batch_size, line, tmp_path, capsys):
     from recipes.runner.experiment import Classes, build_experiment
     from recipes.runner.launch import Command, Launch
     from recipes.runner.resume import ResumePoint

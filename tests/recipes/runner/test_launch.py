@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from datamodules import UserError
-from recipes.runner.launch import (
-    Command,
-    Launch,
-    LaunchSettings,
-    first_host,
-    plan_launch,
-)
+from recipes.runner.launch import Command, Launch, LaunchSettings, first_host, plan_launch
 from recipes.runner.machine import Machine, devices_of
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
@@ -135,11 +129,7 @@ def test_another_process_of_ours_is_told_where_it_belongs():
     ("env", "arguments", "message"),
     [
         ({}, {"nodes": 4}, "python -m r --lr 0.1 --devices=auto --num_nodes 4 --node-rank I --master-addr HOST"),
-        (
-            {},
-            {"nodes": 4},
-            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1",
-        ),
+        ({}, {"nodes": 4}, "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1"),
         ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node 2 of 2: nodes are counted from 0"),
         ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is not a whole number"),
         (
@@ -155,16 +145,8 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         (by_slurm(1)[0], {"nodes": 3}, "Slurm decides: srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
         (by_slurm(1, 2, 4)[0], {"here": GPUS}, ": srun --nodes=2 --ntasks-per-node=2 python -m r --lr 0.1"),
         (by_slurm(1)[0] | {"SLURM_NTASKS": "3", "SLURM_NNODES": "2"}, {}, "expected as many on each: srun --nodes=2"),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2"},
-            {},
-            "one of 2 processes; set RANK, LOCAL_RANK and MASTER_ADDR",
-        ),
-        (
-            BY_HAND | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"},
-            {},
-            "process 0 (RANK) of 3 (WORLD_SIZE) is process",
-        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {}, "one of 2 processes; set RANK, LOCAL_RANK and MASTER_ADDR"),
+        (BY_HAND | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"}, {}, "process 0 (RANK) of 3 (WORLD_SIZE) is process"),
         (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on the nodes"),
     ],
 )

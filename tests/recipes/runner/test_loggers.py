@@ -125,11 +125,7 @@ def test_tensorboard_shows_scores_by_update_and_the_settings_that_differ_first(t
     context = Context(TBContext(data_provider=MultiplexerDataProvider(runs, str(tmp_path))))
     request = RequestContext()
     found = context.experiment_from_metadata(
-        request,
-        "",
-        True,
-        context.hparams_metadata(request, ""),
-        context.hparams_from_data_provider(request, "", None),
+        request, "", True, context.hparams_metadata(request, ""), context.hparams_from_data_provider(request, "", None)
     )
     assert [info.name for info in found.hparam_infos] == ["lr", "accumulate", "callbacks", "devices", "seed"]
     assert [info.name.tag for info in found.metric_infos] == ["val/loss"]

@@ -109,9 +109,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lightning-recipes" / "help"
 
 
-def test_a_text_is_printed_again_unless_call_width_version_or_source_are_others(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_is_printed_again_unless_call_width_version_or_source_are_others(kept, monkeypatch):
     (path,) = kept.iterdir()
     assert (quick_imports._kept_help(*CALL), path.read_text()) == (path, "some help\n")
     for program, args in (

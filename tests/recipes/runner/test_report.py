@@ -92,9 +92,7 @@ def test_a_run_without_curves_has_a_page(tmp_path: Path, metrics: str) -> None:
 
 def test_a_run_writes_its_page_unless_it_cannot(tmp_path: Path) -> None:
     first, bare = typed(
-        tmp_path,
-        "--max-epochs 2 --name a --lr 0.5 --logger csv",
-        "--max-epochs 1 --name b --logger none",
+        tmp_path, "--max-epochs 2 --name a --lr 0.5 --logger csv", "--max-epochs 1 --name b --logger none"
     )
     assert (first.status, bare.status) == (0, 0), first.err + bare.err
     runs = tmp_path / "runs" / "quadrants"

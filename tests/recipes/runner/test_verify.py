@@ -79,9 +79,7 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     assert "leave out --lr, --seed" in wrong.err
 
 
-def test_a_received_run_chooses_no_code_and_no_wrong_value_gets_further_than_the_settings(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_received_run_chooses_no_code_and_no_wrong_value_gets_further_than_the_settings(trained, tmp_path):
     touch = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", str(tmp_path / "touched")]}}
     given: dict[str, dict[str, Any]] = {
         "callback": {"callbacks": [touch]},
@@ -121,9 +119,7 @@ def test_an_interval_from_the_beginning_is_repeated_on_the_devices_of_the_run(tr
     assert "the run began on 2 devices, and is repeated from there: pass --devices 2" in refused.err
 
 
-def test_a_resume_with_other_threads_is_refused_and_one_elsewhere_says_what_differs(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_resume_with_other_threads_is_refused_and_one_elsewhere_says_what_differs(trained, tmp_path):
     last = _copy(trained, tmp_path, "run") / "checkpoints" / "last.ckpt"
     saved = torch.load(last, weights_only=True)
     saved["environment"] |= {"torch": "1.0", "devices": 8}
