@@ -65,13 +65,6 @@ def silence() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def quiet_trainer(**options: Any) -> pl.Trainer:
-    """A Trainer for one process and one epoch that prints, logs and saves nothing, but for what `options` say."""
-    silence()
-    quiet = QUIET | {"enable_progress_bar": False, "enable_checkpointing": False, "devices": 1, "max_epochs": 1}
-    return pl.Trainer(**quiet | options)
-
-
 def on_ranks(world_size: int) -> dict[str, Any]:
     """The Trainer's arguments for processes that `run_ranks` started."""
     return {"strategy": "ddp", "devices": world_size} if world_size > 1 else {"devices": 1}
