@@ -33,13 +33,8 @@ _RELEASES = ("2.6.6",)
 _UPDATE = ("optimizer_step",)
 _STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step", "batch_to_device", "post_training_step")
 _PRECISION = (
-    "pre_backward",
-    "backward",
-    "post_backward",
-    "optimizer_step",
-    "_wrap_closure",
-    "_after_closure",
-    "_clip_gradients",
+    *("pre_backward", "backward", "post_backward", "optimizer_step"),
+    *("_wrap_closure", "_after_closure", "_clip_gradients"),
 )
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

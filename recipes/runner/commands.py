@@ -52,7 +52,6 @@ _NEEDS = {
     "predict": ("predict_step", "predict_dataloader"),
 }
 """The methods of recipe and data module that a command calls."""
-_EVALUATION_STEPS = {"validation_step", "test_step", "predict_step"}
 
 
 @dataclass(frozen=True)
@@ -312,23 +311,6 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
         ) from error
 
 
-def _smaller_batches(experiment: Experiment, evaluates: bool) -> str:
-    """The size of a batch that is out of memory, and what to pass instead.
-
-    Args:
-        evaluates: it was out while a batch was validated, tested or predicted.
-    """
-    config, run = experiment.config, experiment.run
-    name = experiment.tokens_parameter or "batch_size"
-    name = "eval_batch_size" if evaluates and "eval_batch_size" in config else name
-    given, advice = f"with {name}={config.get(name)}", f"pass a smaller `{name}`"
-    if evaluates:
-        return f"{given}: {advice}"
-    if name == "batch_size" and (run.global_batch_size is not None or experiment.point.checkpoint):
-        return f"{given}: {advice}; an update keeps its samples"
-    return f"{given} and accumulate={run.accumulate}: {advice} with as many times the `accumulate`"
-
-
 @contextmanager
 def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None]:
     """Turn an error that says that memory is out into one line, which says what to pass."""
@@ -337,10 +319,13 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
     except Exception as error:
         if isinstance(error, UserError) or not is_out_of_memory(error):
             raise
-        evaluates = any(frame.name in _EVALUATION_STEPS for frame in traceback.extract_tb(error.__traceback__))
-        rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        advice = _smaller_batches(experiment, evaluates)
-        raise RunFailedError(f"out of memory{rank} {advice} ({first_line(error)[:160]})") from error
+        config, rank = experiment.config, f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        names = [name for name in (experiment.tokens_parameter or "batch_size", "eval_batch_size") if name in config]
+        sizes = ", ".join(f"{name}={config[name]}" for name in names)
+        raise RunFailedError(
+            f"out of memory{rank} with {sizes}: pass a smaller one; a larger `accumulate`, or `global_batch_size`,"
+            f" keeps the samples of an update ({first_line(error)[:160]})"
+        ) from error
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,6 +110,17 @@ def _csv(folder: Path, updates: int) -> CSVLogger:
     return _CSV(str(folder), name="", version="")
 
 
+def _print_no_traceback_of_writers() -> None:
+    """Leave the errors of TensorBoard's background threads to the next call of their writer, which raises them."""
+    if threading.excepthook is threading.__excepthook__:
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            if type(args.thread).__module__.partition(".")[0] != "tensorboard":
+                threading.__excepthook__(args)
+
+        threading.excepthook = hook
+
+
 def logger_names(text: str) -> list[str]:
     """The loggers that ``--logger`` names, each once.
 
@@ -140,6 +152,7 @@ def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboa
             folder.name, folder, id=run_id or token_hex(4), project=folder.parent.name, resume="allow"
         ),
     }
+    _print_no_traceback_of_writers()
     made = []
     for name in names:
         try:

@@ -238,7 +238,6 @@ def interface_towards(address: str) -> str | None:
 # while starting one, and the workers of a torchrun that was killed would train beside those that replace them.
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
-_OF_USER = {"LIGHTNING_RECIPES_DATA"}
 _WAIT = 3.0  # In a regular end of the run the parent may be the first process to exit.
 
 
@@ -263,7 +262,7 @@ def drop_inherited_variables(env: MutableMapping[str, str]) -> None:
     told = env.get(_PARENT, "")
     if not told.isdigit() or int(told) in (os.getpid(), os.getppid()) or not _is_alive(int(told)):
         return
-    for name in [name for name in env if name.startswith("LIGHTNING_RECIPES_") and name not in _OF_USER]:
+    for name in [name for name in env if name.startswith("LIGHTNING_RECIPES_") and name != "LIGHTNING_RECIPES_DATA"]:
         del env[name]
 
 
