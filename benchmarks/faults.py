@@ -296,15 +296,17 @@ class Outcome(NamedTuple):
 
     wrong: list[str]
     """What differs from the expectation."""
-    seconds: float
-    """From the fault to the next update, the same command typed at once."""
+    ended_after: float
+    """Seconds from the fault until the command has ended."""
+    updates_after: float
+    """Seconds from the fault to the next update, the same command typed as soon as the first has ended."""
     repeated: int
     """Updates that are made again."""
 
 
 def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
     """Bring a fault about, type the command again, and compare."""
-    ended, wrong = run.finish(run.start(case.fault, case.more)), list[str]()
+    ended, wrong, at_end = run.finish(run.start(case.fault, case.more)), list[str](), time.time()
     if not (run.folder / "injected").exists():
         wrong.append("the fault did not happen")
     if ended.status != case.status:
@@ -326,7 +328,7 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
         wrong.append(f"other weights than undisturbed, or none: {ended.tail}")
     times = [run.folder / name for name in ("injected", "recovered")]
     broken, recovered = (float(path.read_text()) if path.exists() else math.nan for path in times)
-    return Outcome(wrong, recovered - broken, repeated)
+    return Outcome(wrong, at_end - broken, recovered - broken, repeated)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -346,8 +348,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [(name, case) for name, case in cases if case.fault.get("rank", 0) < case.world_size]
     failed, references = False, dict[tuple[str, int, bool], str]()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as root:
-        print("| recipe | fault | processes | seconds to the next update | updates made again | outcome |")
-        print("|---|---|---|---|---|---|")
+        print("| recipe | fault | processes | seconds to its end | to the next update | updates made again | outcome |")
+        print("|---|---|---|---|---|---|---|")
         for name, case in cases:
             for recipe in args.recipes:
                 how = recipe, case.world_size, case.manual_launch
@@ -359,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = run_case(case, run, references[how])
                 failed = failed or bool(found.wrong)
                 outcome = "; ".join(found.wrong) or "as it has to be, weights equal"
-                cells = recipe, name, case.world_size, f"{found.seconds:.1f}", found.repeated, outcome
+                seconds = f"{found.ended_after:.1f}", f"{found.updates_after:.1f}"
+                cells = recipe, name, case.world_size, *seconds, found.repeated, outcome
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
     return int(failed)
 
