@@ -333,7 +333,9 @@ def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monke
     for amx, avx512, expected in ((0, 1, "bf16-mixed"), (0, 0, "32-true"), (1, 0, "bf16-mixed")):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx512=avx512: avx512)
-        assert resolve_precision("auto", "cpu")[0] == expected
+        precision, reason = resolve_precision("auto", "cpu")
+        assert precision == expected
+        assert reason == "this CPU has AVX512-BF16" or not avx512
     reason = "16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed"
     with pytest.raises(UserError, match=reason):
         resolve_precision("16-mixed", "cpu")

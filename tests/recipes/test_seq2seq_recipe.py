@@ -237,7 +237,7 @@ def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
     assert [row["sentence"] for row in rows][::3] == ["Zwei Hunde laufen, ja!", "Ein Hund läuft."]
     blank = {"sentence": f"line 2 of {lines}", "translation": None, "score": None, "note": "blank line"}
     assert rows[1] == blank
-    assert [row["translation"] for row in rows][::3] == ["Two dogs run, yes!", "A dog doesn't sleep."]
+    assert [row[other.prediction_columns[1]] for row in rows][::3] == ["Two dogs run, yes!", "A dog doesn't sleep."]
     assert len(rows) == 4
 
 

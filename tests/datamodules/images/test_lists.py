@@ -182,7 +182,10 @@ def test_data_sets_are_read_as_they_are_published(tmp_path: Path, layout: str):
 
 REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "a class in val alone": ("train/{c}/{n}.jpg val/bee/{n}.jpg", {}, "no image of: bee; expected only cat, dog"),
-    "no folders": ("{n}.jpg", {}, r"no class with images \(found 24 .jpg.*\); expected a folder of images for each"),
+    "no folders": (
+        *("{n}.jpg", {}),
+        r"holds no class with images \(found 24 .jpg.*\); expected a folder of images for each",
+    ),
     "one class": ("ant/{n}.jpg", {}, "holds images of one class only, ant; expected a folder"),
     "no images": ("{c}/{n}.txt", {}, "holds no class with images"),
     "no train": ("val/{c}/{n}.jpg", {}, "holds val with class folders, but no train"),

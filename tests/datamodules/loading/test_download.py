@@ -100,7 +100,7 @@ def test_a_failure_names_host_and_reason_and_leaves_nothing_behind(server, tmp_p
 def test_a_failure_removes_the_folders_made_for_it_and_no_others(server: _Server, tmp_path: Path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(DownloadError):
-        download([server.address("missing")], tmp_path / "mine" / "new" / "file.gz", MD5)
+        download([server.address("missing")], tmp_path / "mine" / "new" / "folder" / "file.gz", MD5)
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
