@@ -17,9 +17,9 @@ from typing_extensions import override
 from callbacks.lib.durations import Duration
 from callbacks.lib.freezing import FrozenLayers, begin_momentum, check_freezing, frozen_objects, names_before
 from callbacks.lib.layers import find_name, module_names, parameter_names
-from callbacks.lib.notes import inform, warn
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
+from datamodules.notes import inform, warn
 
 
 def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

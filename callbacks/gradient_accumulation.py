@@ -21,11 +21,11 @@ from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, i
 from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
-from callbacks.lib.notes import warn
 from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
+from datamodules.notes import warn
 
 
 def describe_second_call(optimizer: Optimizer) -> str:

@@ -26,9 +26,9 @@ from callbacks.checkpointing.stopping_points import (
 from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
-from callbacks.lib.notes import warn
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
+from datamodules.notes import warn
 
 _CHILDREN_EXIT = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.notes import warn
 from datamodules.errors import RunFailedError
+from datamodules.notes import warn
 
 # Halves of 8-byte elements: as one int64, 2.0 and 4.0 could change places unseen, their bits being 2**52 apart.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

@@ -18,9 +18,9 @@ import torch
 from typing_extensions import override
 
 from callbacks.lib.hooks import refuse_dataloader_iter
-from callbacks.lib.notes import warn
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
+from datamodules.notes import warn
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:

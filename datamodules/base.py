@@ -1,17 +1,14 @@
 """What the data modules of this package share: the contract, and what they ask of their Trainer."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from datamodules.contract import DataContract
-
-_inform = rank_zero_only(logging.getLogger("lightning_recipes").info)
+from datamodules.notes import inform
 
 
 class BaseDataModule(pl.LightningDataModule, DataContract):
@@ -46,7 +43,7 @@ class BaseDataModule(pl.LightningDataModule, DataContract):
         # Trainer sets this attribute where mypy does not see it.
         return not getattr(self.trainer, "overfit_batches", 0)
 
-    def _note(self, text: str, log: Callable[[str], None] = _inform) -> None:
+    def _note(self, text: str, log: Callable[[str], None] = inform) -> None:
         """Log a text once: callbacks may make further loaders."""
         if text not in self._noted:
             self._noted.add(text)

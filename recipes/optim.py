@@ -1,25 +1,22 @@
 """Optimisers by name, torch's and those of any module that is imported; and the parameters in their groups."""
 
 import inspect
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
+from datamodules.notes import warn
 
 # Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
-
-log = logging.getLogger("lightning_recipes")
 
 
 # Flags of their own: they are no keys of `optimizer_args`.
@@ -166,7 +163,7 @@ def build_optimizer(
     check_optimizer(name, arguments or {})
     if not _accepts(cls, "weight_decay"):
         if any(group.get("weight_decay") for group in groups):
-            rank_zero_only(log.warning)("%s has no weight decay, so none is applied", cls.__name__)
+            warn("%s has no weight decay, so none is applied", cls.__name__)
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     if issubclass(cls, LBFGS):  # It has one group.
         if len(rates := {group.get("lr", lr) for group in groups}) > 1:
@@ -234,13 +231,13 @@ class CheckOptimizer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         name, built = pl_module.hparams.optimizer, [type(optimizer) for optimizer in trainer.optimizers[:1]]
         if built and not issubclass(built[0], optimizer_class(name)):
-            rank_zero_only(log.warning)(
+            warn(
                 "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
                 " rate; call build_optimizer(), or pass optimizer=%r",
                 *(built[0].__name__, name, built[0].__name__.lower()),
             )
         elif built and not trainer.lr_scheduler_configs:
-            rank_zero_only(log.warning)(
+            warn(
                 "note: configure_optimizers() built no schedule, and schedule=%r is saved with the run; return"
                 " build_schedule(optimizer, self)",
                 pl_module.hparams.schedule,

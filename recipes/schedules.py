@@ -3,7 +3,6 @@
 `ReduceLROnPlateau`, which follows a score, is the one that has a state.
 """
 
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -22,9 +20,8 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import attached_trainer
 from callbacks.lib.updates import duration_to_updates, total_updates
 from datamodules.errors import UserError
+from datamodules.notes import warn
 from datamodules.ranges import NATURAL, Range, check_ranges
-
-log = logging.getLogger("lightning_recipes")
 
 ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "plateau"]
 
@@ -236,4 +233,4 @@ class CheckSchedule(pl.Callback):
         settings.factor(1, trainer)
         if math.isinf(total_updates(trainer)) and settings.schedule in _ENDS_AT_0:
             note = f"the run has no end, so schedule={settings.schedule!r} stays at its peak"
-            rank_zero_only(log.warning)(note)
+            warn(note)

@@ -5,7 +5,6 @@ The first is refused before the module changes; of the second, the tensors that 
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.layers import inside, matching_names, module_names
 from datamodules.errors import UserError
-
-log = logging.getLogger("lightning_recipes")
+from datamodules.notes import warn
 
 # Attributes that hold a whole network: a file and a module may have different ones, or none.
 _WRAPPERS = re.compile(r"^(?:(?:module|model|network|net|backbone)\.)+")
@@ -275,7 +272,7 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
         return None
     state, source = recipe.pretrained_weights(options.weights)
     report = load_weights(recipe.network, state, source, exact, options.weights_skip)
-    rank_zero_only(log.warning)(report.line())
+    warn(report.line())
     return report
 
 

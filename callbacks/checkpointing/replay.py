@@ -32,9 +32,9 @@ from torch.utils.data import (
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
-from callbacks.lib.notes import inform, warn
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
+from datamodules.notes import inform, warn
 
 RAW_WEIGHTS = "current_model_state"
 """The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""

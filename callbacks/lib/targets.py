@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from callbacks.lib.hooks import attached_trainer
-from callbacks.lib.notes import warn
+from datamodules.notes import warn
 
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:

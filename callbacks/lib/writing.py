@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from callbacks.lib.notes import log
+from datamodules.notes import log
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Images to predict, as users give them: files, folders, PIL images, arrays and tensors."""
 
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images.arrays import as_bytes
 from datamodules.images.folders import describe_left_out, images_below
+from datamodules.notes import warn
 
 _COLOURS = (1, 3, 4)
-_warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 
 @dataclass
@@ -73,7 +71,7 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
     if not names:
         raise UserError(notes[0] if notes else "no image to predict; pass the names of image files or folders")
     for note in notes:
-        _warn(f"warning: {note}")
+        warn(f"warning: {note}")
     return GivenImages(names, contents)
 
 

@@ -1,6 +1,5 @@
 """What the data modules of images share: their parts, balance, statistics, loaders, and images to predict."""
 
-import logging
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,9 +18,8 @@ from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree, split_by_class
 from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
+from datamodules.notes import warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
-
-warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:

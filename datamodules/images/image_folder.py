@@ -16,11 +16,12 @@ from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mi
 from datamodules.images.decoding import is_small
 from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree
-from datamodules.images.image_data import ImageDataModule, warn
+from datamodules.images.image_data import ImageDataModule
 from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, colour_digits
 from datamodules.images.lists import find_images
 from datamodules.images.reading import BatchReader, Crop, ImageFiles
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
+from datamodules.notes import warn
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
 

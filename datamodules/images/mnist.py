@@ -14,10 +14,11 @@ from datamodules.images.arrays import holds_own_images, images_from_arrays, read
 from datamodules.images.augmentation import RandomAffine
 from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree
-from datamodules.images.image_data import ImageDataModule, warn
+from datamodules.images.image_data import ImageDataModule
 from datamodules.images.mnist_form import read_digits, read_set
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
+from datamodules.notes import warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 

@@ -1,18 +1,17 @@
 """Sentence pairs for translation: read, filtered, split without leaks and packed, ready to be sliced into batches."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from datamodules.base import BaseDataModule
 from datamodules.contract import OneCall
 from datamodules.errors import UserError
+from datamodules.notes import inform, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
@@ -30,10 +29,6 @@ from datamodules.translation.parallel_corpus import (
 )
 from datamodules.translation.subwords import AnyVocabulary, SubwordKind, spellings, vocabulary_from_state
 from datamodules.translation.text import EOS, SOS, Normalisation, normalise, normalise_lines
-
-log = logging.getLogger("lightning_recipes")
-_inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
-
 
 Files = list[str] | str | None
 
@@ -281,7 +276,7 @@ class TranslationDataModule(BaseDataModule):
             found = [read_aligned(Path(a), Path(b)) for a, b in zip(*aligned, strict=True)]
         else:
             made = bundled_pairs()
-            _warn(f"note: `data_file` is not given: training on {len(made):,} {BUNDLED_TITLE}")
+            warn(f"note: `data_file` is not given: training on {len(made):,} {BUNDLED_TITLE}")
             found = [SentencePairs(BUNDLED_TITLE, [Pair(number, a, b) for number, (a, b) in enumerate(made, 1)])]
         return [one.reversed() for one in found] if self.hparams.reverse else found
 
@@ -300,7 +295,7 @@ class TranslationDataModule(BaseDataModule):
                 options.seed,
             )
             for note in self._corpus.notes:
-                _warn(f"note: {note}")
+                warn(f"note: {note}")
         return self._corpus
 
     def _part_to_use(self, part: str) -> Corpus:
@@ -357,9 +352,9 @@ class TranslationDataModule(BaseDataModule):
             shuffle=self._shuffles,
         )
         source, target = map(len, self.vocabularies())
-        _inform(f"{corpus.info.describe()}; vocabularies of {source:,} and {target:,} tokens")
+        inform(f"{corpus.info.describe()}; vocabularies of {source:,} and {target:,} tokens")
         for part, info in corpus.held_out.items():
-            _inform(f"{'validation' if part == 'val' else part}: {info.describe()}")
+            inform(f"{'validation' if part == 'val' else part}: {info.describe()}")
         return loader
 
     def _evaluation_loader(self, part: str) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
@@ -471,7 +466,7 @@ class TranslationDataModule(BaseDataModule):
         if self.normalisation != state_dict["normalisation"]:
             # Lightning calls `setup` before it reads the checkpoint: the corpus has to be normalised again.
             self.normalisation, self._corpus = state_dict["normalisation"], None
-            _warn(f"note: the normalisation of the checkpoint is used: {self.normalisation}")
+            warn(f"note: the normalisation of the checkpoint is used: {self.normalisation}")
         elif self._vocabularies not in (None, saved):
-            _warn("note: the vocabularies of the checkpoint are used, which are not those of the training part")
+            warn("note: the vocabularies of the checkpoint are used, which are not those of the training part")
         self._vocabularies, self._pairs = saved, None

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import logging
 import lzma
 import os
 import re
@@ -13,17 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning.pytorch.utilities import rank_zero_only
-
 from datamodules.errors import UserError
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, decoded_lines, iter_lines, text_suffix
+from datamodules.notes import warn
 
 LONGEST_INPUT = 100_000
 """Bytes in UTF-8 of a sentence to validate, test or predict on, at most."""
 BUNDLED_TITLE = "bundled artificial French-English sentences"
 _LOOKED_AT = 200  # Lines that tell what a file holds.
-
-_warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 
 class Pair(NamedTuple):
@@ -270,7 +266,7 @@ def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
         elif is_listed or exists:
             of_file = _sentences_in(Path(text.removeprefix("@")).expanduser())
             if not is_listed and os.path.isfile(text):  # noqa: PTH113
-                _warn(f"note: {text} is a file: its {len(of_file):,} lines are translated")
+                warn(f"note: {text} is a file: its {len(of_file):,} lines are translated")
             found += of_file
         else:
             found.append(given_sentence(text, text))

@@ -3,13 +3,11 @@
 Frozen layers take no backward pass already; this saves their forward pass, and reading the images, in every epoch.
 """
 
-import logging
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
@@ -21,10 +19,8 @@ from callbacks.lib.layers import evaluating
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.images.image_folder import ImageFolderDataModule
+from datamodules.notes import inform, warn
 from recipes.resnet.layers import layers_of, random_images
-
-log = logging.getLogger("lightning_recipes")
-_inform = rank_zero_only(log.info)
 
 
 def _may_differ(layer: nn.Module) -> bool:
@@ -195,17 +191,17 @@ class FeatureCache(pl.Callback):
         data, images = _images_of(trainer), random_images(pl_module.network, pl_module.example_input_array)
         head, reason = head_to_train(pl_module.network, images)
         if not head:
-            rank_zero_only(log.warning)("features are not cached, because %s; images are read in each epoch", reason)
+            warn("features are not cached, because %s; images are read in each epoch", reason)
             return
         example = self._features(trainer, pl_module, head, images)
         size, limit = example.nbytes * sum(data_contract(data).sizes.values()), data.hparams["cache_gb"]
         shape = " x ".join(map(str, example.shape[1:]))
         what = f"inputs of {head}: {shape} numbers per image, {size / 2**20:,.1f} MiB"
         if size > limit * 2**30:
-            _inform("%s are more than cache_gb=%s, so the images are read in each epoch", what, limit)
+            inform("%s are more than cache_gb=%s, so the images are read in each epoch", what, limit)
             return
         pl_module.cached_head = head
-        _inform("training on cached %s", what)
+        inform("training on cached %s", what)
 
     def _serve(self, trainer: pl.Trainer, pl_module: Any, part: str, loader: Any) -> None:
         """Make a loader yield features while the module expects them."""

@@ -1,6 +1,5 @@
 """Published weights, ImageNet's of torchvision and timm: downloaded once, and verified."""
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -8,16 +7,14 @@ from urllib.parse import urlsplit
 
 import torch
 import torchvision.models
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torchvision.models.vision_transformer import interpolate_embeddings
 
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
+from datamodules.notes import warn
 from recipes.resnet.network import ARCHITECTURES, SMALL_NETWORKS, TIMM, build_timm, timm_config
 from recipes.weights import read_weights
-
-log = logging.getLogger("lightning_recipes")
 
 
 def download_weights(url: str, name: str | None = None) -> Path:
@@ -35,7 +32,7 @@ def download_weights(url: str, name: str | None = None) -> Path:
     named = re.search(r"-([0-9a-f]{8,64})\.", path.name)
     digest = named[1] if named else None
     if not path.exists():
-        rank_zero_only(log.warning)("downloading %s", url)
+        warn("downloading %s", url)
         try:
             download([url], path, digest, 30.0, "sha256")
         except (DownloadError, OSError) as error:

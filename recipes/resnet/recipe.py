@@ -1,11 +1,9 @@
 """The ResNet fine-tuning recipe as a LightningModule."""
 
-import logging
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
@@ -16,6 +14,7 @@ from datamodules.errors import UserError
 from datamodules.images.decoding import is_small
 from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.images.reading import share_kept
+from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
@@ -27,8 +26,6 @@ from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network
 from recipes.resnet.pretrained import published_weights, weights_statistics
 from recipes.schedules import ScheduleName, build_schedule
 from recipes.weights import read_settings_beside
-
-log = logging.getLogger("lightning_recipes")
 
 _IMAGE_SIZE = 224
 """The default side of the images in pixels, where the data has none."""
@@ -202,7 +199,7 @@ class ResNetFineTuner(Classifier):
 
     @override
     def on_fit_start(self) -> None:
-        rank_zero_only(log.info)(layers_line(self.layers()))
+        inform(layers_line(self.layers()))
 
     @override
     def export_metadata(self) -> dict[str, Any]:

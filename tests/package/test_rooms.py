@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("datamodules", "callbacks", "recipes")
 
 LEVELS = (
-    "datamodules.errors",
+    "datamodules.errors datamodules.notes",
     "datamodules.contract datamodules.ranges",
     "datamodules.loading",
     "callbacks.lib",

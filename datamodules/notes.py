@@ -1,4 +1,4 @@
-"""What callbacks say while a run goes on: lines of the logger ``lightning_recipes``, by rank 0."""
+"""What is said while a run goes on: lines of the logger ``lightning_recipes``, by rank 0."""
 
 import logging
 
