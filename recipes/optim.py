@@ -18,7 +18,6 @@ from datamodules.notes import warn
 # Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
 
-
 # Flags of their own: they are no keys of `optimizer_args`.
 _OWN = ("lr", "weight_decay", "momentum", "fused")
 

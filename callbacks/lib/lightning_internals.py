@@ -83,10 +83,10 @@ def hold_to_updates(
             drop_early_stop(trainer)
 
     def should_validate(data_fetcher: Any) -> bool:
-        due = loop.restarting and loop.val_loop.restarted_mid_evaluation
+        goes_on = loop.restarting and loop.val_loop.restarted_mid_evaluation
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        due = due or (update_is_whole(trainer) and (stops or validation_is_next(trainer)))
-        return due and loop._should_check_val_epoch()
+        is_due = goes_on or (update_is_whole(trainer) and (stops or validation_is_next(trainer)))
+        return is_due and loop._should_check_val_epoch()
 
     def undo() -> None:
         for name in ("on_advance_end", "_should_check_val_fx"):

@@ -79,11 +79,24 @@ def configure_logging() -> None:
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
 
 
+def _cut(text: str, longest: int) -> str:
+    """A text without its middle where it is longer than this."""
+    if len(text) <= longest:
+        return text
+    half = (longest - 5) // 2
+    return f"{text[: longest - 5 - half]} ... {text[-half:]}"
+
+
 def one_line(message: str) -> str:
-    """A message in one line that shows on any terminal, of 10,000 characters at most: any value may stand in it.
+    """A message in one line that shows on any terminal, since values of any kind and length may stand in it.
+
+    Of words beyond 500 characters, and of a text beyond 10,000, the middle is left out.
 
     Example:
         >>> print(one_line("no file \x1b[31mred\\n"))
         no file \\x1b[31mred\\n
+        >>> one_line("--lr " + "9" * 1000 + " is not a number")[-24:]
+        '99999999 is not a number'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)[:10_000]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    return _cut(" ".join(_cut(word, 500) for word in shown.split(" ")), 10_000)

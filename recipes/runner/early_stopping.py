@@ -1,12 +1,14 @@
 """Early stopping on a score, by Lightning's callback."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from typing_extensions import override
 
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 
 _LESS_IS_BETTER = {"loss", "error", "ece", "perplexity", "mae", "mse", "rmse", "wer", "cer"}
 _MORE_IS_BETTER = {"accuracy", "acc", "f1", "bleu", "chrf", "auroc", "precision", "recall", "iou", "score"}
@@ -44,6 +46,28 @@ class PatientStopping(EarlyStopping):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"patience": self.patience})
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with _naming_scores(self.monitor, trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with _naming_scores(self.monitor, trainer):
+            super().on_validation_end(trainer, pl_module)
+
+
+@contextmanager
+def _naming_scores(monitor: str, trainer: pl.Trainer) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        names = (name for name in sorted(trainer.callback_metrics) if "_class_" not in name)
+        scores = ", ".join(name for name in names if name.split("/")[0] != "lr")
+        raise RunFailedError(
+            f"`early_stopping={monitor}` is no score of this run, whose scores are {scores}"
+        ) from error
 
 
 def why_stopped(callbacks: Sequence[Callback]) -> str:

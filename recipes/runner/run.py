@@ -469,8 +469,6 @@ class CommandLine:
             )
             return carry_out(experiment, self.started_at, interval)
         except RuntimeError as error:
-            if "Early stopping conditioned on metric" in str(error):
-                raise RunFailedError(str(error)) from error
             if "Error(s) in loading state_dict" not in str(error):
                 raise
             first = str(error).splitlines()[1].strip()

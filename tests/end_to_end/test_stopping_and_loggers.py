@@ -49,7 +49,7 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
 
 def test_a_mistake_is_answered_with_what_to_type(tmp_path):
     mistakes = {
-        "--early-stopping val/acc": (1, "metric `val/acc` which is not available"),
+        "--early-stopping val/acc": (1, "`early_stopping=val/acc` is no score of this run, whose scores are train/"),
         "--patience 2": (2, "--patience is a number of validations, 1 or more, for --early-stopping SCORE"),
         "--logger tensorbord": (2, "--logger tensorbord: expected some of tensorboard, csv, wandb"),
     }

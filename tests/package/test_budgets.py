@@ -14,10 +14,10 @@ from recipes.runner.run import build_parser
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (10_860, 6_880),
-    "callbacks": (6_104, 3_680),
-    "datamodules": (7_035, 4_325),
-    "tests": (22_245, 17_775),
+    "recipes": (10_874, 6_880),
+    "callbacks": (6_098, 3_665),
+    "datamodules": (7_028, 4_320),
+    "tests": (22_246, 16_775),
     "benchmarks": (4_270, 3_115),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}

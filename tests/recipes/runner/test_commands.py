@@ -134,12 +134,15 @@ class Exhausted(Quadrants):
 def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Path):
     quick = "--max-epochs 1 --logger none"
     recipe = f"{__name__}:Exhausted"
-    (ended,) = typed(tmp_path, f"{quick} --batch-size 10", recipe=recipe)
-    assert ended.status == 1
-    assert ended.err.splitlines()[-1] == (
+    plain, given = typed(
+        tmp_path, f"{quick} --batch-size 10", f"{quick} --batch-size 5 --global-batch-size 20", recipe=recipe
+    )
+    assert plain.status == given.status == 1
+    assert plain.err.splitlines()[-1] == (
         "error: out of memory with batch_size=10: pass a smaller one; a larger `accumulate`, or `global_batch_size`,"
         " keeps the samples of an update (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
+    assert "with batch_size=5: pass a smaller one; a larger `accumulate`, or" in given.err
 
 
 def test_a_name_in_another_encoding_is_printed_with_escapes(monkeypatch):
