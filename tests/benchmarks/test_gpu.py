@@ -27,3 +27,10 @@ def test_what_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gpu, "recipe_seconds", fails)
     section = gpu.measure(gpu.mnist(quick=True), torch.device("cpu"), 1, 1, compiled=False)
     assert (list(section.rows), section.notes) == ([gpu.PLAIN], ["recipe failed: RuntimeError: no kernel"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "there is no CUDA GPU here; --device cpu --quick shows that it runs" in capsys.readouterr().err

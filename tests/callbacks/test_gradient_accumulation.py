@@ -278,7 +278,11 @@ class Unpacking(Tagger):
 OPAQUE = [SimpleNamespace(pair=batch) for batch in BATCHES]
 SHORT = type("Loader", (), {"__iter__": lambda _: iter(BATCHES[:7]), "__len__": lambda _: 10})()
 REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (UserError, "cannot tell the batch size", lambda: train(Tagger(), BATCHES, GradientAccumulation(1, 30))),
+    (
+        UserError,
+        "cannot tell the batch size of the training loader",
+        lambda: train(Tagger(), BATCHES, GradientAccumulation(1, 30)),
+    ),
     (
         UserError,
         r"GradientAccumulation and Trainer\(accumulate_grad_batches=2\) would both",
@@ -294,10 +298,10 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (UserError, "accumulation of 2.5 micro-batches: expected a whole", lambda: GradientAccumulation(2.5)),  # type: ignore[arg-type]
     (
         ValueError,
-        "how many targets a batch of type SimpleNamespace holds",
+        "cannot tell how many targets a batch of type SimpleNamespace holds",
         lambda: train(Unpacking(None), OPAQUE, GradientAccumulation(2)),
     ),
-    (RunFailedError, "announced 10 batches and gave", lambda: train(Tagger(), SHORT, GradientAccumulation(3))),
+    (RunFailedError, "announced 10 batches and gave fewer", lambda: train(Tagger(), SHORT, GradientAccumulation(3))),
     (
         UserError,
         "GradientAccumulationScheduler changes how many updates an epoch has",

@@ -324,7 +324,10 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(tmp_path, contents, o
         ({"max_length": 1}, "max_length=1: expected a whole number, 2 or more"),
         ({"normalisation": "ascii"}, "no normalisation 'ascii'"),
         ({"subwords": "wordpiece"}, "no subwords 'wordpiece'; expected one of bpe, none"),
-        ({"subwords": "bpe", "normalisation": "tutorial"}, "subwords=bpe are learnt from the text as it is: leave"),
+        (
+            {"subwords": "bpe", "normalisation": "tutorial"},
+            "subwords=bpe are learnt from the text as it is: leave `normalisation`",
+        ),
         ({"prefixes": "i am"}, "prefixes='i am': expected one of tutorial"),
         ({"columns": ["a"]}, "expected the two of `data_file`"),
         ({"columns": ["a", "b", "c"]}, "expected the two of `data_file`"),
@@ -428,6 +431,16 @@ def test_nothing_to_predict_is_refused(tmp_path: Path, inputs: list[str], reason
     data.load_state_dict(_data(tmp_path).state_dict())
     with pytest.raises(UserError, match=reason):
         data.predict_dataloader()
+
+
+def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in the C locale, where Python lets every byte pass.
+    lines = io.BytesIO("un\nsept été\n".encode("latin-1"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(lines, encoding="utf-8", errors="surrogateescape"))
+    data = _words("missing.tsv", predict_inputs=["-"])
+    data.load_state_dict(_data(tmp_path).state_dict())
+    assert data.prediction_names == ["un", "line 2 of standard input"]
+    assert data.unreadable_inputs == {1: "line 2 of standard input is not in UTF-8; save the file as UTF-8"}
 
 
 def test_without_a_validation_part_validates_is_false(tmp_path: Path) -> None:
