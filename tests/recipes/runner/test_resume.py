@@ -86,7 +86,7 @@ def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_p
     last = save(tmp_path / "last.ckpt", 12)
     os.utime(last, (0, 0))
     assert newest_valid_checkpoint(tmp_path) == last
-    save(tmp_path / "best.ckpt", 12)
+    save(tmp_path / "top.ckpt", 12)
     torch.save({"weights": torch.ones(2)}, tmp_path / "zzz.ckpt")
     assert newest_valid_checkpoint(tmp_path) == last, "of two at the same update the last, and no foreign file"
     assert newest_valid_checkpoint(tmp_path / "nothing") is None
