@@ -112,7 +112,8 @@ def test_when_one_rank_ends_all_end_and_one_says_why_in_its_last_line(tmp_path, 
         says, (begin, _, end) = ended[0 if rank else 1], line.partition("...")
         assert last_line(says).startswith(begin.format(host=socket.gethostname()))
         assert end in last_line(says)
-        assert "Traceback" not in says.err
+    if rank == 1 and how in ("raise", "kill"):  # Else the other rank may fail in its step before it learns the cause.
+        assert "Traceback" not in ended[0].err
         assert ("in training_step" in ended[1].err) == (how == "raise")
 
 
