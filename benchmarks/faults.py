@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -331,6 +331,30 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
     return Outcome(wrong, at_end - broken, recovered - broken, repeated)
 
 
+def picture(outcomes: Mapping[tuple[str, str, int], Outcome]) -> str:
+    """The seconds of recovery as SVG: a bar for each fault, recipe and number of processes, with the end of the run."""
+    title = "seconds from a fault until the command has ended, and until the next update is made"
+    drawn, y, before = [f'<text x="10" y="20" font-weight="bold">{title}</text>'], 30, ""
+    longest = max([1.0, *(found.updates_after for found in outcomes.values() if math.isfinite(found.updates_after))])
+    for (fault, recipe, processes), found in outcomes.items():
+        if fault != before:
+            y, before = y + 26, fault
+            drawn.append(f'<text x="10" y="{y - 2}">{fault}</text>')
+        who = f"{recipe}, {processes} process{'es' * (processes > 1)}"
+        drawn.append(f'<text x="180" y="{y + 12}" text-anchor="end">{who}</text>')
+        for seconds, colour in ((found.updates_after, "#9ec5f8"), (found.ended_after, "#2f6fd0")):
+            if found.updates_after >= seconds:  # A run that goes on has no end to wait for.
+                width = max(1.0, 400 * seconds / longest)
+                drawn.append(f'<rect x="190" y="{y + 3}" width="{width:.1f}" height="11" fill="{colour}"/>')
+        shown = f"{found.updates_after:.1f} s" if math.isfinite(found.updates_after) else "no further update"
+        end = 198 + 400 * (found.updates_after if math.isfinite(found.updates_after) else 0) / longest
+        drawn.append(f'<text x="{end:.0f}" y="{y + 12}">{shown}</text>')
+        y += 16
+    size = f'viewBox="0 0 670 {y + 14}" font-family="sans-serif" font-size="11"'
+    drawn[:0] = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>']
+    return "\n".join([*drawn, "</svg>", ""])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Bring the faults about and print a row for each; the exit status is 1 where one of them was not survived."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").partition("\n")[0])
@@ -339,6 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--recipes", nargs="+", choices=TINY_RECIPES, default=list(TINY_RECIPES), help="default: all")
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="default: each fault's own number")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the seconds, after each row")
     args = parser.parse_args(argv)
     cases = [(name, case) for name, case in FAULTS.items() if any(text in name for text in args.only)]
     if not cases:
@@ -346,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.processes:
         cases = [(name, replace(case, world_size=n)) for name, case in cases for n in args.processes]
         cases = [(name, case) for name, case in cases if case.fault.get("rank", 0) < case.world_size]
-    failed, references = False, dict[tuple[str, int, bool], str]()
+    failed, references, outcomes = False, dict[tuple[str, int, bool], str](), dict[tuple[str, str, int], Outcome]()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as root:
         print("| recipe | fault | processes | seconds to its end | to the next update | updates made again | outcome |")
         print("|---|---|---|---|---|---|---|")
@@ -360,6 +385,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run = Run(recipe, folder, case.world_size, case.manual_launch)
                 found = run_case(case, run, references[how])
                 failed = failed or bool(found.wrong)
+                outcomes[name, recipe, case.world_size] = found
+                if args.picture:
+                    args.picture.write_text(picture(outcomes))
                 outcome = "; ".join(found.wrong) or "as it has to be, weights equal"
                 seconds = f"{found.ended_after:.1f}", f"{found.updates_after:.1f}"
                 cells = recipe, name, case.world_size, *seconds, found.repeated, outcome

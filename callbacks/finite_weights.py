@@ -78,8 +78,8 @@ class FiniteWeights(pl.Callback):
         if name := first_not_finite(pl_module):
             raise RunFailedError(
                 f"the run has diverged: {name} holds NaN or infinity after update {trainer.global_step:,} (epoch"
-                f" {trainer.current_epoch}), and all was finite after update {before:,}; checkpoints from before are"
-                ' kept. Pass a lower `lr`, gradient_clip_val=1, a longer `warmup` or precision="32-true"'
+                f" {trainer.current_epoch + 1}), and all was finite after update {before:,}; checkpoints from before"
+                ' are kept. Pass a lower `lr`, gradient_clip_val=1, a longer `warmup` or precision="32-true"'
             )
 
     on_train_end = _check

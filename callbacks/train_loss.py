@@ -212,7 +212,7 @@ class TrainLoss(pl.Callback):
             interval.logged = True
         elif trainer.is_last_batch and not interval.logged and interval.has_losses:
             raise RunFailedError(
-                f"epoch {trainer.current_epoch} had no target: every `count` was 0, as where all labels are -100;"
+                f"epoch {trainer.current_epoch + 1} had no target: every `count` was 0, as where all labels are -100;"
                 " correct the labels"
             )
         self._sums[0] = 0

@@ -119,7 +119,7 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
             f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
             f" order cannot be repeated: train with SeedControl, {advice}"
         )
-    inform("epoch %s: passing over the %s batches that were trained", trainer.current_epoch, f"{done:,}")
+    inform("epoch %s: passing over the %s batches that were trained", trainer.current_epoch + 1, f"{done:,}")
     restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)
     if seeds is not None:
         seeds.seed_between_steps(trainer)
@@ -173,8 +173,8 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
     every, epoch = untyped.reload_dataloaders_every_n_epochs, trainer.current_epoch
     if every and epoch % every:
         raise UserError(
-            f"with reload_dataloaders_every_n_epochs={every} the loaders of epoch {epoch} are those that were made for"
-            f" epoch {epoch - epoch % every}: resume from a checkpoint of that epoch or of the end of the one before"
+            f"with reload_dataloaders_every_n_epochs={every} the loaders of epoch {epoch + 1} are those that were made"
+            f" for epoch {epoch - epoch % every + 1}: resume from that epoch or from the end of the one before"
         )
     if within_epoch:
         _pass_over_trained_batches(trainer, saved_world_size)

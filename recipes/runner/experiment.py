@@ -1,12 +1,11 @@
 """What a command works with: its settings, resolved once and then read-only, and what is built from them.
 
-The values of the flags are completed in this order: threads and seed, what the recipe needs to know of the data, the
+The values of the flags are completed in this order: threads, what the recipe needs to know of the data, the
 defaults that the recipe's constructor computes, and what the data module finds out by itself, such as which data set
 "auto" is: rank 0 decides, and the others get its values.
 """
 
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -106,7 +105,7 @@ class Experiment:
 
     Args:
         command: fit, validate, test, predict or export.
-        run: the settings of the run, with the resolved precision, seed and threads.
+        run: the settings of the run, with the resolved precision and threads.
         trainer: arguments of the Trainer.
         config: the settings that make the experiment, as plain values: what is saved with the run.
         launch: which process this is.
@@ -115,7 +114,7 @@ class Experiment:
         data: to train or evaluate on.
         callbacks: makes the callbacks of a Trainer, new ones at each call.
         typed: what the user typed.
-        notes: on precision, memory and seed, for the run's first line.
+        notes: on precision and memory, for the run's first line.
     """
 
     command: str
@@ -156,14 +155,6 @@ class Experiment:
             return None  # A loader without numbers keeps the samples of an update, and they are not known here.
         batch_size = 1 if self.tokens_parameter else self.config.get("batch_size")
         return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
-
-
-def _seed(asked: int | str, checkpoint: str | None, connection: FailureMonitor | None) -> int:
-    """The seed; for "random" that of the checkpoint, or one that rank 0 draws for all."""
-    if asked != "random":
-        return int(asked)
-    saved = read_run(checkpoint).config.get("seed") if checkpoint else None
-    return saved if isinstance(saved, int) else int(share(connection, "seed", lambda: secrets.randbits(32)))
 
 
 def _set_threads(command: str, asked: int | None, launch: Launch, connection: FailureMonitor | None) -> int:
@@ -240,7 +231,7 @@ def build_experiment(
     """Complete what the flags left open, and build from it.
 
     Args:
-        run: with the seed and the threads as they were given.
+        run: with the threads as they were given.
         options: the values of another group of flags, by its title.
         values: of all flags.
         config: those that make the experiment, as plain values.
@@ -253,15 +244,12 @@ def build_experiment(
     if before and before.devices not in (None, launch.world_size):
         rank_zero_print(f"devices: {before.devices} before, {launch.world_size} now; the updates and their order stay")
     threads = _set_threads(command, run.threads, launch, connection)
-    seed = _seed(run.seed, point.checkpoint or run.ckpt, connection)
-    if run.seed == "random":
-        notes += f", seed {seed}"
-    run = replace(run, seed=seed, threads=threads)
+    run = replace(run, threads=threads)
     for settings in (values, config):
-        settings |= {"seed": seed, "threads": threads}
+        settings["threads"] = threads
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
-        seeds = SeedControl(seed)
+        seeds = SeedControl(run.seed)
         of_data, of_recipe = options("Data"), options("Recipe")
         data = classes.build_data(of_data)
         # Before the data are read, so that wrong flags are refused before a download.

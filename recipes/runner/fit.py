@@ -1,6 +1,5 @@
 """Training from Python: `fit` does what a recipe's command line does, and returns what was trained."""
 
-import inspect
 import json
 import os
 import time
@@ -25,10 +24,8 @@ from recipes.runner.console import warnings_only
 from recipes.runner.experiment import Classes
 from recipes.runner.flags import nearest
 from recipes.runner.join import monitored
-from recipes.runner.launch import LaunchSettings
 from recipes.runner.results import read_results
 from recipes.runner.run import CommandLine
-from recipes.runner.settings import RunSettings
 
 RECIPES = ("mnist", "resnet", "seq2seq")
 _NOT_OF_FIT = frozenset({"ckpt", "output", "format"})
@@ -199,21 +196,3 @@ def fit(
             trained = line.main()
     assert trained is not None
     return _fitted(trained, recipe_class)
-
-
-def _signature() -> inspect.Signature:
-    """All parameters of `fit` by their names, of which each recipe takes its own."""
-    own = list(inspect.signature(fit).parameters.values())
-    classes: list[Any] = [RunSettings, LaunchSettings]
-    for name in RECIPES:
-        kind = find_recipe(name)
-        classes += [kind, kind.data_class]
-    found: dict[str, inspect.Parameter] = {}
-    for kind in [*classes, pl.Trainer]:
-        found |= {p.name: p for p in inspect.signature(kind).parameters.values() if p.name not in found}
-    names = {p.name for p in own} | _NOT_OF_FIT
-    more = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in found.items() if name not in names]
-    return inspect.Signature([*own[:-1], *more], return_annotation=Fitted)
-
-
-fit.__signature__ = _signature()  # type: ignore[attr-defined]

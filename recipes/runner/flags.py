@@ -73,33 +73,14 @@ class FlagGroup:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def describe_type(annotation: Any) -> str:
-    """A type in words: "a whole number", "one of a, b"."""
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if annotation in names:
-        return names[annotation]
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        values = list(dict.fromkeys(map(str, arguments)))
-        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
-    if origin in (Union, types.UnionType):
-        parts = dict.fromkeys(describe_type(a) for a in arguments if a is not type(None))
-        return " or ".join(parts)
-    if origin in (list, tuple, set, Sequence, Iterable):
-        return "a list of " + (describe_type(arguments[0]) if arguments else "values")
-    if origin is dict:
-        return "a mapping"
-    return getattr(annotation, "__name__", str(annotation))
-
-
-def _type_name(annotation: Any, everything: bool = True) -> str:
-    """A type in one word, for the help; of many choices the first, unless `everything` is asked for."""
+def type_name(annotation: Any, everything: bool = True) -> str:
+    """A type in one word, as the help names it; of many choices the first, unless `everything` is asked for."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         joined = "|".join(dict.fromkeys(map(str, arguments)))
         return joined if everything or len(joined) <= 34 else f"{arguments[0]}|{arguments[1]}|..."
     if origin in (Union, types.UnionType):
-        names = dict.fromkeys(_type_name(a, everything) for a in arguments if a is not type(None))
+        names = dict.fromkeys(type_name(a, everything) for a in arguments if a is not type(None))
         return "|".join(names).replace("INT|FLOAT", "NUMBER")
     return {"str": "TEXT", "NoneType": "null"}.get(
         name := getattr(annotation, "__name__", str(annotation)), name.upper()
@@ -282,7 +263,7 @@ class FlagParser(ArgumentParser):
             return self.parse_args(args)
         except Exception as error:
             message = str(error).replace("unrecognized arguments:", "pass all inputs beside each other, also")
-            raise UserError(self._explain(args) or self._explain_default(message) or _one_line(message)) from error
+            raise UserError(self._explain(args) or _one_line(message)) from error
 
     def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
         """Import the module of an optimiser by its import path, if that was typed or is in the file that was.
@@ -327,22 +308,15 @@ class FlagParser(ArgumentParser):
             name, equals, value = args[i][2:].partition("=")
             if not equals:
                 if i + 1 == len(args) or args[i + 1].startswith("--"):
-                    wanted = "a file of settings" if name == "config" else describe_type(self._type(name))
+                    wanted = "a file of settings" if name == "config" else type_name(self._type(name))
                     return f"{flag_of(name)} needs a value: {wanted}"
                 value = args[next(words)]
             if name == "config":
                 if problem := self._explain_file(value):
                     return problem
             elif name in self._flags and self._failure(self.parse_args, [f"--{name}={value}"]) != required:
-                return f"{flag_of(name)} {value} is not {describe_type(self._type(name))}"
+                return f"{flag_of(name)} {value}: expected {type_name(self._type(name))}"
         return None
-
-    def _explain_default(self, message: str) -> str | None:
-        """The saved setting of which jsonargparse says that it cannot be used as a default."""
-        found = re.match(r'Parser key "(\w+)"', message)
-        if found is None or found[1] not in self._flags:
-            return None
-        return f"the saved setting {found[1]}={self.get_default(found[1])} is not {describe_type(self._type(found[1]))}"
 
     def _explain_file(self, path: str) -> str | None:
         """The setting of a file that cannot be parsed."""
@@ -357,13 +331,8 @@ class FlagParser(ArgumentParser):
             if name not in self._flags:
                 return f"{path}: there is no setting {name}{nearest(str(name), self._flags)}"
             failure = self._failure(self.parse_object, {name: value})
-            if failure in (None, required):
-                continue
-            kind = describe_type(self._type(name))
-            for key, part in value.items() if isinstance(value, dict) else ():
-                if self._failure(self.parse_object, {name: {key: part}}) != required:
-                    return f"{path}: {name}: {key}: {part} is not {kind}"
-            return f"{path}: {name}: {value} is not {kind}"
+            if failure not in (None, required):
+                return f"{path}: {name}: {value}: expected {type_name(self._type(name))}"
         return None
 
     def print_flags(self, everything: bool = False) -> None:
@@ -379,7 +348,7 @@ class FlagParser(ArgumentParser):
             lines.append(f"\n{group.title}:")
             for name in shown:
                 action = self._flags[name]
-                left = f"  {flag_of(name)} {_type_name(self._type(name), everything)}"
+                left = f"  {flag_of(name)} {type_name(self._type(name), everything)}"
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
                 text = "" if "==SUPPRESS==" in text else without_markup(text)
                 if not everything:

@@ -33,7 +33,6 @@ from recipes.runner.saved_run import (
 _VARIABLE = "LIGHTNING_RECIPES_RESUME_POINT"
 _LINEAGE = "lineage.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
-_STOPPING = ("early_stopping", "patience")
 _RESTARTS_WITHOUT_PROGRESS = 5
 
 
@@ -118,7 +117,7 @@ def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
     if run.is_finished(epochs, -1 if steps is None else steps):
         return True
     # It has ended before that: by early stopping or its time, and would again with these settings.
-    names = _STOPPING if read_results(folder).get("stopped_early") else _LENGTHS
+    names = ("patience",) if read_results(folder).get("stopped_early") else _LENGTHS
     return all(typed.get(name) in (None, run.config.get(name)) for name in names)
 
 

@@ -270,10 +270,6 @@ class CommandLine:
         fits, predicts = command == "fit", command == "predict"
         _refuse(
             (
-                given.patience is not None and (given.patience < 1 or not given.early_stopping),
-                "--patience is a number of validations, 1 or more, for --early-stopping SCORE",
-            ),
-            (
                 given.val_check_interval == 0,
                 "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation out",
             ),

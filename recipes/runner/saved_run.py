@@ -157,15 +157,14 @@ def _same(old: Any, new: Any) -> bool:
 def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 
-    A setting that is left open (None, "auto", the seed "random") has been resolved in the saved run.
+    A setting that is left open (None, "auto") has been resolved in the saved run.
 
     Args:
         free: settings that may differ.
     """
     lines = []
     for name, new in config.items():
-        is_open = new in (None, "auto") or (name, new) == ("seed", "random")
-        if name in free or name not in saved or is_open or _same(saved[name], new):
+        if name in free or name not in saved or new in (None, "auto") or _same(saved[name], new):
             continue
         lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines

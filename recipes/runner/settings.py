@@ -21,11 +21,9 @@ from datamodules.contract import Free, OneCall, Rare
 from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.base import Recipe
 from recipes.optim import learning_rate_scale
-from recipes.runner.early_stopping import PatientStopping, score_mode
+from recipes.runner.early_stopping import PatientStopping
 from recipes.runner.limits import WholeUpdates
 from recipes.runner.machine import Precision
-
-_PATIENCE = 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class RunSettings:
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
-        seed: seed of all random numbers; random draws one, which is recorded and kept by a resume.
+        seed: seed of all random numbers.
         deterministic: stop at operations without a deterministic implementation.
         threads: of PyTorch in each process; on a processor the bits of a run depend on them, so a resume keeps them.
             By default OMP_NUM_THREADS, else the cores shared by the processes of a node. With a GPU, the host's.
@@ -53,8 +51,7 @@ class RunSettings:
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
         sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
-        early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
-        patience: validations without improvement after which early stopping ends the run; 3 where none is given.
+        patience: end the run after so many validations without a better score of those that choose the best checkpoint.
         logger: any of tensorboard,csv,wandb, or none.
     """
 
@@ -66,7 +63,7 @@ class RunSettings:
     ckpt: OneCall[str | None] = None
     output: OneCall[str | None] = None
     format: OneCall[Literal["safetensors", "state-dict", "onnx"] | None] = None
-    seed: int | Literal["random"] = 1
+    seed: int = 1
     deterministic: Rare[Free[bool]] = False
     threads: int | None = None
     precision: Free[Precision] = "auto"
@@ -76,13 +73,12 @@ class RunSettings:
     lr_scale: Rare[Literal["auto", "linear", "sqrt", "none"]] = "auto"
     ema: float | None = None
     sync_bn: bool = False
-    early_stopping: Free[str | None] = None
-    patience: Rare[Free[int | None]] = None
+    patience: Free[int | None] = None
     logger: Free[str] = "tensorboard,csv"
 
     def __post_init__(self) -> None:
         check_ranges(
-            seed=(None if self.seed == "random" else self.seed, Range(0, 2**63 - 1, whole=True)),
+            seed=(self.seed, Range(0, 2**63 - 1, whole=True)),
             save_top_k=(self.save_top_k, Range(-1, 2**31 - 1, whole=True)),
             threads=(self.threads, Range(1, 4096, whole=True)),
             global_batch_size=(self.global_batch_size, COUNT),
@@ -105,9 +101,8 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         callbacks.append(SyncBN())
     if settings.ema is not None:
         callbacks.append(WeightAveraging(settings.ema))
-    if score := settings.early_stopping:
-        mode = score_mode(score, recipe.monitor, recipe.monitor_mode)
-        callbacks.append(PatientStopping(score, patience=settings.patience or _PATIENCE, mode=mode))
+    if settings.patience is not None:
+        callbacks.append(PatientStopping(recipe.monitor, patience=settings.patience, mode=recipe.monitor_mode))
     return callbacks
 
 

@@ -16,7 +16,6 @@ from callbacks.lib.exchange import without_pickles
 from callbacks.lib.hooks import set_callbacks
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.run_progress import RunProgress
-from datamodules.errors import UserError
 from recipes.runner.console import prints_progress
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.join import FailureReporter
@@ -123,8 +122,6 @@ def build_trainer(
         experiment.recipe.run_config["wandb_id"] = run_id
     # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)
-    if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":
-        raise UserError("NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which uses gloo")
     without_pickles(trainer.strategy)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
     if experiment.command != "predict":

@@ -37,7 +37,7 @@ def _typed_by_ranks(commands: list[list[str]], folder: str) -> list[Typed]:
 
 def test_no_command_on_two_ranks_exchanges_a_pickle(tmp_path: Path) -> None:
     fit = ["--max-epochs=1", "--limit-train-batches=6", "--save-top-k=2", "--save-every", "1 seconds"]
-    fit += ["--val-check-interval=3", "--max-time=00:01:00:00", "--name=run", "--early-stopping=val/loss"]
+    fit += ["--val-check-interval=3", "--max-time=00:01:00:00", "--name=run", "--patience=9"]
     resume = ["--resume", "runs/mnist/run/checkpoints/last.ckpt", "--max-epochs=2", "--logger=csv"]
     commands = [[*fit, "--logger=csv"], resume]
     for ended in run_ranks(_typed_by_ranks, 2, commands, str(tmp_path)):

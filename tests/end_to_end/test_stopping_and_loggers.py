@@ -1,4 +1,4 @@
-"""--early-stopping and --logger on the command line, in files of settings and after a resume."""
+"""--patience and --logger on the command line, in files of settings and after a resume."""
 
 import json
 import sys
@@ -21,7 +21,6 @@ COMMON = "--num-classes 2 --precision 32 --schedule constant"
 
 def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interrupted(tmp_path):
     stops = "--dataset digits --precision 32 --schedule constant --lr 0.5 --limit-train-batches 2 --logger none"
-    stops += " --early-stopping val/loss"
     last = "runs/plain/cut/checkpoints/last.ckpt"
     ended = typed(
         tmp_path,
@@ -49,8 +48,7 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
 
 def test_a_mistake_is_answered_with_what_to_type(tmp_path):
     mistakes = {
-        "--early-stopping val/acc": (1, "`early_stopping=val/acc` is no score of this run, whose scores are train/"),
-        "--patience 2": (2, "--patience is a number of validations, 1 or more, for --early-stopping SCORE"),
+        "--patience 2 --limit-val-batches 0": (2, "`patience` counts validations, and this run has none"),
         "--logger tensorbord": (2, "--logger tensorbord: expected some of tensorboard, csv, wandb"),
     }
     ended = typed(tmp_path, *(f"{COMMON} --max-epochs 1 {args}" for args in mistakes))

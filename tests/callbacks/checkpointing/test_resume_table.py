@@ -214,7 +214,7 @@ ROWS: dict[str, list[Row]] = {
         Row((6,), lambda: with_worker(persistent_workers=True), refused="pass persistent_workers=False"),
     ],
     "loaders that are made every n epochs": [
-        Row((6,), options={"reload_dataloaders_every_n_epochs": 2}, refused="those that were made for epoch 0"),
+        Row((6,), options={"reload_dataloaders_every_n_epochs": 2}, refused="those that were made for epoch 1"),
         Row((10,), options={"reload_dataloaders_every_n_epochs": 2}),
     ],
     "random numbers": [Row((8,))],

@@ -191,7 +191,7 @@ WRONG = {
     "lr is a object, and settings are": {"lr": object()},
     "expected (images, labels)": {"data": 3},
     "start it as torchrun": {"devices": 2},
-    "--lr x is not a number": {"lr": "x"},
+    "--lr x: expected FLOAT": {"lr": "x"},
 }
 
 
@@ -203,9 +203,6 @@ def test_what_cannot_be_used_is_refused(message: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_help_shows_every_parameter() -> None:
-    names = inspect.signature(fit).parameters
-    assert {"recipe", "data", "max_epochs", "network", "freeze_until", "max_length", "seed"} <= names.keys()
-    assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in names.values())
+def test_help_shows_every_parameter_of_a_recipe() -> None:
     assert "label_smoothing: float = 0.0" in pydoc.plain(pydoc.render_doc(MNISTClassifier))
     assert "kwargs" not in str(inspect.signature(MNISTClassifier))

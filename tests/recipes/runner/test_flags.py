@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from datamodules.errors import UserError
-from recipes.runner.flags import FlagGroup, FlagParser, describe_type
+from recipes.runner.flags import FlagGroup, FlagParser, type_name
 
 
 @dataclass
@@ -83,10 +83,10 @@ def test_a_switch_needs_no_value(parser, args, turning, tests):
     [
         (["--powr", "3"], "there is no flag --powr; did you mean --power?"),
         (["--zzzzzz", "3"], "there is no flag --zzzzzz; --help-all lists the flags"),
-        (["--power", "strong"], "--power strong is not a number"),
-        (["--kind", "coal"], "--kind coal is not one of gas, oil"),
-        (["--spare-wheels", "1.5"], "--spare-wheels 1.5 is not a whole number"),
-        (["--power", "--turning"], "--power needs a value: a number"),
+        (["--power", "strong"], "--power strong: expected FLOAT"),
+        (["--kind", "coal"], "--kind coal: expected gas|oil"),
+        (["--spare-wheels", "1.5"], "--spare-wheels 1.5: expected INT"),
+        (["--power", "--turning"], "--power needs a value: FLOAT"),
         (["--power", "3", "--config", "--turning"], "--config needs a value: a file of settings"),
         (["--config", "power: 3"], "there is no file power: 3"),
         (["-power", "3"], "flags begin with two dashes; did you mean --power?"),
@@ -102,12 +102,12 @@ def test_a_mistake_is_answered_in_one_line(parser, args, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("power: strong\n", ": power: strong is not a number"),
+        ("power: strong\n", ": power: strong: expected FLOAT"),
         ("powr: 3\n", ": there is no setting powr; did you mean power?"),
         ("kind: gas\nlearning_rat: 3\n", ": there is no setting learning_rat; did you mean lr?"),
         ("[a\n", "line 2: cannot be read as a file of settings"),
         ("power: 1\n\npower: 2\n", "line 3: power is in line 1, too; leave one out"),
-        ("plan:\n  1: 2\n  3: many\n", ": plan: 3: many is not a whole number or a mapping"),
+        ("plan:\n  1: 2\n  3: many\n", ": plan: {1: 2, 3: 'many'}: expected INT|DICT"),
     ],
 )
 def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, text, message):
@@ -161,9 +161,9 @@ def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser, cap
     assert sum("--seed" in line for line in lines) == 1
 
 
-def test_types_are_named_in_words():
-    assert describe_type(int | str | None) == "a whole number or text"
-    assert describe_type(list[int]) == "a list of a whole number"
+def test_types_are_named_as_the_help_names_them():
+    assert type_name(int | str | None) == "INT|TEXT"
+    assert type_name(list[int]) == "LIST"
 
 
 def test_a_whole_number_stays_one_where_a_share_is_possible():

@@ -185,7 +185,7 @@ def test_whether_a_run_has_finished_is_asked_of_its_own_length_and_of_a_longer_o
 
 
 def test_a_run_that_was_stopped_early_or_by_its_time_stays_finished_until_it_may_go_on_for_longer(outside, tmp_path):
-    for name, length in (("stopped", {"early_stopping": "val/loss", "patience": 2}), ("timed", {"max_time": "1:0:0"})):
+    for name, length in (("stopped", {"patience": 2}), ("timed", {"max_time": "1:0:0"})):
         make_run(tmp_path, name, config=CONFIG | length)
         (tmp_path / name / "results.json").write_text(
             json.dumps({"scores": {}, "stopped_early": "no better" if name == "stopped" else None})
