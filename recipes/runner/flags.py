@@ -263,7 +263,8 @@ class FlagParser(ArgumentParser):
             return self.parse_args(args)
         except Exception as error:
             message = str(error).replace("unrecognized arguments:", "pass all inputs beside each other, also")
-            raise UserError(self._explain(args) or _one_line(message)) from error
+            of_checkpoint = "the saved settings cannot be used: " * message.startswith("Parser key")
+            raise UserError(self._explain(args) or f"{of_checkpoint}{_one_line(message)}") from error
 
     def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
         """Import the module of an optimiser by its import path, if that was typed or is in the file that was.

@@ -40,7 +40,7 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
     cut, patient = (tmp_path / "runs/plain" / name for name in ("cut", "patient"))
     lines = [json.loads((run / "results.json").read_text())["stopped_early"] for run in (cut, patient)]
     assert lines[0] == lines[1]
-    assert "val/loss did not improve in the last 3 records" in lines[0]
+    assert "val/accuracy did not improve in the last 3 records" in lines[0]
     one, other = (torch.load(run / "checkpoints/last.ckpt", weights_only=True) for run in (cut, patient))
     assert one["global_step"] == other["global_step"]
     assert equal(one["state_dict"], other["state_dict"])
