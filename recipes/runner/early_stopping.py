@@ -1,6 +1,7 @@
 """Early stopping on the score that chooses the best checkpoint, by Lightning's callback."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,14 +19,25 @@ class PatientStopping(EarlyStopping):
         super().load_state_dict(state_dict | {"patience": self.patience})
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with self._naming_scores(trainer, pl_module):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        scores = sorted(name for name in trainer.callback_metrics if "_class_" not in name)
-        if self.monitor not in scores and not trainer.sanity_checking:
+        with self._naming_scores(trainer, pl_module):
+            super().on_validation_end(trainer, pl_module)
+
+    @contextmanager
+    def _naming_scores(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            scores = sorted(name for name in trainer.callback_metrics if "_class_" not in name)
             raise RunFailedError(
                 f"`patience` follows {self.monitor}, the `monitor` of {type(pl_module).__name__}, and this run has no"
                 f" such score; it has {', '.join(scores)}"
-            )
-        super().on_validation_end(trainer, pl_module)
+            ) from error
 
 
 def why_stopped(callbacks: Sequence[Callback]) -> str:

@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from datamodules.errors import RunFailedError
 from recipes.runner.early_stopping import PatientStopping, why_stopped
@@ -19,10 +20,16 @@ def test_a_checkpoint_brings_the_count_and_the_best_score_but_not_the_patience()
 
 
 def test_a_monitor_that_is_no_score_of_the_run_is_named_with_the_scores_that_it_has():
-    trainer = pl.Trainer(accelerator="cpu", logger=False)
-    trainer._logger_connector._callback_metrics = {"val/loss": torch.tensor(1.0)}
-    with pytest.raises(RunFailedError, match=r"follows val/acc, the `monitor` of LightningModule, .* it has val/loss"):
-        PatientStopping("val/acc", patience=1).on_validation_end(trainer, pl.LightningModule())
+    class Scored(BoringModel):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", batch.mean())
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    options = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1, "accelerator": "cpu"} | quiet
+    for often in ({}, {"val_check_interval": 1, "check_val_every_n_epoch": None}):
+        trainer = pl.Trainer(callbacks=[PatientStopping("val/acc", patience=1)], **options, **often)
+        with pytest.raises(RunFailedError, match=r"follows val/acc, the `monitor` of Scored, and .* it has val/loss"):
+            trainer.fit(Scored())
 
 
 def test_a_time_between_validations_is_no_error(tmp_path: Path):
