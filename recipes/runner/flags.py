@@ -14,7 +14,7 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -255,16 +255,24 @@ class FlagParser(ArgumentParser):
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Read a command line."""
-        args = self._spell_out(args)
+        args, files = self._spell_out(args), dict[str, str]()
+        for flag, path in pairwise(args):
+            if flag == "--config" and not path.startswith("--"):
+                files |= dict.fromkeys(self._settings_in(path), path)
         try:
-            for flag, path in pairwise(args):
-                if flag == "--config":
-                    read_settings(path)  # The parser would take the last of two values for one setting.
             return self.parse_args(args)
         except Exception as error:
-            message = str(error).replace("unrecognized arguments:", "pass all inputs beside each other, also")
-            of_checkpoint = "the saved settings cannot be used: " * message.startswith("Parser key")
-            raise UserError(self._explain(args) or f"{of_checkpoint}{_one_line(message)}") from error
+            raise UserError(self._explain(str(error), args, files)) from error
+
+    def _settings_in(self, path: str) -> list[str]:
+        """The names of the settings in a file, each of which has to be a flag."""
+        settings = read_settings(path)
+        if not isinstance(settings, dict):
+            raise UserError(f"{path} holds no settings; expected lines such as seed: 1")
+        for name in settings:
+            if name not in self._flags:
+                raise UserError(f"{path}: there is no setting {name}{nearest(str(name), self._flags)}")
+        return list(settings)
 
     def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
         """Import the module of an optimiser by its import path, if that was typed or is in the file that was.
@@ -287,54 +295,26 @@ class FlagParser(ArgumentParser):
         """The settings of a command line that `parse` has taken, and of the file that it names, without defaults."""
         return vars(self.parse_args(self._spell_out(args), defaults=False))
 
-    def _failure(self, parse: Callable[[Any], Any], settings: Any) -> str | None:
-        try:
-            parse(settings)
-        except Exception as error:
-            return str(error)
-        return None
+    def _explain(self, message: str, args: Sequence[str], files: Mapping[str, str]) -> str:
+        """What jsonargparse says in several lines, in one, with the type as the help names it.
 
-    def _explain(self, args: Sequence[str]) -> str | None:
-        """The flag, setting or word that cannot be parsed, in one line; None where it is not found.
-
-        jsonargparse explains at length, in words that change between its versions. So each flag is parsed by itself.
+        Args:
+            files: that hold settings, by their names.
         """
-        required = self._failure(self.parse_args, [])
-        words = iter(range(len(args)))
-        for i in words:
-            if not args[i].startswith("--"):
-                if not any(action.nargs == "*" and not action.option_strings for action in self._actions):
-                    return f"{args[i]!r} is neither a flag nor the value of one; a command such as test comes first"
-                continue
-            name, equals, value = args[i][2:].partition("=")
-            if not equals:
-                if i + 1 == len(args) or args[i + 1].startswith("--"):
-                    wanted = "a file of settings" if name == "config" else type_name(self._type(name))
-                    return f"{flag_of(name)} needs a value: {wanted}"
-                value = args[next(words)]
-            if name == "config":
-                if problem := self._explain_file(value):
-                    return problem
-            elif name in self._flags and self._failure(self.parse_args, [f"--{name}={value}"]) != required:
-                return f"{flag_of(name)} {value}: expected {type_name(self._type(name))}"
-        return None
-
-    def _explain_file(self, path: str) -> str | None:
-        """The setting of a file that cannot be parsed."""
-        try:
-            settings = read_settings(path)
-        except UserError as error:
-            return str(error)
-        if not isinstance(settings, dict):
-            return f"{path} holds no settings; expected lines such as seed: 1"
-        required = self._failure(self.parse_object, {})
-        for name, value in settings.items():
-            if name not in self._flags:
-                return f"{path}: there is no setting {name}{nearest(str(name), self._flags)}"
-            failure = self._failure(self.parse_object, {name: value})
-            if failure not in (None, required):
-                return f"{path}: {name}: {value}: expected {type_name(self._type(name))}"
-        return None
+        if found := re.match("unrecognized arguments: (.*)", message):
+            if any(action.nargs == "*" and not action.option_strings for action in self._actions):
+                return f"pass all inputs beside each other, also {found[1]}"
+            return f"{found[1]!r} is neither a flag nor the value of one; a command such as test comes first"
+        if found := re.match(r"argument --(\w+): expected one argument", message):
+            wanted = "a file of settings" if found[1] == "config" else type_name(self._type(found[1]))
+            return f"{flag_of(found[1])} needs a value: {wanted}"
+        if found := re.match(r'Parser key "(\w+)".*(?:Got|Given) value: (.*)', message, re.DOTALL):
+            name, value = found.groups()
+            exactly = f"--{name}={value}" in args or (f"--{name}", value) in pairwise(args)
+            typed = exactly or (name not in files and any(arg.partition("=")[0] == f"--{name}" for arg in args))
+            what = f"{flag_of(name)} {value}" if typed else f"{files.get(name, 'the saved settings')}: {name}: {value}"
+            return f"{what}: expected {type_name(self._type(name))}"
+        return _one_line(message)
 
     def print_flags(self, everything: bool = False) -> None:
         """Print the help: grouped, a line per flag; `everything` adds the rarely used flags and the full texts."""

@@ -130,6 +130,9 @@ def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, 
         parser.parse(["--config", str(file)])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        parser.parse(["--config", str(file), "--power", "3"])
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
