@@ -6,12 +6,9 @@ another amount of training.
 
 import math
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from datamodules.errors import UserError
@@ -48,27 +45,6 @@ def _counts(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int
     """Those limits that are numbers; the others are shares, times, 0 or not given."""
     given = {name: options.get(name) for name in names}
     return {name: n for name, n in given.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
-
-
-def seconds_of(name: str, value: Any) -> float | None:
-    """The seconds of a parameter of the Trainer that may be a time; None where it is a number or is not given.
-
-    Raises:
-        UserError: it is text or a mapping, and no time above zero.
-
-    Example:
-        >>> seconds_of("val_check_interval", "00:00:01:30"), seconds_of("val_check_interval", 500)
-        (90.0, None)
-    """
-    if not isinstance(value, (str, dict, timedelta)):
-        return None
-    try:
-        seconds = Timer(value).time_remaining()
-    except (MisconfigurationException, TypeError):
-        seconds = None
-    if not seconds or seconds < 0:
-        raise UserError(f"`{name}` {value} is no time: write days, hours, minutes and seconds, such as 00:00:30:00")
-    return seconds
 
 
 def limits_per_device(

@@ -40,7 +40,7 @@ from recipes.runner.launch import (
     print_error,
     rank_zero_print,
 )
-from recipes.runner.limits import LIMIT_TEXTS, seconds_of
+from recipes.runner.limits import LIMIT_TEXTS
 from recipes.runner.loggers import logger_names
 from recipes.runner.machine import (
     declare_parent,
@@ -260,8 +260,6 @@ class CommandLine:
     def _check(self, command: str, given: Namespace) -> None:
         """Refuse flags that the command does not use, and a command without what it needs."""
         logger_names(given.logger)
-        for name in ("max_time", "val_check_interval"):
-            seconds_of(name, given[name])
         check_ranges(
             num_nodes=(given.num_nodes, COUNT),
             check_val_every_n_epoch=(given.check_val_every_n_epoch, COUNT),

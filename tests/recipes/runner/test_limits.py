@@ -13,7 +13,7 @@ from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing import stopping_points
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.runner.limits import WholeUpdates, limits_per_device, micro_batches_of_update, seconds_of
+from recipes.runner.limits import WholeUpdates, limits_per_device, micro_batches_of_update
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 
@@ -153,12 +153,6 @@ def test_a_run_resumes_between_two_validations_by_time_and_in_one(tmp_path):
     torch.save(checkpoint, path)
     resumed, module = fit(30, more=[ExactCheckpoint(tmp_path / "in")], ckpt_path=path, **options)
     assert (resumed.global_step, module.validated) == (8, [7])
-
-
-@pytest.mark.parametrize("text", ["5s", "3", "00:30:00", "00:00:00:00", {"second": 3}, {"seconds": -1}])
-def test_what_is_no_time_is_refused(text):
-    with pytest.raises(UserError, match="`max_time` .* is no time: write days, hours, minutes and seconds"):
-        seconds_of("max_time", text)
 
 
 def test_a_schedule_that_follows_the_score_of_each_epoch_needs_validations_by_updates():
