@@ -16,8 +16,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
@@ -26,7 +27,7 @@ from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.base import Recipe
 from recipes.runner.commands import Trained, carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
-from recipes.runner.experiment import Classes, build_experiment, takes_inputs
+from recipes.runner.experiment import Classes, as_user_errors, build_experiment, takes_inputs
 from recipes.runner.failure_monitor import FailureMonitor
 from recipes.runner.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, monitored
@@ -260,6 +261,10 @@ class CommandLine:
     def _check(self, command: str, given: Namespace) -> None:
         """Refuse flags that the command does not use, and a command without what it needs."""
         logger_names(given.logger)
+        for time_or_number in (given.max_time, given.val_check_interval):
+            if isinstance(time_or_number, (str, dict)):
+                with as_user_errors(MisconfigurationException, TypeError):
+                    Timer(time_or_number)
         check_ranges(
             num_nodes=(given.num_nodes, COUNT),
             check_val_every_n_epoch=(given.check_val_every_n_epoch, COUNT),
