@@ -333,7 +333,7 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
 
 def picture(outcomes: Mapping[tuple[str, str, int], Outcome]) -> str:
     """The seconds of recovery as SVG: a bar for each fault, recipe and number of processes, with the end of the run."""
-    title = "seconds from a fault until the command has ended, and until the next update is made"
+    title = "seconds from a fault: dark, until the command has ended; light, until the next update"
     drawn, y, before = [f'<text x="10" y="20" font-weight="bold">{title}</text>'], 30, ""
     longest = max([1.0, *(found.updates_after for found in outcomes.values() if math.isfinite(found.updates_after))])
     for (fault, recipe, processes), found in outcomes.items():
