@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.recipes.test_weights import Runs
 from tests.support.command_lines import typed
 
 TRAIN = "--max-epochs 1 --name theirs"
-
-
-class Runs:
-    """Its unpickling makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def changed(path: Path, target: Path, *places: tuple[str, Any]) -> Path:

@@ -21,7 +21,7 @@ from recipes.resnet.recipe import ResNetFineTuner
 from recipes.weights import load_weights, read_weights
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, on_ranks
+from tests.support.tables import quiet_trainer
 
 SIZE = 32
 
@@ -73,13 +73,7 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
     data = ImageFolderDataModule(
         data_dir=folder, image_size=SIZE, batch_size=batch // world_size, augment="none", num_workers=0
     )
-    trainer = pl.Trainer(
-        **(QUIET | on_ranks(world_size)),
-        max_epochs=epochs,
-        callbacks=[seeds, *more],
-        enable_progress_bar=False,
-        enable_checkpointing=any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in more),
-    )
+    trainer = quiet_trainer(seeds, *more, world_size=world_size, max_epochs=epochs)
     trainer.fit(recipe, data, ckpt_path=ckpt, weights_only=True)
     if root:
         trainer.save_checkpoint(Path(root) / "last.ckpt")
@@ -293,8 +287,7 @@ def test_where_layers_before_the_head_train_images_are_read_and_that_is_said(str
 def test_images_come_in_the_precision_of_the_weights(stripes, precision):
     recipe = ResNetFineTuner(num_classes=2, weights="none")
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, mixup=0.2)
-    options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(**QUIET, precision=precision, **options)
+    trainer = quiet_trainer(precision=precision)
     trainer.fit(recipe, data)
     assert float(trainer.callback_metrics["val/loss"]) > 0
 

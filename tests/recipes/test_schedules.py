@@ -22,7 +22,7 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes.schedules import Schedule, ScheduleName
 from tests.support.own_training import TrainedRecipe
-from tests.support.tables import QUIET, silence
+from tests.support.tables import quiet_trainer
 
 EPOCHS, UPDATES, LR = 4, 6, 0.1
 """Updates of each epoch, of which the last is short."""
@@ -60,15 +60,12 @@ class Line(TrainedRecipe):
 
 def fit(module: Line, *callbacks: pl.Callback, micro_batches: int = 1, resume: Any = None, **options: Any) -> Line:
     """Train on 44 samples, eight to an update, so that an epoch has six updates and the last one is short."""
-    silence()
     inputs = torch.randn(44, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     data = inputs, inputs @ torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     train = TrainLoader(*data, torch.arange(44), 8 // micro_batches, 1, 0, 1)
     validation = EvaluationLoader(*data, torch.arange(8), 8, 0, 1)
     own = [SeedControl(1), GradientAccumulation(micro_batches)]
-    quiet = {"enable_progress_bar": False, "devices": 1, "max_epochs": EPOCHS}
-    quiet["enable_checkpointing"] = any(isinstance(callback, ExactCheckpoint) for callback in callbacks)
-    trainer = pl.Trainer(callbacks=[*own, *callbacks], **QUIET | quiet | options)
+    trainer = quiet_trainer(*own, *callbacks, **{"max_epochs": EPOCHS} | options)
     trainer.fit(module, train, validation, ckpt_path=resume, weights_only=True)
     return module
 
