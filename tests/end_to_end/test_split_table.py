@@ -9,8 +9,8 @@ For the network with BatchNorm the loop by hand therefore makes one forward pass
 one for those that all processes hold in the same step. The token model has no such layer: every row is compared with
 the single batch.
 
-Both data sets are uneven. Of 101 pictures 5 are left for the last update, whose last micro-batch of four has one
-sample, so that of three processes one has none. Of 65 sentences of 1 to 20 words one is left.
+Both data sets are uneven. Of 37 pictures 5 are left for the last update, whose last micro-batch of four has one
+sample, so that of three processes one has none. Of 33 sentences of 1 to 20 words one is left.
 
 That rows of equal micro-batches have equal bits is shown elsewhere; here is that each of them is right.
 """
@@ -53,9 +53,9 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "BatchNorm": Task(noisy_images(101), image_network, "micro-batch"),
-    "SyncBN": Task(noisy_images(101), image_network, "step"),
-    "token model": Task(sentences(65), sentence_network, "update"),
+    "BatchNorm": Task(noisy_images(37), image_network, "micro-batch"),
+    "SyncBN": Task(noisy_images(37), image_network, "step"),
+    "token model": Task(sentences(33), sentence_network, "update"),
 }
 SGD: dict[str, Any] = {"lr": 0.2, "momentum": 0.9, "weight_decay": 1e-3}
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from PIL import Image
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
@@ -38,6 +39,16 @@ def draw(folder: Path, count: int, seed: int) -> None:
             Image.fromarray(pixels.clip(0, 255).astype("uint8")).save(folder / name / f"{i:03}.png")
 
 
+def small_network(num_classes: int) -> ResNet:
+    """A ResNet with one block in a stage."""
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=num_classes)
+
+
+class Small(ResNetFineTuner):
+    def build_network(self) -> torch.nn.Module:
+        return small_network(self.hparams.num_classes)
+
+
 @pytest.fixture(scope="session")
 def stripes(tmp_path_factory) -> Path:
     """A folder with train and val, two classes."""
@@ -51,7 +62,7 @@ def stripes(tmp_path_factory) -> Path:
 def pretrained(tmp_path_factory) -> Path:
     """Weights of a ResNet with 7 classes, as somebody else would have saved them."""
     torch.manual_seed(5)
-    network = build_resnet("resnet18", num_classes=7)
+    network = small_network(num_classes=7)
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_mean.uniform_(-0.1, 0.1)
@@ -67,7 +78,7 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
     ckpt, root = options.pop("ckpt_path", None), options.pop("root", None)
     more = options.pop("callbacks", [])
     seeds = SeedControl(seed=1)
-    recipe = ResNetFineTuner(
+    recipe = Small(
         num_classes=2, image_size=SIZE, weights=weights, optimizer="sgd", lr=0.01, schedule="constant", **options
     )
     data = ImageFolderDataModule(
@@ -293,8 +304,8 @@ def test_images_come_in_the_precision_of_the_weights(stripes, precision):
 
 
 def type_in(folder: Path, *args: str) -> Typed:
-    """In a fresh process: what `python -m recipes.resnet ARGS` ends with and prints."""
-    classes = "recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"
+    """In a fresh process: what `python -m recipes.resnet ARGS` ends with and prints, with a smaller network."""
+    classes = f"{__name__}:Small", "datamodules:ImageFolderDataModule"
     return run_ranks(type_line, 1, *classes, list(args), str(folder))[0]
 
 
