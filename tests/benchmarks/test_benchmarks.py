@@ -113,9 +113,7 @@ def test_a_mistake_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert expected in capsys.readouterr().err
 
 
-def test_compare_says_what_changed_beyond_the_noise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_says_what_changed_beyond_the_noise(monkeypatch, tmp_path, capsys) -> None:
     path, now = tmp_path / "old.json", _section()
     write_json(path, {"processor": "another"}, {"fake": _section()})
     now.rows["ours"][0] = Spread((3.0, 5.0))
@@ -159,9 +157,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_is_survived_and_a_failed_case_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_is_survived_and_a_failed_case_is_reported(monkeypatch, capsys) -> None:
     good, wrong = "last.ckpt with a flipped bit", FaultCase({"kind": "raise", "at": 17}, "what no run prints", 0, 1)
     monkeypatch.setattr(faults, "FAULTS", {good: FAULTS[good], "wrong": wrong})
     assert faults.main(["--recipes", "mnist"]) == 1

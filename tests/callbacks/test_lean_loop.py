@@ -438,9 +438,7 @@ def test_a_run_is_the_same_with_lean_loop(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("hook", "owner"), zip(STEP_HOOKS, ["callback", "module", "module", "callback"], strict=True))
 @pytest.mark.parametrize("what", ["stops", "raises"])
-def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(
-    what: str, hook: str, owner: str, tmp_path: Path
-) -> None:
+def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(what, hook, owner, tmp_path) -> None:
     def make(_: Transcript) -> dict[str, Any]:
         def act(instance: Any, *args: Any) -> None:
             module = instance if owner == "module" else args[1]

@@ -119,9 +119,7 @@ def exact_run(
     [("rnn", {"max_tokens": 60}), ("transformer", SUBWORDS)],
     ids=["batches of tokens", "transformer"],
 )
-def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(
-    network, options, tmp_path
-):
+def test_a_run_resumed_within_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(network, options, tmp_path):
     file = corpus(tmp_path)
     expected = exact_run(file, tmp_path / "whole", network, options)
     with pytest.raises(RuntimeError, match="stopped"):

@@ -121,9 +121,7 @@ def test_a_text_is_printed_again_unless_call_width_version_or_source_are_others(
             assert quick_imports._kept_help(*CALL) != path
 
 
-def test_a_command_prints_the_same_help_twice_without_tensorboard_and_imports_nothing_the_second_time(
-    tmp_path: Path,
-) -> None:
+def test_help_is_the_same_twice_without_tensorboard_and_the_second_time_without_imports(tmp_path: Path) -> None:
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"}
     command = [sys.executable, "-m", "recipes.mnist", "--help"]
     first, second = (subprocess.run(command, env=env, capture_output=True, text=True, check=True) for _ in range(2))
