@@ -64,7 +64,7 @@ LENGTHS = (6, 7, 8), (6, 9, 5), (4, 7, 11), (5, 12, 3)
 CASES: dict[str, Any] = {
     "mnist": lambda: (MNISTNet(width=2), 1, images(28, 1, 8, 8, 5, 8, 3)),
     "resnet": lambda: (build_resnet("resnet18", 4, small_images=True), 1, images(32, 3, 4, 3, 2)),
-    "translation, recurrent": lambda: (Seq2SeqNet(20, 20, 16, num_layers=2), 2, sentences(*LENGTHS[:3])),
+    "translation, recurrent": lambda: (Seq2SeqNet(20, 20, 16, num_layers=2), 2, sentences(*LENGTHS)),
     "translation, transformer": lambda: (TransformerNet(20, 20, 16, 2), 2, sentences(*LENGTHS)),
 }
 
