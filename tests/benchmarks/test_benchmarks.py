@@ -1,4 +1,4 @@
-"""How ``python -m benchmarks`` measures, prints, writes and compares, with sections that measure nothing."""
+"""How ``python -m benchmarks`` measures, prints, writes and compares; and `benchmarks.gpu` and `benchmarks.faults`."""
 
 import json
 import math
@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import benchmarks
+from benchmarks import faults, gpu
 from benchmarks.__main__ import main
+from benchmarks.faults import FAULTS, FaultCase
 from benchmarks.harness.measurements import Column, Goal, Section, Spread, alternate, stopwatch, write_json
 from datamodules.errors import UserError
 
@@ -110,9 +113,7 @@ def test_a_mistake_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert expected in capsys.readouterr().err
 
 
-def test_compare_says_what_changed_beyond_the_noise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_says_what_changed_beyond_the_noise(monkeypatch, tmp_path, capsys) -> None:
     path, now = tmp_path / "old.json", _section()
     write_json(path, {"processor": "another"}, {"fake": _section()})
     now.rows["ours"][0] = Spread((3.0, 5.0))
@@ -123,3 +124,49 @@ def test_compare_says_what_changed_beyond_the_noise(
     assert "fake: ours, seconds: 1 -> 4 (x 4.00)" in printed
     assert "base, seconds" not in printed, "its ranges overlap"
     assert "compared with another machine: processor: another" in printed
+
+
+# A GPU's figures, which mean nothing on a CPU
+
+
+def test_a_quick_run_on_the_cpu_measures_the_plain_loop_and_the_recipe_of_each_workload(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--quick", "--json", str(path)]) == 0
+    sections = json.loads(path.read_text())["sections"]
+    assert list(sections) == list(gpu.WORKLOADS)
+    for section in sections.values():
+        rates = [next(iter(row.values()))["median"] for row in section["rows"].values()]
+        assert list(section["rows"]) == [gpu.PLAIN, gpu.RECIPE]
+        assert min(rates) > 0
+
+
+def test_what_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> float:
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(gpu, "recipe_seconds", fails)
+    section = gpu.measure(gpu.mnist(quick=True), torch.device("cpu"), 1, 1, compiled=False)
+    assert (list(section.rows), section.notes) == ([gpu.PLAIN], ["recipe failed: RuntimeError: no kernel"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "there is no CUDA GPU here; --device cpu --quick shows that it runs" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_fault_is_survived_and_a_failed_case_is_reported(monkeypatch, capsys) -> None:
+    good, wrong = "last.ckpt with a flipped bit", FaultCase({"kind": "raise", "at": 17}, "what no run prints", 0, 1)
+    monkeypatch.setattr(faults, "FAULTS", {good: FAULTS[good], "wrong": wrong})
+    assert faults.main(["--recipes", "mnist"]) == 1
+    survived, failed = capsys.readouterr().out.splitlines()[-2:]
+    assert survived.startswith(f"| mnist | {good} | 1 |")
+    assert survived.endswith("| as it has to be, weights equal |")
+    ended_after, updates_after, repeated = map(float, survived.split("|")[4:7])
+    assert 0 <= ended_after < updates_after
+    assert repeated == 13
+    assert "exit status 1" in failed
+    assert "no match for 'what no run prints'" in failed
+    assert "2 updates lost, at most 1 may be" in failed

@@ -28,7 +28,7 @@ from callbacks.lib.hooks import attached_trainer
 from callbacks.lib.lightning_internals import RUNNING_HOOK
 from callbacks.lib.step_plan import StepPlan
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, silence
+from tests.support.tables import quiet_trainer
 
 BATCHES = 6
 SETS = 8
@@ -196,8 +196,7 @@ def fit(make: Case, lean: bool, folder: Path, in_plan: bool = True, **more: Any)
     loaders = (settings.pop("train", loader()), settings.pop("val", loader()))
     recorder = transcript.recording(pl.Callback, hooks_of(pl.Callback), "callback", at=2)()
     called = [recorder, *settings.pop("callbacks", []), *([LeanLoop()] if lean else [])]
-    defaults = {"max_epochs": 2, "log_every_n_steps": 2, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(callbacks=called, **(QUIET | defaults | {"logger": logger} | settings))
+    trainer = quiet_trainer(*called, **({"max_epochs": 2, "log_every_n_steps": 2, "logger": logger} | settings))
     torch.manual_seed(4)
     error = None
     with counted_steps() as planned:
@@ -439,9 +438,7 @@ def test_a_run_is_the_same_with_lean_loop(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("hook", "owner"), zip(STEP_HOOKS, ["callback", "module", "module", "callback"], strict=True))
 @pytest.mark.parametrize("what", ["stops", "raises"])
-def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(
-    what: str, hook: str, owner: str, tmp_path: Path
-) -> None:
+def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(what, hook, owner, tmp_path) -> None:
     def make(_: Transcript) -> dict[str, Any]:
         def act(instance: Any, *args: Any) -> None:
             module = instance if owner == "module" else args[1]
@@ -458,21 +455,16 @@ def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(
     assert_equal_with_lean_loop(make, tmp_path, **options)
 
 
-def trainer_with(*called: pl.Callback, **options: Any) -> pl.Trainer:
-    defaults = {"max_epochs": 1, "limit_val_batches": 0, "enable_progress_bar": False, "enable_checkpointing": False}
-    return pl.Trainer(callbacks=list(called), **(QUIET | defaults | options))
-
-
 def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> None:
     class Inner(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             assert "advance" in vars(trainer.fit_loop.epoch_loop)
-            trainer_with(LeanLoop(), max_steps=1).fit(Model(), loader())
+            quiet_trainer(LeanLoop(), max_steps=1).fit(Model(), loader())
 
     def weights(*called: pl.Callback) -> dict[str, Tensor]:
         model = Model()
         model.network[1].p = 0
-        trainer_with(*called).fit(model, loader())
+        quiet_trainer(*called).fit(model, loader())
         return model.state_dict()
 
     assert equal(weights(LeanLoop(), Inner()), weights())
@@ -484,7 +476,7 @@ def test_a_copy_of_a_trainer_that_trains_has_a_step_of_its_own() -> None:
             self.copied = copy.deepcopy(trainer)
 
     callback = Copying()
-    trainer_with(LeanLoop(), callback, max_steps=1).fit(Model(), loader())
+    quiet_trainer(LeanLoop(), callback, max_steps=1).fit(Model(), loader())
     loop = callback.copied.fit_loop.epoch_loop
     assert loop.advance.__self__.loop is loop
 
@@ -521,7 +513,7 @@ def test_nothing_of_a_run_is_kept() -> None:
             self.training_step = lambda batch, *_: self.loss(batch)  # type: ignore[method-assign]
 
     model = Wrapped()
-    trainer_with(LeanLoop()).fit(model, loader())
+    quiet_trainer(LeanLoop()).fit(model, loader())
     kept = weakref.ref(model)
     del model
     gc.collect()
@@ -529,8 +521,6 @@ def test_nothing_of_a_run_is_kept() -> None:
 
 
 def _rank(folder: str) -> dict[str, Tensor]:
-    silence()
-
     def make(_: Transcript) -> dict[str, Any]:
         options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": True}
         return {"callbacks": [GradientAccumulation(3)], **options}

@@ -82,9 +82,7 @@ def test_every_callback_trains_them_as_others_or_refuses_them(name: str) -> None
 
 
 @pytest.mark.parametrize(("optimizers", "every"), [(1, 1), (2, 3)])
-def test_whole_epochs_and_steps_of_each_optimiser_are_counted_and_shares_of_a_run_refused(
-    optimizers: int, every: int
-) -> None:
+def test_whole_epochs_and_steps_of_each_optimiser_are_counted_and_shares_of_a_run_refused(optimizers, every) -> None:
     module, average, warmup = Manual(optimizers, every), WeightAveraging(0.9), WarmupLR("4 steps")
     train(module, FreezeLayers(unfreeze={"network.0.0": "1 epochs"}), average, warmup)
     assert module.trains_from == 10

@@ -223,8 +223,6 @@ def test_a_decay_is_above_0_and_below_1(ema: float) -> None:
         ([ModelCheckpoint(save_weights_only=True)], {}, "save_weights_only"),
     ],
 )
-def test_runs_that_cannot_be_averaged_are_refused_before_they_train(
-    others: list[pl.Callback], options: dict[str, Any], message: str
-) -> None:
+def test_runs_that_cannot_be_averaged_are_refused_before_they_train(others, options, message) -> None:
     with pytest.raises(UserError, match=message):
         train(module(), WeightAveraging(ema=0.9), *others, **options)

@@ -37,25 +37,19 @@ class NoSync(pl.Callback):
         self.batches = {"train": 0, "validate": 0}
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 1 and FIRST <= batch_idx <= LAST:
             _forbid(pl_module.device, "error" if batch_idx < LAST else "default")
             self.batches["train"] += 1
 
     @override
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         if trainer.current_epoch == 1 and not isinstance(pl_module, Seq2SeqTranslator):
             _forbid(pl_module.device, "error")
             self.batches["validate"] += 1
 
     @override
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         _forbid(pl_module.device, "default")
 
     @override

@@ -76,9 +76,7 @@ def _overflow(device: str, fused: bool) -> tuple[list[Tensor], list[float], list
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_in_one_micro_batch_skips_the_whole_update_and_the_warm_up_waits(
-    device: Device, fused: bool
-) -> None:
+def test_an_overflow_in_one_micro_batch_skips_the_whole_update_and_the_warm_up_waits(device, fused) -> None:
     weights, scales, warmed_up = run_on(device, _overflow, 1, device, fused)[0]
     changed = [not torch.equal(before, after) for before, after in pairwise(weights)]
     assert changed == [True, False, True, True, True]

@@ -72,9 +72,7 @@ class Life(pl.Callback):
         self.began: Place | None = None
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         place = trainer.current_epoch, batch_idx
         self.began = self.began or place
         if place == self.dies_at:

@@ -1,5 +1,6 @@
-"""Runs and checkpoints from somebody else: their links, values and code are refused in one line."""
+"""Runs and checkpoints from somebody else: their links, values, code and optimisers are refused in one line."""
 
+import json
 import pickle
 import re
 from pathlib import Path
@@ -8,19 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.recipes.test_weights import Runs
 from tests.support.command_lines import typed
 
 TRAIN = "--max-epochs 1 --name theirs"
-
-
-class Runs:
-    """Its unpickling makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def changed(path: Path, target: Path, *places: tuple[str, Any]) -> Path:
@@ -87,3 +79,30 @@ def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_tra
     lines = typed(tmp_path, f"--resume {a}", *(f"{c} --ckpt {a}" for c in ("validate", "predict")))
     assert all("is not a checkpoint" in line.err and "weights_only" not in line.err for line in lines)
     assert not (tmp_path / "ran").exists()
+
+
+OWN = "--optimizer tests.support.optimizers.Counting"
+
+
+@pytest.mark.slow
+def test_an_own_optimiser_is_resumed_where_it_is_typed_and_a_received_run_imports_none(tmp_path: Path) -> None:
+    def own(*commands: str) -> list[tuple[int, str]]:
+        return [(done.status, done.out + done.err) for done in typed(tmp_path, *commands)]
+
+    # An epoch has seven updates.
+    settings = (
+        f"{OWN} --optimizer-args '{{scale: 0.5}}' --lr 0.01 --schedule multistep "
+        "--schedule-args '{milestones: \"5 steps, 11 steps\"}'"
+    )
+    commands = [f"{settings} --name whole --max-epochs 2", f"{settings} --name stopped --max-epochs 2 --max-steps 9"]
+    assert [status for status, _ in own(*commands)] == [0, 0]
+
+    checkpoint = "runs/quadrants/stopped/checkpoints/last.ckpt"
+    resume = "--name stopped --resume auto --max-steps=-1"
+    inference, received, resumed = own(f"validate --ckpt {checkpoint}", resume, f"{resume} {OWN}")
+    assert received[0] == 2
+    assert "a checkpoint must not import tests.support.optimizers; if you trust it, pass --optimizer" in received[1]
+    assert (inference[0], resumed[0]) == (0, 0)
+    files = [tmp_path / f"runs/quadrants/{name}/weights.jsonl" for name in ("whole", "stopped")]
+    whole, stopped = (json.loads(file.read_text().splitlines()[-1])["save"] for file in files)
+    assert whole == stopped

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from recipes.seq2seq.transformer import TransformerNet
 from tests.support.command_lines import MNIST, typed
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
-from tests.support.tables import CLASSES, QUIET, noisy_images
+from tests.support.tables import CLASSES, noisy_images, quiet_trainer
 
 
 def images(size: int, channels: int, *batch_sizes: int) -> list[tuple[Tensor, ...]]:
@@ -117,21 +116,9 @@ def train(
     rows = torch.arange(26)
     loader = TrainLoader(inputs.float(), targets, rows, 4, seed=1)
     saving = ExactCheckpoint(folder, filename=f"{epochs}-{compile}", enable_version_counter=False) if folder else None
-    callbacks = [
-        GradientAccumulation(2),
-        seeds,
-        FreezeLayers(until="1", unfreeze={"0.0": "1 epochs"}),
-        WeightAveraging(ema=0.9),
-        *([saving] if saving else []),
-    ]
-    trainer = pl.Trainer(
-        **QUIET,
-        max_epochs=epochs,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_checkpointing=saving is not None,
-        limit_val_batches=2,
-    )
+    callbacks = [GradientAccumulation(2), seeds, FreezeLayers(until="1", unfreeze={"0.0": "1 epochs"})]
+    callbacks += [WeightAveraging(ema=0.9), *([saving] if saving else [])]
+    trainer = quiet_trainer(*callbacks, max_epochs=epochs, limit_val_batches=2)
     validation = EvaluationLoader(inputs.float(), targets, rows[:9], 4)
     trainer.fit(recipe, loader, validation, ckpt_path=resume)
     checkpoint = torch.load(saving.best_model_path, weights_only=True) if saving else None
@@ -212,15 +199,8 @@ def _two_ranks() -> dict[str, Any]:
         counters.clear()
         seeds = SeedControl(1)
         recipe = Noisy(num_classes=CLASSES, compile=compile, schedule="constant", optimizer="sgd")
-        trainer = pl.Trainer(
-            **QUIET,
-            strategy=build_strategy("ddp", 2),
-            devices=2,
-            max_epochs=2,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            callbacks=[GradientAccumulation(2), seeds, SyncBN()],
-        )
+        callbacks = GradientAccumulation(2), seeds, SyncBN()
+        trainer = quiet_trainer(*callbacks, strategy=build_strategy("ddp", 2), devices=2, max_epochs=2)
         inputs, targets = noisy_images(26)
         rows = torch.arange(26)
         trainer.fit(recipe, TrainLoader(inputs.float(), targets, rows, 2, 1, trainer.global_rank, trainer.world_size))

@@ -18,11 +18,11 @@ from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
 from recipes.inputs import preprocessing
 from recipes.prediction import all_rows
 from tests.support.command_lines import MNIST, typed
-from tests.support.tables import QUIET
+from tests.support.tables import quiet_trainer
 
 
 def _trained(recipe: pl.LightningModule, data: pl.LightningDataModule, path: Path, **options: Any) -> pl.Trainer:
-    trainer = pl.Trainer(enable_progress_bar=False, enable_checkpointing=False, **QUIET, **options)
+    trainer = quiet_trainer(**options)
     trainer.fit(recipe, data)
     trainer.save_checkpoint(path)
     return trainer
@@ -213,8 +213,7 @@ def test_a_translator_predicts_sentences_and_reads_text_files(tmp_path: Path):
     (texts / "b.txt").write_bytes(b"caf\xe9 noir\nje suis ici .\n")
     files = [f"@{texts / name}" for name in ("a.txt", "b.txt")]
     data = TranslationDataModule(predict_inputs=[*files, "tu es la .", "missing.txt"])
-    predictor = pl.Trainer(enable_progress_bar=False, **QUIET)
-    outputs = predictor.predict(recipe, data, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
+    outputs = quiet_trainer().predict(recipe, data, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
     rows = all_rows(recipe, outputs, data)
     assert [row["translation"] is None for row in rows] == [False, True, False, True, False, False, True]
     assert rows[1]["note"] == "blank line"

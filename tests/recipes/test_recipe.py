@@ -70,31 +70,6 @@ def test_norms_and_biases_are_not_decayed_and_every_parameter_is_in_one_group():
     assert (groups["decay"]["weight_decay"], groups["no_decay"]["weight_decay"]) == (0.1, 0.0)
 
 
-class Rates(pl.Callback):
-    """Notes the rate of each update."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.rates.append(optimizer.param_groups[0]["lr"])
-
-
-@pytest.mark.parametrize(
-    ("options", "updates"),
-    [
-        ({"max_epochs": 4}, 12),
-        ({"max_epochs": None, "max_steps": 7}, 7),
-        ({"max_epochs": 4, "limit_train_batches": 2}, 8),
-    ],
-)
-def test_the_schedule_ends_with_the_run_whatever_limits_it(options, updates):
-    module = Line(lr=0.5, schedule="linear", optimizer="sgd", momentum=0.0)
-    noted = Rates()
-    quiet_trainer(callbacks=[noted], **options).fit(module, batches())
-    assert noted.rates == pytest.approx([0.5 * (1 - k / updates) for k in range(updates)])
-
-
 class Numbered(Line):
     """Batch k's loss is k, with k + 1 targets."""
 
@@ -225,6 +200,16 @@ def test_the_logged_losses_have_the_same_bits_on_any_number_of_ranks_and_after_a
     rest = [row for row in rows if int(row["step"]) >= 3]
     assert _logged_by_ranks(None, tmp_path / "two.ckpt") == rest
     assert run_ranks(_logged_by_ranks, 2, None, tmp_path / "one.ckpt")[0] == rest
+
+
+class Rates(pl.Callback):
+    """Notes the rate of each update."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
 
 
 def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):

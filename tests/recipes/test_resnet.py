@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from PIL import Image
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
@@ -21,7 +22,7 @@ from recipes.resnet.recipe import ResNetFineTuner
 from recipes.weights import load_weights, read_weights
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, on_ranks
+from tests.support.tables import quiet_trainer
 
 SIZE = 32
 
@@ -38,6 +39,16 @@ def draw(folder: Path, count: int, seed: int) -> None:
             Image.fromarray(pixels.clip(0, 255).astype("uint8")).save(folder / name / f"{i:03}.png")
 
 
+def small_network(num_classes: int) -> ResNet:
+    """A ResNet with one block in a stage."""
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=num_classes)
+
+
+class Small(ResNetFineTuner):
+    def build_network(self) -> torch.nn.Module:
+        return small_network(self.hparams.num_classes)
+
+
 @pytest.fixture(scope="session")
 def stripes(tmp_path_factory) -> Path:
     """A folder with train and val, two classes."""
@@ -51,7 +62,7 @@ def stripes(tmp_path_factory) -> Path:
 def pretrained(tmp_path_factory) -> Path:
     """Weights of a ResNet with 7 classes, as somebody else would have saved them."""
     torch.manual_seed(5)
-    network = build_resnet("resnet18", num_classes=7)
+    network = small_network(num_classes=7)
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_mean.uniform_(-0.1, 0.1)
@@ -67,19 +78,13 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
     ckpt, root = options.pop("ckpt_path", None), options.pop("root", None)
     more = options.pop("callbacks", [])
     seeds = SeedControl(seed=1)
-    recipe = ResNetFineTuner(
+    recipe = Small(
         num_classes=2, image_size=SIZE, weights=weights, optimizer="sgd", lr=0.01, schedule="constant", **options
     )
     data = ImageFolderDataModule(
         data_dir=folder, image_size=SIZE, batch_size=batch // world_size, augment="none", num_workers=0
     )
-    trainer = pl.Trainer(
-        **(QUIET | on_ranks(world_size)),
-        max_epochs=epochs,
-        callbacks=[seeds, *more],
-        enable_progress_bar=False,
-        enable_checkpointing=any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in more),
-    )
+    trainer = quiet_trainer(seeds, *more, world_size=world_size, max_epochs=epochs)
     trainer.fit(recipe, data, ckpt_path=ckpt, weights_only=True)
     if root:
         trainer.save_checkpoint(Path(root) / "last.ckpt")
@@ -293,15 +298,14 @@ def test_where_layers_before_the_head_train_images_are_read_and_that_is_said(str
 def test_images_come_in_the_precision_of_the_weights(stripes, precision):
     recipe = ResNetFineTuner(num_classes=2, weights="none")
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, mixup=0.2)
-    options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(**QUIET, precision=precision, **options)
+    trainer = quiet_trainer(precision=precision)
     trainer.fit(recipe, data)
     assert float(trainer.callback_metrics["val/loss"]) > 0
 
 
 def type_in(folder: Path, *args: str) -> Typed:
-    """In a fresh process: what `python -m recipes.resnet ARGS` ends with and prints."""
-    classes = "recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"
+    """In a fresh process: what `python -m recipes.resnet ARGS` ends with and prints, with a smaller network."""
+    classes = f"{__name__}:Small", "datamodules:ImageFolderDataModule"
     return run_ranks(type_line, 1, *classes, list(args), str(folder))[0]
 
 

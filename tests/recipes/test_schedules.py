@@ -1,7 +1,11 @@
-"""Each schedule has the rates of its source, on any split and after a resume, and refuses what it cannot do."""
+"""Each schedule has the rates of its source, on any split and after a resume, and refuses what it cannot do.
+
+Optimisers by name and by import path: what is refused, and exact resumes with state in unusual places.
+"""
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -20,9 +24,12 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from recipes.mnist import MNISTClassifier
+from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
 from recipes.schedules import Schedule, ScheduleName
+from tests.support import optimizers
 from tests.support.own_training import TrainedRecipe
-from tests.support.tables import QUIET, silence
+from tests.support.tables import quiet_trainer
 
 EPOCHS, UPDATES, LR = 4, 6, 0.1
 """Updates of each epoch, of which the last is short."""
@@ -60,15 +67,12 @@ class Line(TrainedRecipe):
 
 def fit(module: Line, *callbacks: pl.Callback, micro_batches: int = 1, resume: Any = None, **options: Any) -> Line:
     """Train on 44 samples, eight to an update, so that an epoch has six updates and the last one is short."""
-    silence()
     inputs = torch.randn(44, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     data = inputs, inputs @ torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     train = TrainLoader(*data, torch.arange(44), 8 // micro_batches, 1, 0, 1)
     validation = EvaluationLoader(*data, torch.arange(8), 8, 0, 1)
     own = [SeedControl(1), GradientAccumulation(micro_batches)]
-    quiet = {"enable_progress_bar": False, "devices": 1, "max_epochs": EPOCHS}
-    quiet["enable_checkpointing"] = any(isinstance(callback, ExactCheckpoint) for callback in callbacks)
-    trainer = pl.Trainer(callbacks=[*own, *callbacks], **QUIET | quiet | options)
+    trainer = quiet_trainer(*own, *callbacks, **{"max_epochs": EPOCHS} | options)
     trainer.fit(module, train, validation, ckpt_path=resume, weights_only=True)
     return module
 
@@ -109,13 +113,13 @@ def test_a_run_stopped_within_an_epoch_resumes_to_the_bit_and_another_split_has_
     assert weights(resumed) == weights(whole)
 
 
-def rates_of(make: Callable[[torch.optim.Optimizer], Any], every: int = 1) -> list[float]:
+def rates_of(make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
     """The rates that one of torch's schedulers has in a run."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
     scheduler = make(optimizer)
     rates = []
     for update in range(TOTAL):
-        if update and update % every == 0:
+        if update:
             scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -214,3 +218,104 @@ def test_the_schedule_steps_as_lambda_lr_to_the_bit() -> None:
     assert ours == expected
     assert {key: our_state[key] for key in ("last_epoch", "_step_count")} == {"last_epoch": 5, "_step_count": 6}
     assert our_state.keys() - {"_stale"} == state.keys() - {"_get_lr_called_within_step"}
+
+
+# Optimisers
+
+
+def build(name: str, weight_decay: float = 0.0, **options: Any) -> torch.optim.Optimizer:
+    return build_optimizer(name, parameter_groups(nn.Linear(2, 2).parameters(), weight_decay), lr=0.1, **options)
+
+
+def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> None:
+    assert tuple(build("adamw", arguments={"betas": [0.8, 0.9]}).defaults["betas"]) == (0.8, 0.9)
+    assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False
+    by_default = build("SGD").defaults
+    assert (by_default["nesterov"], by_default["momentum"], by_default["lr"]) == (True, 0.9, 0.1)
+    own = build("tests.support.optimizers.Counting", 0.2, arguments={"scale": 3.0})
+    assert type(own) is optimizers.Counting
+    assert [(group["scale"], group["weight_decay"]) for group in own.param_groups] == [(3.0, 0.2), (3.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("adamw", {"beta": 1}, "`optimizer_args`: AdamW has no beta; it takes betas, eps, amsgrad"),
+        ("adamw", {"weight_decay": 1}, "weight_decay is a parameter of its own; pass weight_decay=1"),
+        ("adamw", {"params": []}, "`optimizer_args`: AdamW has no params"),
+        ("adamw", {"betas": [2, 3]}, "optimizer='adamw': Invalid beta parameter at index 0: 2"),
+        ("muon", {}, "Muon only supports 2D parameters whereas we found a parameter with size: torch.Size([2])"),
+        ("elsewhere.Lion", {}, "elsewhere is not imported; write `import elsewhere` before"),
+        ("tests.support.optimizers.Any", {}, "it is no subclass of torch.optim.Optimizer"),
+        ("tests.support.optimizers.Lion", {}, "tests.support.optimizers has no class Lion"),
+        (
+            "tests.support.optimizers.WithoutRate",
+            {},
+            "it has no parameter lr, which schedules and the warm-up multiply",
+        ),
+        ("tests.support.optimizers.TwoModes", {}, "it trains other weights than it is to be scored and saved with"),
+    ],
+)
+def test_an_optimiser_or_argument_that_does_not_fit_is_refused(name, arguments, message) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        build(name, arguments=arguments)
+
+
+def test_a_recipe_refuses_at_once_and_imports_nothing() -> None:
+    with pytest.raises(UserError, match="AdamW has no beta"):
+        MNISTClassifier(optimizer_args={"beta": 1})
+    # A checkpoint may name it, and inference needs none.
+    assert MNISTClassifier(optimizer="antigravity.Lion").hparams.optimizer == "antigravity.Lion"
+    assert "antigravity" not in sys.modules
+    with pytest.raises(UserError, match="antigravity is not imported"):
+        MNISTClassifier(optimizer="antigravity.Lion").configure_optimizers()
+
+
+def test_lbfgs_has_one_group_a_rate_of_1_and_no_decay(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = MNISTClassifier(optimizer="lbfgs", schedule="constant", optimizer_args={"max_iter": 4})
+    (group,) = recipe.configure_optimizers()["optimizer"].param_groups
+    assert (group["lr"], group["max_iter"], "weight_decay" in group) == (1.0, 4, False)
+    assert len(group["params"]) == len(list(recipe.parameters()))
+    assert caplog.messages == ["LBFGS has no weight decay, so none is applied"]
+    assert MNISTClassifier(optimizer="LBFGS", lr=0.5).hparams.lr == 0.5
+    assert learning_rate_scale("auto", "lbfgs") is None
+    rates = [{"params": [p], "lr": lr} for lr, p in zip((1.0, 0.5), nn.Linear(2, 2).parameters(), strict=True)]
+    with pytest.raises(UserError, match="has one learning rate"):
+        build_optimizer("lbfgs", rates, lr=1.0)
+
+
+def test_another_optimiser_than_the_parameters_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(Line):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    fit(Own("one_cycle", "sgd"))
+    assert "configure_optimizers() built Adam, and optimizer='sgd' is saved" in caplog.text
+    caplog.clear()
+    fit(Own("one_cycle", "adam"))
+    assert "built no schedule, and schedule='one_cycle' is saved" in caplog.text
+    caplog.clear()
+    fit(Line("one_cycle", "sgd"))
+    assert "configure_optimizers() built" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("tests.support.optimizers.Counting", {"scale": 0.5}),
+        ("lbfgs", {"max_iter": 2, "history_size": 3}),
+        ("adafactor", {}),
+        ("rprop", {}),
+    ],
+)
+def test_a_run_with_state_in_unusual_places_resumes_to_the_bit(name, arguments, tmp_path) -> None:
+    def run(*callbacks: Any, **options: Any) -> Line:
+        return fit(Line("cosine", name, optimizer_args=arguments), *callbacks, **options)
+
+    whole = run()
+    assert len(whole.rates) == TOTAL
+    run(ExactCheckpoint(tmp_path, every_n_train_steps=STOP, filename="stopped"), Stop())
+    resumed = run(resume=tmp_path / "stopped.ckpt")
+    assert min(resumed.rates) == STOP
+    assert weights(resumed) == weights(whole)
+    assert whole.rates[0] == LR

@@ -21,8 +21,9 @@ from recipes.prediction import all_rows, predict
 from recipes.runner.results import write_rows
 from recipes.seq2seq.decoding import sentences_of
 from recipes.seq2seq.recipe import Seq2SeqTranslator
+from recipes.seq2seq.scores import standard_scores, token_scores
 from tests.support.ranks import run_ranks
-from tests.support.tables import on_ranks, quiet_trainer
+from tests.support.tables import quiet_trainer
 
 OF_WORDS = {"val_fraction": 0.1, "test_fraction": 0.1, "eval_batch_size": 3, "subwords": "none"}
 SUBWORDS: dict[str, Any] = {"subwords": "bpe", "vocab_size": 290}
@@ -54,10 +55,6 @@ def translator(module: TranslationDataModule, **options: Any) -> Seq2SeqTranslat
     return Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(module), **(TINY | options))
 
 
-def trainer(*callbacks: pl.Callback, world_size: int = 1, **options: Any) -> pl.Trainer:
-    return quiet_trainer(callbacks=list(callbacks), **on_ranks(world_size) | options)
-
-
 def weights(module: pl.LightningModule) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
 
@@ -69,7 +66,9 @@ def trained(
     seeds = SeedControl(seed=1)
     module = data(file, batch_size=12 // world_size // micro_batches, **data_options)
     recipe = translator(module, dropout=0.0, val_sentences=4, **options)
-    run = trainer(GradientAccumulation(micro_batches), seeds, world_size=world_size, max_epochs=3, precision="64-true")
+    run = quiet_trainer(
+        GradientAccumulation(micro_batches), seeds, world_size=world_size, max_epochs=3, precision="64-true"
+    )
     run.fit(recipe, module)
     validated = {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("val/")}
     tested = run.test(recipe, module, verbose=False)[0]
@@ -110,7 +109,7 @@ def exact_run(
     module = data(file, batch_size=4, **options)
     recipe = translator(module, dropout=0.3, num_layers=2, network=network)
     saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
-    run = trainer(GradientAccumulation(2), seeds, saves, *callbacks, max_epochs=2, enable_checkpointing=True)
+    run = quiet_trainer(GradientAccumulation(2), seeds, saves, *callbacks, max_epochs=2)
     run.fit(recipe, module, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
     return weights(recipe)
 
@@ -120,9 +119,7 @@ def exact_run(
     [("rnn", {"max_tokens": 60}), ("transformer", SUBWORDS)],
     ids=["batches of tokens", "transformer"],
 )
-def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(
-    network, options, tmp_path
-):
+def test_a_run_resumed_within_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(network, options, tmp_path):
     file = corpus(tmp_path)
     expected = exact_run(file, tmp_path / "whole", network, options)
     with pytest.raises(RuntimeError, match="stopped"):
@@ -139,7 +136,9 @@ def learned(tmp_path_factory) -> tuple[str, Path, dict[str, float]]:
     SeedControl(seed=3)
     module = data(file, batch_size=8)
     recipe = translator(module, hidden_size=32)
-    run = trainer(max_epochs=36, logger=TensorBoardLogger(str(folder), name="", version=""), check_val_every_n_epoch=12)
+    run = quiet_trainer(
+        max_epochs=36, logger=TensorBoardLogger(str(folder), name="", version=""), check_val_every_n_epoch=12
+    )
     run.fit(recipe, module)
     run.save_checkpoint(folder / "a.ckpt")
     return file, folder, run.test(recipe, module, verbose=False)[0]
@@ -156,7 +155,7 @@ def test_it_learns_a_small_grammar_and_translates_sentences_that_it_has_not_seen
 def evaluated(file: str, checkpoint: str, world_size: int) -> list[dict[str, float]]:
     module = data(file, val_fraction=0.4, test_fraction=0.3)
     recipe = translator(data(file.replace("free", "pairs")), hidden_size=32, val_sentences=13)
-    run = trainer(world_size=world_size)
+    run = quiet_trainer(world_size=world_size)
     options = {"ckpt_path": checkpoint, "weights_only": True, "verbose": False}
     return [evaluate(recipe, module, **options)[0] for evaluate in (run.validate, run.test)]
 
@@ -181,7 +180,7 @@ def test_standard_scores_compare_with_the_references_as_written(learned, tmp_pat
     cased.write_text("".join(f"{source}\t{target.title()}!\n" for source, target in lines))
     module = data(str(cased), test_fraction=0.3)
     recipe = translator(data(file), hidden_size=32)
-    scores = trainer().test(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True, verbose=False)[0]
+    scores = quiet_trainer().test(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True, verbose=False)[0]
     tables = recipe.tables
     rows = tables["test_translations.csv"].rows
     for name, column in (("test_hypotheses.txt", "translation"), ("test_references.txt", "reference")):
@@ -209,7 +208,7 @@ def test_predict_gives_translations_in_order_and_marks_unknown_words(learned, tm
     sentences = [long, "elle mange du pain noir", "je vois le chien", "nous mange la grande maison", "tu veux cela"]
     module = data(file, predict_inputs=[*sentences, "oui " * 30_000], eval_batch_size=3)
     recipe = translator(data(file), hidden_size=32, beam=4)
-    outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
+    outputs = quiet_trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
     assert [len(batch["numbers"]) for batch in outputs] == [2, 1, 2], "the long sentence is in a batch of its own"
     rows = all_rows(recipe, outputs, module)
     assert [row["sentence"] for row in rows[1:5]] == [sentences[1], "je vois le [chien]", *sentences[3:]]
@@ -225,14 +224,14 @@ def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
     file.write_text("".join(f"{a}\t{b}\n" for a, b in pairs * 6), encoding="utf-8")
     module = data(str(file), val_fraction=0, test_fraction=0, batch_size=4, subwords="bpe")
     recipe = translator(module, dropout=0.0, lr=0.02, hidden_size=32)
-    run = trainer(max_epochs=60, limit_val_batches=0)
+    run = quiet_trainer(max_epochs=60, limit_val_batches=0)
     run.fit(recipe, module)
     run.save_checkpoint(tmp_path / "a.ckpt")
     lines = tmp_path / "lines.txt"
     lines.write_text("Zwei Hunde laufen, ja!\n\n你好 🙂\nEin Hund läuft.\n", encoding="utf-8")
     asked = data("missing.tsv", predict_inputs=[str(lines)], subwords="bpe")
     other = translator(module, hidden_size=32)
-    outputs = trainer().predict(other, asked, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
+    outputs = quiet_trainer().predict(other, asked, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
     rows = all_rows(other, outputs, asked)
     assert [row["sentence"] for row in rows][::3] == ["Zwei Hunde laufen, ja!", "Ein Hund läuft."]
     blank = {"sentence": f"line 2 of {lines}", "translation": None, "score": None, "note": "blank line"}
@@ -288,4 +287,54 @@ def test_data_with_other_vocabularies_is_refused(tmp_path):
     module = data(corpus(tmp_path))
     recipe = Seq2SeqTranslator(source_vocab_size=99, target_vocab_size=99, **TINY)
     with pytest.raises(UserError, match="the network has 99 source tokens, and the data has"):
-        trainer(max_epochs=1).fit(recipe, module)
+        quiet_trainer(max_epochs=1).fit(recipe, module)
+
+
+# Scores are sacrebleu's, and do not depend on the order of the sentences
+
+
+HYPOTHESES = [
+    "i am very happy to see you here today",
+    "He is a teacher!",
+    "",
+    "they are not going to the old house anymore",
+    "she is she is she is",
+]
+REFERENCES = [
+    "i am happy to see you here",
+    "He is a teacher!",
+    "we are lost",
+    "They are not coming to the old house",
+    "she is tall",
+]
+
+
+def test_standard_scores_are_those_of_sacrebleu_with_their_signatures():
+    found = standard_scores(HYPOTHESES, REFERENCES)
+    for name, metric in (("", BLEU()), ("_lower", BLEU(lowercase=True)), ("_chrf", CHRF())):
+        assert found[f"sacrebleu{name}"].score == metric.corpus_score(HYPOTHESES, [REFERENCES]).score
+        assert found[f"sacrebleu{name}"].signature == str(metric.get_signature())
+    assert found["sacrebleu"].score < found["sacrebleu_lower"].score < 95
+    with pytest.raises(ValueError, match="longer"):
+        standard_scores(HYPOTHESES[:1], REFERENCES)
+
+
+@pytest.mark.parametrize("name", ["zh", "char", "intl", "none"])
+def test_other_tokenisers_are_those_of_sacrebleu(name):
+    references, hypotheses = (
+        ["我有3只猫。你呢?", "Ça va (bien)! Je suis là."],
+        ["我有三只猫。你呢?", "Ça va bien! Je suis là."],
+    )
+    found = standard_scores(hypotheses, references, name)["sacrebleu"]
+    assert found.score == BLEU(tokenize=name).corpus_score(hypotheses, [references]).score > 0
+    assert f"tok:{name}" in found.signature
+
+
+def test_scores_of_tokens_are_not_smoothed_and_do_not_depend_on_the_order():
+    found = token_scores(HYPOTHESES, REFERENCES)
+    assert found["bleu"] == BLEU(tokenize="none", smooth_method="none").corpus_score(HYPOTHESES, [REFERENCES]).score
+    assert found["chrf"] == CHRF().corpus_score(HYPOTHESES, [REFERENCES]).score
+    assert found["exact_match"] == 0.2
+    assert token_scores(HYPOTHESES[::-1], REFERENCES[::-1]) == found
+    assert token_scores(["a b"], ["a c"])["bleu"] == 0
+    assert token_scores([], []) == {"bleu": 0.0, "chrf": 0.0, "exact_match": 0.0}

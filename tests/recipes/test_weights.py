@@ -113,7 +113,9 @@ def test_a_file_without_named_tensors_is_refused(tmp_path: Path, content: Any):
         read_weights(tmp_path / "a.pt")
 
 
-class _Runs:
+class Runs:
+    """Its unpickling makes a file."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -124,7 +126,7 @@ class _Runs:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path: Path, zipped: bool):
     options = {"_use_new_zipfile_serialization": zipped}
-    torch.save({"state_dict": _state(), "x": _Runs(tmp_path / "ran")}, tmp_path / "a.pt", **options)
+    torch.save({"state_dict": _state(), "x": Runs(tmp_path / "ran")}, tmp_path / "a.pt", **options)
     with pytest.raises(UserError, match=r"a\.pt holds code \((\S*Path\S*|getattr)\) and not only weights"):
         read_weights(tmp_path / "a.pt")
     assert not (tmp_path / "ran").exists()

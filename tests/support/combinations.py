@@ -64,7 +64,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 """The values of each factor, the simplest one first."""
 
-PLAIN = {factor: values[0] for factor, values in FACTORS.items()}
+PLAIN = {factor: values[0] for factor, values in FACTORS.items()} | {"dtype": "float64"}
 OTHER_SPLIT = {"1x4": "2x2", "2x1": "1x2", "2x2": "1x4"}
 
 Settings = Mapping[str, str]
@@ -89,19 +89,28 @@ def cut_of(settings: Settings, resumed: bool = False) -> Cut:
 # What a user writes: a network, a data set, an optimiser, a schedule
 
 
+def dtype_of(settings: Settings) -> torch.dtype:
+    """That of weights and inputs; float64 unless a row says otherwise."""
+    return getattr(torch, settings.get("dtype", "float64"))
+
+
 def layers(settings: Settings) -> tuple[nn.Module, nn.Module]:
-    """A backbone and a head in float64. The convolution has no bias, since BatchNorm takes it out again."""
+    """A backbone and a head. The convolution has no bias, since BatchNorm takes it out again."""
     torch.manual_seed(3)
+    dtype = dtype_of(settings)
     if settings["network"] == "BatchNorm":
         backbone = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten())
-        return backbone.double(), nn.Linear(4 * 3 * 3, CLASSES).double()
+        return backbone.to(dtype), nn.Linear(4 * 3 * 3, CLASSES).to(dtype)
     backbone = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh())
-    return backbone.double(), nn.Linear(8, CLASSES).double()
+    return backbone.to(dtype), nn.Linear(8, CLASSES).to(dtype)
 
 
 def samples(settings: Settings) -> tuple[Tensor, Tensor]:
     """Inputs and targets: those to train on, then those to validate."""
-    return noisy_images(SAMPLES + 6) if settings["network"] == "BatchNorm" else sentences(SAMPLES + 6)
+    if settings["network"] == "tokens":
+        return sentences(SAMPLES + 6)
+    inputs, targets = noisy_images(SAMPLES + 6)
+    return inputs.to(dtype_of(settings)), targets
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -263,8 +272,12 @@ class Life(NamedTuple):
     rates: dict[int, float]
 
 
-def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
-    """Train a row, in each of its processes, until it stops; or resume it from its last checkpoint to its end."""
+def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[str, Any] | None = None) -> Life:
+    """Train a row, in each of its processes, until it stops; or resume it from its last checkpoint to its end.
+
+    Args:
+        on: the Trainer's arguments for a device.
+    """
     cut = cut_of(settings, resumed)
     stopping = not resumed and settings["stop"] != "to the end"
     stops_at = (STOP_EPOCH, stop_batch(cut)) if stopping else None
@@ -285,6 +298,7 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
             use_distributed_sampler=settings["loader"] == "DataLoader with Lightning's sampler",
             val_check_interval=cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
             gradient_clip_val=0.3 if settings["clipping"] == "norm" else None,
+            **(on or {}),
         )
         with contextlib.suppress(Preempted, ZeroDivisionError):
             trainer.fit(
@@ -299,13 +313,13 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         failed = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()} if model else {}
+    weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()} if model else {}
     return Life(refused, failed, trainer.global_step if trainer else 0, weights, watch.rates)
 
 
-def live_all(rows: Mapping[int, Settings], folder: Path, resumed: bool = False) -> dict[int, Life]:
-    """The first or second lives of rows by their numbers, in processes that start once."""
-    return {number: live(settings, folder / str(number), resumed) for number, settings in rows.items()}
+def live_all(rows: Mapping[int, Settings], folder: Path, *options: Any) -> dict[int, Life]:
+    """The first or second lives of rows by their numbers, in processes that start once; see `live`."""
+    return {number: live(settings, folder / str(number), *options) for number, settings in rows.items()}
 
 
 def groups(rows: Mapping[int, Settings], resumed: bool = False) -> Iterator[tuple[int, dict[int, Settings]]]:

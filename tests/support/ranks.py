@@ -36,6 +36,8 @@ def _child(
 ) -> None:
     # A test in the process that started the server of processes may have left it.
     os.environ.pop("LIGHTNING_RECIPES_RESUME_POINT", None)
+    # Workers of loaders are started as in a process of a launcher, and not by another server.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.update(env)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)

@@ -13,12 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateMonitor,
-    StochasticWeightAveraging,
-    Timer,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, StochasticWeightAveraging, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import lr_scheduler

@@ -99,9 +99,7 @@ def test_a_layer_that_is_used_twice_counts_its_last_call_and_is_told() -> None:
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_the_statistics_of_updates_are_those_of_their_micro_batches_in_turn(
-    momentum: float | None, dtype: torch.dtype, bound: float
-) -> None:
+def test_the_statistics_of_updates_are_those_of_their_micro_batches_in_turn(momentum, dtype, bound) -> None:
     torch.manual_seed(1)
     layer = nn.BatchNorm1d(3, momentum=momentum, dtype=dtype)
     plain, statistics = copy.deepcopy(layer), OrderedStatistics(layer)

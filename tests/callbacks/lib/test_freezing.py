@@ -79,9 +79,7 @@ def test_statistics_of_all_batch_norm_stay_while_its_weights_train() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudnn_has_a_backward_pass(
-    kind: Any,
-) -> None:
+def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudnn_has_a_backward_pass(kind) -> None:
     torch.manual_seed(1)
     net = nn.ModuleDict({"first": nn.Linear(3, 4), "middle": kind(4, 4, num_layers=2, dropout=0.5)})
     inputs, rnn = torch.randn(5, 2, 3), net["middle"]

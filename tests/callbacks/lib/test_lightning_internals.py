@@ -26,7 +26,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib import lightning_internals as internals
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 ROOT = Path(__file__).parents[3]
 FENCE = [ROOT / "callbacks/lib/lightning_internals.py", ROOT / "callbacks/lib/step_plan.py"]
@@ -40,11 +40,6 @@ def tiny() -> Tiny:
     return Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
 
 
-def trainer_with(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    settings = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False} | QUIET | options
-    return pl.Trainer(callbacks=list(callbacks), **settings)
-
-
 def test_a_value_is_logged_as_in_the_running_hook() -> None:
     def log_as_at_the_epochs_end(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         vars(module)[internals.RUNNING_HOOK] = "on_train_epoch_end"
@@ -55,7 +50,7 @@ def test_a_value_is_logged_as_in_the_running_hook() -> None:
         on_train_batch_end=lambda trainer, module, *_: log_as_at_the_epochs_end(trainer, module),
         on_train_end=lambda trainer, _: metrics.update(trainer.callback_metrics),
     )
-    trainer_with(hook).fit(tiny(), loader())
+    quiet_trainer(hook).fit(tiny(), loader())
     assert metrics["mean"] == 2.5  # Of 1 to 4; in a batch's hook the last value would stay.
 
 
@@ -73,7 +68,7 @@ def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_
         found.append((internals.epoch_sums(trainer), internals.means_of_trained_epoch(trainer)))
 
     hooks = LambdaCallback(on_train_start=install, on_train_batch_end=log)
-    trainer_with(hooks).fit(tiny(), loader())
+    quiet_trainer(hooks).fit(tiny(), loader())
     assert [list(sums) for sums, _ in found] == [[], *[["on_train_batch_end.x"]] * 3]
     if reduce_fx == "mean":
         assert [[part.item() for part in sums["on_train_batch_end.x"]] for sums, _ in found[1:]] == [
@@ -112,7 +107,7 @@ def test_the_step_of_this_lightning_is_the_one_that_was_shortened() -> None:
 
 
 def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
-    trainer = trainer_with()
+    trainer = quiet_trainer()
     trainer.fit(tiny(), loader())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     loops = torch.load(tmp_path / "a.ckpt", weights_only=False)["loops"]["fit_loop"]
@@ -125,7 +120,7 @@ def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
     seen: list[Any] = []
     note = LambdaCallback(on_train_start=lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
     before = signal.getsignal(signal.SIGTERM)
-    trainer = trainer_with(note)
+    trainer = quiet_trainer(note)
     asks = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
     undo = internals.keep_signal_handlers(trainer)
     assert trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor != asks
@@ -188,12 +183,12 @@ def test_an_error_of_restoring_a_checkpoint_is_told_from_one_of_training(part: s
                 raise TypeError("a number was expected")
 
     resuming = False
-    trainer = trainer_with(Fails())
+    trainer = quiet_trainer(Fails())
     trainer.fit(tiny(), loader())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     resuming = True
     with pytest.raises(TypeError) as raised:
-        trainer_with(Fails(), max_epochs=2).fit(tiny(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+        quiet_trainer(Fails(), max_epochs=2).fit(tiny(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert internals.raised_by_restoring(raised.value) == (part == "callbacks")
 
 

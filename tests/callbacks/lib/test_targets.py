@@ -6,9 +6,7 @@ from tests.support.tables import Tiny, sentence_network, sentences
 
 
 @pytest.mark.parametrize(("count", "expected"), [(None, 1), (3, 0)])
-def test_labels_of_minus_100_without_a_count_are_warned_of(
-    count: int | None, expected: int, caplog: pytest.LogCaptureFixture
-):
+def test_labels_of_minus_100_without_a_count_are_warned_of(count, expected, caplog):
     output = torch.zeros(()) if count is None else {"loss": torch.zeros(()), "count": count}
     warn_of_ignored_targets(output, sentences(4))
     assert caplog.text.count("labels of -100") == expected

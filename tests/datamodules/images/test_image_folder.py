@@ -86,13 +86,6 @@ def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tre
     assert not _equal(_batches(_data(tree, seed=2, cache_gb=0, **options)), expected)
 
 
-def test_weights_of_classes_make_up_for_counts(tmp_path):
-    for name, count in (("ant", 1), ("bee", 9)):
-        write_class(tmp_path / "train" / name, count)
-    weights = _data(tmp_path, balance="loss", val_fraction=0.0).class_weights
-    assert torch.allclose(weights, torch.tensor([5.0, 5 / 9]))
-
-
 def test_an_exception_ends_the_workers(tree):
     data = _data(tree, num_workers=1)
     loader = data.train_dataloader()

@@ -1,6 +1,5 @@
 import gzip
 import re
-import struct
 from pathlib import Path
 
 import pytest
@@ -8,23 +7,18 @@ import torch
 
 from datamodules.errors import UserError
 from datamodules.images.known_sets import check_images_and_labels, read_idx
-
-
-def _idx(rows: torch.Tensor, sizes: tuple[int, ...] | None = None) -> bytes:
-    sizes = tuple(rows.shape) if sizes is None else sizes
-    return struct.pack(f">HBB{len(sizes)}I", 0, 8, len(sizes), *sizes) + bytes(rows.flatten().tolist())
-
+from tests.datamodules.images.test_mnist import idx
 
 IMAGES = torch.arange(5 * 28 * 28).remainder(251).to(torch.uint8).reshape(5, 28, 28)
 LABELS = torch.tensor([3, 1, 4, 1, 5], dtype=torch.uint8)
-PACKED = gzip.compress(_idx(IMAGES), mtime=0)
+PACKED = gzip.compress(idx(IMAGES), mtime=0)
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gz"])
 def test_what_is_written_is_read(tmp_path: Path, compress):
     path = tmp_path / "file"
     for rows in (IMAGES, LABELS):
-        path.write_bytes(compress(_idx(rows)))
+        path.write_bytes(compress(idx(rows)))
         found = read_idx(path, rows.dim())
         assert found.dtype == torch.uint8
         assert torch.equal(found, rows)
@@ -36,10 +30,10 @@ def test_what_is_written_is_read(tmp_path: Path, compress):
     [
         (b"", "no idx file .* starts with nothing, expected 00000803"),
         (b"<html>404 not found</html>", "no idx file .* starts with 3c68746d, expected 00000803"),
-        (_idx(LABELS), "no idx file .* starts with 00000801, expected 00000803"),
-        (_idx(IMAGES)[:-1], "holds 3,919 bytes, and its header says 5 x 28 x 28"),
-        (_idx(IMAGES) + b"x", "holds 3,921 bytes, and its header says 5 x 28 x 28"),
-        (_idx(IMAGES[:0]), "holds 0 bytes, and its header says 0 x 28 x 28"),
+        (idx(LABELS), "no idx file .* starts with 00000801, expected 00000803"),
+        (idx(IMAGES)[:-1], "holds 3,919 bytes, and its header says 5 x 28 x 28"),
+        (idx(IMAGES) + b"x", "holds 3,921 bytes, and its header says 5 x 28 x 28"),
+        (idx(IMAGES[:0]), "holds 0 bytes, and its header says 0 x 28 x 28"),
         (PACKED[:-20], "is damaged: .*delete it and run again"),
         (PACKED[:100] + bytes([PACKED[100] ^ 0xFF]) + PACKED[101:], "is damaged"),
     ],

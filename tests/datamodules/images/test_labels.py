@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from datamodules import EvaluationLoader, ImageFolderDataModule, MNISTDataModule, TrainLoader, UserError
@@ -20,41 +19,32 @@ def test_labels_that_are_classes_or_minus_100_pass_and_those_are_counted():
     assert check_labels(LABELS[:0], 3, "the training set") == 0
 
 
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (
-            [0, 1, 7, 4, -100],
-            r"label 7 at row 2 of the set is outside 0\.\.2 \(2 of 5 .*; pass num_classes=8 or correct",
-        ),
-        ([0, 1, -1], r"label -1 at row 2 of the set is outside 0\.\.2 .*correct the labels; -100 leaves a sample out$"),
-        ([-1, 3], r"label -1 at row 0 of the set .*pass num_classes=4 or correct"),
-    ],
-)
-def test_a_label_that_is_no_class_is_named_with_its_row_and_what_to_type(labels: list[int], message: str):
-    with pytest.raises(UserError, match=message):
-        check_labels(torch.tensor(labels), 3, "the set")
+OUTSIDE = {
+    r"label 7 at row 2 of the set is outside 0\.\.2 \(2 of 5 .*; pass num_classes=8 or correct": [0, 1, 7, 4, -100],
+    r"label -1 at row 2 of the set is outside 0\.\.2 .*correct the labels; -100 leaves a sample out$": [0, 1, -1],
+    r"label -1 at row 0 of the set .*pass num_classes=4 or correct": [-1, 3],
+}
 
 
-def test_the_row_is_that_of_the_data_set():
+def test_a_label_that_is_no_class_is_named_with_its_row_in_the_data_set_and_what_to_type():
+    for message, labels in OUTSIDE.items():
+        with pytest.raises(UserError, match=message):
+            check_labels(torch.tensor(labels), 3, "the set")
     with pytest.raises(UserError, match="label 3 at row 40 of the set"):
         check_labels(torch.tensor([0, 3]), 3, "the set", rows=torch.tensor([10, 40]))
 
 
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (
-            LABELS.float(),
-            r"are float32 of shape \(6,\), expected class numbers 0 to 2, whole .*: pass labels\.long\(\)$",
-        ),
-        (F.one_hot(LABELS.clamp(min=0)), r"are int64 of shape \(6, 3\).*: pass labels\.argmax\(1\)$"),
-        (torch.zeros(6, 4), r"are float32 of shape \(6, 4\), expected class numbers 0 to 2, whole .* \(6,\)$"),
-    ],
-)
-def test_labels_of_another_type_or_shape_are_refused_with_the_conversion(labels: Tensor, message: str):
+OTHERS = {
+    r"are float32 of shape \(6,\), expected class numbers 0 to 2, whole .*: pass labels\.long\(\)$": LABELS.float(),
+    r"are int64 of shape \(6, 3\).*: pass labels\.argmax\(1\)$": F.one_hot(LABELS.clamp(min=0)),
+    r"are float32 of shape \(6, 4\), expected class numbers 0 to 2, whole .* \(6,\)$": torch.zeros(6, 4),
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_labels_of_another_type_or_shape_are_refused_with_the_conversion(message: str):
     with pytest.raises(UserError, match=f"^the labels of the set {message}"):
-        check_labels(labels, 3, "the set")
+        check_labels(OTHERS[message], 3, "the set")
 
 
 class Relabelled(TensorDataset):

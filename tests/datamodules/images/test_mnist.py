@@ -3,7 +3,6 @@ import hashlib
 import logging
 import struct
 import time
-from collections.abc import Iterable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.support.tables import quiet_trainer
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
-def _idx(rows: Tensor) -> bytes:
+def idx(rows: Tensor) -> bytes:
     return struct.pack(f">HBB{rows.dim()}I", 0, 8, rows.dim(), *rows.shape) + bytes(rows.flatten().tolist())
 
 
@@ -37,7 +36,7 @@ def write_set(folder: Path, train: int = 50, test: int = 20, compress: bool = Tr
             (f"{part}-images-idx3-ubyte", numbers.view(n, 1, 1).expand(n, 28, 28)),
             (f"{part}-labels-idx1-ubyte", numbers % 10),
         ):
-            data = _idx(rows)
+            data = idx(rows)
             (folder / (stem + ".gz" * compress)).write_bytes(gzip.compress(data, 1) if compress else data)
 
 
@@ -90,10 +89,6 @@ class Watcher(pl.LightningModule):
 
 
 PLAIN = {"shift": 0, "rotation": 0, "scale": 0}
-
-
-def _joined(batches: Iterable[list[int]]) -> list[int]:
-    return [number for batch in batches for number in batch]
 
 
 # Files
@@ -149,7 +144,7 @@ def test_a_folder_without_all_files_is_refused_with_what_to_pass(tiny: Path, fol
 def test_a_label_that_is_no_class_is_refused_with_file_and_row(tiny: Path):
     labels = torch.arange(50, dtype=torch.uint8) % 10
     labels[17] = 11
-    (tiny / f"{FILES[1]}.gz").write_bytes(gzip.compress(_idx(labels)))
+    (tiny / f"{FILES[1]}.gz").write_bytes(gzip.compress(idx(labels)))
     reason = rf"label 11 at row 17 of .*{FILES[1]}\.gz is outside 0\.\.9 .*pass num_classes=12 or correct"
     with pytest.raises(UserError, match=reason):
         _data(tiny).setup("fit")
@@ -200,8 +195,8 @@ def test_training_and_validation_share_no_sample_and_together_hold_all(tiny: Pat
     module, data = Watcher(), _data(tiny, seed=3, **PLAIN)
     quiet_trainer().fit(module, datamodule=data)
     train, val = split_indices(50, 10, seed=3)
-    assert _joined(module.seen["train"]) == train[epoch_order(40, 3, 0)].tolist()
-    assert _joined(module.seen["val"]) == val.tolist()
+    assert sum(module.seen["train"], []) == train[epoch_order(40, 3, 0)].tolist()
+    assert sum(module.seen["val"], []) == val.tolist()
 
 
 def test_only_training_batches_are_augmented_and_anew_in_each_epoch(tiny: Path):
@@ -261,7 +256,7 @@ def test_each_entry_point_works_alone_and_after_another(tiny: Path):
     for entry, part, count in stages:
         module = Watcher()
         getattr(quiet_trainer(), entry)(module, datamodule=data)
-        assert len(set(_joined(module.seen[part]))) == count
+        assert len(set(sum(module.seen[part], []))) == count
         # Only `test` sees the test set.
         assert (part == "test") == bool(module.seen["test"])
 
@@ -474,6 +469,6 @@ def test_mnist_under_the_name_of_a_relative_is_refused_however_packed(shared_dat
 def test_images_with_the_statistics_of_a_relative_are_not_mnist(tmp_path: Path):
     write_set(tmp_path, compress=False)
     light = torch.rand(50, 28, 28, generator=torch.Generator().manual_seed(1)) < 0.396
-    (tmp_path / FILES[0]).write_bytes(_idx(light.byte() * 184))
+    (tmp_path / FILES[0]).write_bytes(idx(light.byte() * 184))
     with pytest.raises(UserError, match="belongs to Fashion-MNIST by its pixels .*; pass dataset='fashion-mnist'"):
         _data(tmp_path, dataset="auto").setup("fit")

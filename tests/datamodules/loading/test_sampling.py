@@ -6,10 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import Division, epoch_order, evaluation_spans, split_indices
-
-batch_sizes = st.integers(1, 40)
-worlds = st.integers(1, 9)
+from datamodules.loading.sampling import Division, epoch_order, split_indices
 
 
 @st.composite
@@ -79,15 +76,6 @@ def test_a_resume_at_any_update_goes_on_with_the_rest_under_the_same_numbers(cut
     found = {step.number: (step.start, step.stop) for step in rest if step.start < step.stop}
     assert found == {number: span for number, span in _micro_batches(alone).items() if number >= first}
     assert len(rest) == after.world_size * (len(after) - after.steps_before(position))
-
-
-@given(n=st.integers(0, 200), batch_size=batch_sizes, world_size=worlds)
-def test_evaluation_visits_every_sample_once_in_batches_that_no_world_size_changes(n, batch_size, world_size):
-    ranks = [list(evaluation_spans(n, batch_size, rank, world_size)) for rank in range(world_size)]
-    assert all(ranks), "a rank without any batch would be missing in the reductions"
-    spans = sorted(span for spans in ranks for span in spans if span[0] < span[1])
-    alone = [span for span in evaluation_spans(n, batch_size, 0, 1) if span[0] < span[1]]
-    assert spans == alone == [(start, min(start + batch_size, n)) for start in range(0, n, batch_size)]
 
 
 @given(n=st.integers(1, 300), seed=st.integers(0, 2**31), data=st.data())

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import epoch_order
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch, WorkerEvaluationLoader, WorkerTrainLoader
-from tests.support.agents import wait_until
 
 N = 23
 ROWS = torch.arange(N)
@@ -55,6 +55,8 @@ def _workers(loader: WorkerTrainLoader) -> set[int]:
 
 
 def _wait_for_the_end_of(pids: Iterable[int]) -> None:
+    from tests.support.agents import wait_until  # It imports what the processes below have no need of.
+
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the workers", 5)
 
 
@@ -183,7 +185,9 @@ def test_ctrl_c_ends_at_once_and_no_worker_complains(tensors):
     _wait_for_the_end_of(pids)
 
 
-def test_a_worker_that_dies_is_named_where_its_batch_is_awaited():
+def test_a_worker_that_dies_is_named_where_its_batch_is_awaited(monkeypatch):
+    # torch looks every 5 seconds whether its workers live.
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
     loader = _loader(num_workers=2)
     batches = iter(loader)
     next(batches)

@@ -1,5 +1,6 @@
 import pickle
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -65,6 +66,13 @@ def _numbered(loaders: list[SentenceTrainLoader]) -> dict[int, list[int]]:
     return dict(sorted(found.items()))
 
 
+@cache
+def _alone(items: int, **options: int) -> list[dict[int, list[int]]]:
+    """Three epochs on one device."""
+    loaders = _on_ranks(1, items, **options)
+    return [_numbered(loaders) for _ in range(3)]
+
+
 def test_sentences_are_packed_as_numbers_of_their_own_tokens() -> None:
     lines = ["a b a", "c", "b <eos> a"]
     for start in (False, True):
@@ -124,8 +132,7 @@ RANKS = st.integers(1, 4)
 @given(cut=CUTS, world_size=RANKS)
 def test_micro_batches_and_their_numbers_are_those_of_one_device(cut: tuple[int, dict], world_size: int) -> None:
     items, options = cut
-    loaders, alone = _on_ranks(world_size, items, **options), _on_ranks(1, items, **options)
-    epochs = [_numbered(alone) for _ in range(2)]
+    loaders, epochs = _on_ranks(world_size, items, **options), _alone(items, **options)[:2]
     assert [_numbered(loaders) for _ in epochs] == epochs
     assert len({len(loader) for loader in loaders}) == 1
     for batches in epochs:
@@ -181,8 +188,7 @@ def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_u
     cut: tuple[int, dict], before: int, after: int, epoch: int, data: st.DataObject
 ) -> None:
     items, options = cut
-    alone = _on_ranks(1, items, **options)
-    epochs = [_numbered(alone) for _ in range(3)]
+    epochs = _alone(items, **options)
     old = _on_ranks(before, items, **options)[-1]
     old.set_epoch(epoch)
     steps, batches = data.draw(st.integers(1, len(old))), iter(old)

@@ -125,6 +125,7 @@ def test_a_file_is_read_however_it_is_written(tmp_path: Path, form: str) -> None
 
 def test_two_aligned_files_are_the_same_as_one_of_pairs_and_reverse_swaps_the_sides(tmp_path: Path) -> None:
     whole = _data(tmp_path)
+    assert whole.validates
     assert _everything(_words(**_aligned(tmp_path, _lines()))) == _everything(whole)
     backwards = _data(tmp_path, reverse=True)
     assert _everything(backwards) == sorted((b, a) for a, b in _everything(whole))
@@ -224,7 +225,7 @@ def test_a_published_split_is_used_as_it_is(tmp_path: Path, aligned: bool, caplo
     assert _sentences(data, "test") == [(f"neuf {'x ' * i}".strip(), "nine") for i in range(5)]
     batches = data.test_dataloader()
     assert sorted(sum((batch.numbers.tolist() for batch in batches), [])) == data.rows["test"].tolist()
-    assert data.validates
+    assert (data.validates, alone.validates, alone.val_dataloader()) == (True, False, [])
     assert data.info.read == data.info.kept + sum(data.info.left_out.values())
     assert data.left_out == alone.left_out
     assert "1 of 25 training pairs have a source sentence that is in the validation files, too" in caplog.text
@@ -441,13 +442,6 @@ def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: p
     data.load_state_dict(_data(tmp_path).state_dict())
     assert data.prediction_names == ["un", "line 2 of standard input"]
     assert data.unreadable_inputs == {1: "line 2 of standard input is not in UTF-8; save the file as UTF-8"}
-
-
-def test_without_a_validation_part_validates_is_false(tmp_path: Path) -> None:
-    data = _data(tmp_path, val_fraction=0.0)
-    assert not data.validates
-    assert data.val_dataloader() == []
-    assert _data(tmp_path, val_fraction=0.1).validates
 
 
 def test_a_checkpoints_vocabularies_and_normalisation_replace_those_of_the_corpus(tmp_path: Path) -> None:

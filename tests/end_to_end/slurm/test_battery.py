@@ -116,9 +116,7 @@ INTERRUPTIONS: dict[str, tuple[Callable[[Slurm, str], object], str]] = {
 
 
 @pytest.mark.parametrize("how", INTERRUPTIONS)
-def test_a_job_that_is_interrupted_is_requeued_and_ends_as_an_undisturbed_one(
-    how: str, cluster: Cluster, undisturbed: str
-) -> None:
+def test_a_job_that_is_interrupted_is_requeued_and_ends_as_an_undisturbed_one(how, cluster, undisturbed) -> None:
     interrupt, logged = INTERRUPTIONS[how]
     job = cluster.sbatch()
     cluster.trains(job)

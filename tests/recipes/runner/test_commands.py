@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 from tests.support.stock_data import Quadrants
 
 QUICK = ["--dataset", "digits", "--max-epochs", "2", "--network", "default", "--precision", "32"]
-QUICK += ["--accelerator", "cpu"]
+QUICK += ["--accelerator", "cpu", "--limit-train-batches", "4"]
 
 
 class EvaluateAverage(pl.Callback):

@@ -52,7 +52,7 @@ def _wait_until(condition: Callable[[], Any]) -> None:
 
 def _send(port: int, data: bytes) -> None:
     """Send what another program may, and see whether the store closes the connection."""
-    with socket.create_connection(("127.0.0.1", port), timeout=1) as foreign:
+    with socket.create_connection(("127.0.0.1", port), timeout=0.2) as foreign:
         try:
             foreign.sendall(data)
             while foreign.recv(100):

@@ -1,34 +1,30 @@
 """What is tuned on the host saves work and changes no result; and how many threads compute."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from recipes.runner.machine import default_threads
+from recipes.runner.machine import default_threads, stop_gpu_search
+from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[3]
+
+def _opened_by_a_step() -> tuple[list[str], str]:
+    """The libraries that are opened in a step of AdamW."""
+    stop_gpu_search()
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "ctypes.dlopen" else None)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    torch.optim.AdamW([weight]).step()
+    return opened, os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to look for")
 def test_without_a_gpu_adam_no_longer_searches_for_one_in_each_step() -> None:
-    code = (
-        "import os, lightning.pytorch, torch\n"
-        "from recipes.runner.machine import stop_gpu_search\n"
-        "stop_gpu_search()\n"
-        "opened = []\n"
-        "import sys\n"
-        "sys.addaudithook(lambda event, args: opened.append(args[0]) if event == 'ctypes.dlopen' else None)\n"
-        "weight = torch.nn.Parameter(torch.zeros(2)); optimizer = torch.optim.AdamW([weight])\n"
-        "weight.grad = torch.ones(2); optimizer.step()\n"
-        "print(opened, os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])"
-    )
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
-    assert found.stdout == "[] 0\n", found.stderr
+    env = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    assert run_ranks(_opened_by_a_step, 1, env=env) == [([], "0")]
 
 
 def test_processes_share_the_cores_unless_the_user_or_slurm_has_said_how() -> None:

@@ -26,10 +26,8 @@ time.sleep(60)
 
 PARENT = """
 import os, subprocess, sys, time
-from recipes.runner.machine import declare_parent
 
-declare_parent(os.environ)
-env = os.environ | {"LOCAL_RANK": "1"}
+env = os.environ | {"LIGHTNING_RECIPES_PARENT": str(os.getpid()), "LOCAL_RANK": "1"}
 print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env).pid, flush=True)
 time.sleep(60)
 """
@@ -47,6 +45,7 @@ def test_the_parent_of_a_rank_is_the_process_that_said_so_and_not_that_process_i
     env: dict[str, str] = {}
     assert parent_of_rank(env) is None
     declare_parent(env)
+    assert env == {"LIGHTNING_RECIPES_PARENT": str(os.getpid())}
     assert parent_of_rank(env) is None
     assert parent_of_rank(env | {"LOCAL_RANK": "0"}) is None
     assert parent_of_rank(env | {"LOCAL_RANK": "1"}) is None

@@ -1,6 +1,7 @@
-"""Every public callback has a page with an example that runs, and a place in the site."""
+"""Every public callback has a page with an example that runs and a place in the site; the notebook runs."""
 
 import inspect
+import json
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -8,9 +9,8 @@ import pytest
 import yaml
 
 import callbacks
-from docs.code_blocks import blocks_of
+from docs.code_blocks import ROOT, blocks_of
 
-ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "callbacks").glob("*.md"))}
 NAMES = [
     name
@@ -33,3 +33,25 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = set(yaml.safe_dump(nav).replace("- ", " ").split())
     missing = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert [page for page in missing if page not in listed] == []
+
+
+NOTEBOOK = ROOT / "docs" / "notebooks" / "mnist.ipynb"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nbformat, client = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    client.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    tables = printed.count("best checkpoint")
+    assert tables == 1  # Of the one that is not quiet.
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert "Traceback" not in printed
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
