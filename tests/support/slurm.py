@@ -86,11 +86,11 @@ class Slurm:
             (self.folder / name).mkdir()
         own = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._run("munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *own)
-        wait_until((self.folder / "munge.socket").is_socket, "munged's socket", 20)
+        wait_until((self.folder / "munge.socket").is_socket, "munged's socket")
         self._run("slurmctld", "-D")
         for node in NODES:
             self.start_node(node)
-        wait_until(self._is_idle, "two idle nodes", 60)
+        wait_until(self._is_idle, "two idle nodes")
 
     def _is_idle(self) -> bool:
         try:
@@ -158,7 +158,7 @@ class Slurm:
 
     def call(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         """What a command of Slurm prints; it has to succeed."""
-        done = subprocess.run(command, env=self.env | dict(env or {}), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.env | dict(env or {}), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
@@ -168,10 +168,10 @@ class Slurm:
 
     def start_now(self, number: str) -> None:
         """Have a requeued job start at once; Slurm would wait for two minutes."""
-        wait_until(lambda: self.job(number)["JobState"] == "PENDING", f"job {number} in the queue", 60)
+        wait_until(lambda: self.job(number)["JobState"] == "PENDING", f"job {number} in the queue")
         # The end of the first script is reported later, and would end the second one, which Slurm's delay prevents.
         raw = self.job(number)["JobId"]
         gone = f"job {number} has no process"
-        wait_until(lambda: all(env["SLURM_JOB_ID"] != raw for _, env in self._processes()), gone, 60)
+        wait_until(lambda: all(env["SLURM_JOB_ID"] != raw for _, env in self._processes()), gone)
         time.sleep(2)
         self.call("scontrol", "update", f"jobid={number}", "StartTime=now")

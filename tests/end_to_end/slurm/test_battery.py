@@ -146,7 +146,7 @@ def test_a_cancelled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cl
     job = cluster.sbatch()
     cluster.trains(job)
     cluster.slurm.call("scancel", job)
-    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "CANCELLED", "cancelled", 60)
+    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "CANCELLED", "cancelled", 200)
     assert f"ended by SIGTERM; resume in a new job with --name slurm-{job}, or with\n  srun" in cluster.log(job)
     done = updates_done(cluster.last(job))
     other = cluster.sbatch(flags=("--name", f"slurm-{job}"))

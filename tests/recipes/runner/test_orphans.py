@@ -81,7 +81,7 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path):
     assert lives(child)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not lives(child), "the end of the orphan", timeout=20)
+    wait_until(lambda: not lives(child), "the end of the orphan")
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_rank_0_killed_while_it_starts_the_others_leaves_none_behind(tmp_path):
         wait_until(lambda: bool(children.extend(children_of(rank_0.pid)) or children), "rank 1")
         rank_0.kill()
         rank_0.wait()
-        wait_until(lambda: not any(map(lives, children)), "the end of rank 1", timeout=45)
+        wait_until(lambda: not any(map(lives, children)), "the end of rank 1")
     finally:
         for pid in [rank_0.pid, *children]:
             if lives(pid):
