@@ -220,7 +220,7 @@ def test_scores_are_those_of_the_samples_with_labels():
 def test_a_set_without_any_label_is_refused():
     none, run = torch.full_like(LABELS, IGNORED), quiet_trainer()
     for act, part, later in (
-        (run.fit, "training", "epoch 0 had no target"),
+        (run.fit, "training", "epoch 1 had no target"),
         (run.validate, "validation", "no validation sample has a label"),
     ):
         with pytest.raises(UserError, match=f"all 24 labels of the {part} set are -100"):
