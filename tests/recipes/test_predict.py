@@ -15,7 +15,7 @@ from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataM
 from datamodules.images.given_images import given_images
 from datamodules.images.known_sets import load_digits
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
-from recipes.inputs import preprocessing
+from recipes.inputs import new_data_module, preprocessing
 from recipes.prediction import all_rows
 from tests.support.command_lines import MNIST, typed
 from tests.support.tables import quiet_trainer
@@ -195,6 +195,8 @@ def test_a_resnet_predicts_images_of_any_form(tmp_path: Path):
     assert [row["class"] is None for row in rows] == [False, True, False, False]
     assert rows[1]["note"] == "cannot be read as an image: its content is not an image"
     assert rows[0]["probability"] == pytest.approx(rows[2]["probability"]) == pytest.approx(rows[3]["probability"])
+    recipe.saved_data[1]["statistics"] = [[0.1] * 3, [0.9] * 3]
+    assert new_data_module(recipe).pixel_statistics == ((0.1,) * 3, (0.9,) * 3), "of the run, not of what lies here"
 
 
 def test_a_translator_predicts_sentences_and_reads_text_files(tmp_path: Path):
