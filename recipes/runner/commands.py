@@ -116,7 +116,7 @@ def _check_parts(experiment: Experiment) -> None:
         if not is_overridden(name, part):
             raise UserError(f"{command} needs a method {name}, and {type(part).__name__} has none")
     validates = experiment.validates and experiment.trainer["limit_val_batches"] != 0
-    if experiment.run.patience is not None and not validates:
+    if command == "fit" and experiment.run.patience is not None and not validates:
         raise UserError("`patience` counts validations, and this run has none; leave it out")
 
 

@@ -36,10 +36,11 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
         f"{stops} --max-epochs 30 --name cut --resume auto",
         f"{stops} --max-epochs 30 --patience 3 --name cut --resume auto",
         f"{stops} --max-epochs 30 --patience 3 --name patient",
+        "test --ckpt runs/plain/patient/checkpoints/best.ckpt --limit-val-batches 0",
         recipe="tests.support.plain_recipe:Plain",
         data="datamodules:MNISTDataModule",
     )
-    assert [each.status for each in ended] == [0] * 6, ended
+    assert [each.status for each in ended] == [0] * 7, ended
     assert "stopped early  " in ended[2].out
     assert "has finished" in ended[3].out
     assert "resuming from" in ended[4].out
