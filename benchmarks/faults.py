@@ -337,6 +337,7 @@ def picture(outcomes: Mapping[tuple[str, str, int], Outcome]) -> str:
     drawn, y, before = [f'<text x="10" y="20" font-weight="bold">{title}</text>'], 30, ""
     longest = max([1.0, *(found.updates_after for found in outcomes.values() if math.isfinite(found.updates_after))])
     for (fault, recipe, processes), found in outcomes.items():
+        recovered = math.isfinite(found.updates_after)
         if fault != before:
             y, before = y + 26, fault
             drawn.append(f'<text x="10" y="{y - 2}">{fault}</text>')
@@ -346,8 +347,8 @@ def picture(outcomes: Mapping[tuple[str, str, int], Outcome]) -> str:
             if found.updates_after >= seconds:  # A run that goes on has no end to wait for.
                 width = max(1.0, 400 * seconds / longest)
                 drawn.append(f'<rect x="190" y="{y + 3}" width="{width:.1f}" height="11" fill="{colour}"/>')
-        shown = f"{found.updates_after:.1f} s" if math.isfinite(found.updates_after) else "no further update"
-        end = 198 + 400 * (found.updates_after if math.isfinite(found.updates_after) else 0) / longest
+        end = 198 + 400 * found.updates_after / longest if recovered else 198
+        shown = f"{found.updates_after:.1f} s" if recovered else "no further update"
         drawn.append(f'<text x="{end:.0f}" y="{y + 12}">{shown}</text>')
         y += 16
     size = f'viewBox="0 0 670 {y + 14}" font-family="sans-serif" font-size="11"'

@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -157,16 +158,20 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_is_survived_and_a_failed_case_is_reported(monkeypatch, capsys) -> None:
+def test_a_fault_is_survived_and_drawn_and_a_failed_case_is_reported(monkeypatch, capsys, tmp_path) -> None:
     good, wrong = "last.ckpt with a flipped bit", FaultCase({"kind": "raise", "at": 17}, "what no run prints", 0, 1)
     monkeypatch.setattr(faults, "FAULTS", {good: FAULTS[good], "wrong": wrong})
-    assert faults.main(["--recipes", "mnist"]) == 1
+    assert faults.main(["--recipes", "mnist", "--picture", str(tmp_path / "a.svg")]) == 1
     survived, failed = capsys.readouterr().out.splitlines()[-2:]
     assert survived.startswith(f"| mnist | {good} | 1 |")
     assert survived.endswith("| as it has to be, weights equal |")
     ended_after, updates_after, repeated = map(float, survived.split("|")[4:7])
     assert 0 <= ended_after < updates_after
     assert repeated == 13
+    texts = [
+        text.text for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert texts[1:4] == [good, "mnist, 1 process", f"{updates_after:.1f} s"]
     assert "exit status 1" in failed
     assert "no match for 'what no run prints'" in failed
     assert "2 updates lost, at most 1 may be" in failed
