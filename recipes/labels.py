@@ -64,7 +64,7 @@ def mean_cross_entropy(
     labels = as_classes(labels, logits.shape[1])
     count: int | Tensor = len(labels)
     if not labels.is_floating_point() and len(labels):
-        counted = (labels != IGNORED).sum()
+        counted = (labels != IGNORED).count_nonzero()
         count = int(counted) if is_at_hand(labels) else counted
     if weight is not None:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -80,7 +80,7 @@ def mean_cross_entropy(
 
 def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
     """How many predictions are right, a scalar: of soft labels the likeliest class."""
-    return (logits.argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)).sum()
+    return (logits.argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)).count_nonzero()
 
 
 class LabelCheck:

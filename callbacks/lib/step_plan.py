@@ -9,6 +9,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import lightning
@@ -54,13 +55,21 @@ _STOCK = {
 """They do what a `StepPlan` does, where there is no GradScaler."""
 
 
+def _is_idle(callback: Any, name: str) -> bool:
+    """Whether a hook of a callback is that of `Callback`, which does nothing."""
+    kind: Any = type(callback)
+    is_plain = isinstance(callback, pl.Callback) and kind.__getattribute__ is object.__getattribute__
+    return is_plain and getattr(kind, name) is getattr(pl.Callback, name) and name not in vars(callback)
+
+
 class StepPlan:
     """Makes the steps of one Trainer's training, with Lightning's order of hooks, counters, logs and contexts.
 
     What it does not know, it leaves to Lightning: manual optimisation, a profiler, logging at the level DEBUG, a step
     that takes the ``dataloader_iter``, GradScaler, and strategies, precisions and optimisers with methods of their own
     for what is made here. It looks at each step; so a run may change over and back, and each rank for itself, since
-    both ways communicate alike. Which hooks of callbacks do nothing it looks at once in an epoch.
+    both ways communicate alike. Which hooks of callbacks do nothing it looks at once in an epoch, and when the list of
+    callbacks has changed.
 
     Args:
         trainer: one that begins to train.
@@ -72,8 +81,10 @@ class StepPlan:
         self.stock: Callable[[Any], None] = self.loop.advance
         self.module: Any = trainer.lightning_module
         """That of the running step."""
-        self.idle: dict[str, dict[int, pl.Callback]] = {}
-        """The callbacks, by identity, whose hook of a name does nothing."""
+        self.callbacks: list[pl.Callback] = []
+        """Those of the Trainer when `hooked` was made."""
+        self.hooked: dict[str, list[tuple[int, pl.Callback]]] = {}
+        """Which of them have a hook of their own, by its name, with their places."""
         self.classes: dict[tuple[type, tuple[str, ...]], bool] = {}
         """Whether these methods of a class are stock."""
         self.step: Any = None
@@ -112,19 +123,17 @@ class StepPlan:
             and self.has_stock(precision, _PRECISION)
         )
 
-    def find_idle_hooks(self) -> None:
-        """Looks which callbacks have no hook of their own; one that is set on an object later counts from here on."""
-        dynamic, own = object.__getattribute__, self.trainer.callbacks
-        plain = [c for c in own if isinstance(c, pl.Callback) and type(c).__getattribute__ is dynamic]
+    def find_hooks(self) -> None:
+        """Looks which callbacks have hooks of their own; one that is set on an object later counts from here on."""
+        self.callbacks = list(self.trainer.callbacks)
         for name in _HOOKS:
-            stock = getattr(pl.Callback, name)
-            self.idle[name] = {id(c): c for c in plain if getattr(type(c), name) is stock and name not in vars(c)}
+            self.hooked[name] = [(i, each) for i, each in enumerate(self.callbacks) if not _is_idle(each, name)]
 
     def advance(self, data_fetcher: Any) -> None:
         """One training batch: `_TrainingEpochLoop.advance`."""
         self.module = self.trainer.lightning_module
         if not self.is_ordinary(data_fetcher):
-            self.idle = {}
+            self.hooked = {}
             self.stock(data_fetcher)
             return
         trainer, loop = self.trainer, self.loop
@@ -135,8 +144,8 @@ class StepPlan:
             loop._broadcast_sigterm_tensor()
         batch, _, _ = next(data_fetcher)
         batch_idx = loop.batch_idx + 1
-        if batch_idx == 0 or not self.idle:
-            self.find_idle_hooks()
+        if batch_idx == 0 or not self.hooked:
+            self.find_hooks()
         progress.is_last_batch = data_fetcher.done
         batch = self.to_device(batch)
         progress.increment_ready()
@@ -191,11 +200,17 @@ class StepPlan:
         return self.named(name, self.call_all, name, *args)
 
     def call_all(self, name: str, *args: Any) -> Any:
-        trainer, module = self.trainer, self.module
-        idle = self.idle[name]
-        for callback in trainer.callbacks:
-            if id(callback) not in idle and callable(hook := getattr(callback, name)):
+        trainer, module, callbacks = self.trainer, self.module, self.trainer.callbacks
+        if callbacks != self.callbacks:
+            self.find_hooks()
+        for place, callback in self.hooked[name]:
+            if callable(hook := getattr(callback, name)):
                 hook(trainer, module, *args)
+            if callbacks != self.callbacks:  # As Lightning goes on, by places, where a hook has changed the list.
+                for callback in islice(callbacks, place + 1, None):
+                    if callable(hook := getattr(callback, name)):
+                        hook(trainer, module, *args)
+                break
         return hook(*args) if callable(hook := getattr(module, name)) else None
 
     def to_device(self, batch: Any) -> Any:
@@ -234,8 +249,9 @@ class StepPlan:
                     " first place."
                 )
             # A division by 1 costs an operation forwards and one backwards.
-            if type(output) is Tensor and trainer.accumulate_grad_batches == 1:
-                return ClosureResult(output)
+            parts = output if type(output) is dict else {"loss": output}
+            if type(parts.get("loss")) is Tensor and trainer.accumulate_grad_batches == 1:
+                return ClosureResult(parts["loss"], extra={name: parts[name] for name in parts if name != "loss"})
             return ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
 
         def zero_grad() -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_729, 6_769),
-    "callbacks": (6_098, 3_655),
+    "callbacks": (6_114, 3_668),
     "datamodules": (7_028, 4_316),
     "tests": (21_939, 16_504),
     "benchmarks": (4_296, 3_138),
