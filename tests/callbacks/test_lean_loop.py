@@ -409,7 +409,7 @@ def callbacks_come_go_and_change(transcript: Transcript) -> dict[str, Any]:
             return getattr(others, name) if name == "on_after_backward" else super().__getattribute__(name)
 
     others = transcript.recording(pl.Callback, names, "passed to", at=2)()
-    return {"callbacks": [wrapped, Host(), Passing()]}
+    return {"callbacks": [wrapped, Host(), transcript.recording(pl.Callback, names, "behind", at=2)(), Passing()]}
 
 
 @case

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datamodules.loading.randomness import derive_seed, permutation, random_bits, uniform
+from datamodules.loading.randomness import derive_seed, derive_seed_at, permutation, random_bits, uniform
 
 N = 40_000
 INDEX = torch.arange(N)
@@ -18,7 +18,7 @@ def _correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def test_the_bits_never_change():
     # A changed number would change every run's order and augmentation: old checkpoints would resume into another one.
-    assert derive_seed(1, "dropout", 0) == 2769331655605917664
+    assert (derive_seed(1, "dropout", 0), derive_seed_at(1, 5, 0)) == (2769331655605917664, 9167171739299799523)
     bits = random_bits(1, "shift", 3, torch.tensor([0, 7, 59_999]), draws=2)
     assert bits.tolist() == [
         [-2871751451350818404, 6433101697599209529],
