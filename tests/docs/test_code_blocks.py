@@ -17,7 +17,7 @@ PAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_code_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    run_ranks(run_page, 1, str(PAGES[page]), str(tmp_path), timeout=280)
+    run_ranks(run_page, 1, str(PAGES[page]), str(tmp_path), timeout=800)
 
 
 PAGE = """

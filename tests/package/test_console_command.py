@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def _call(*command: str, root: Path = ROOT, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "100"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

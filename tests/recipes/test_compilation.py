@@ -212,7 +212,7 @@ def _two_ranks() -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_train_compiled_as_eager_and_each_layer_of_sync_bn_ends_a_graph() -> None:
     """On a CPU reduce-overhead is the default mode; on a GPU it records CUDA graphs, which nothing here shows."""
-    zero, one = run_ranks(_two_ranks, 2, timeout=200.0)
+    zero, one = run_ranks(_two_ranks, 2)
     for name, value in zero["weights"][0].items():
         torch.testing.assert_close(zero["weights"][1][name], value, rtol=1e-4, atol=1e-5, msg=name)
         assert torch.equal(one["weights"][1][name], zero["weights"][1][name]), name

@@ -43,7 +43,7 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = 600.0) -> None:
     """Wait for something that other processes bring about."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -103,9 +103,9 @@ class Agent:
         for pid in [*self.workers(), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(300)
 
-    def wait(self, timeout: float = 240.0) -> int:
+    def wait(self, timeout: float = 600.0) -> int:
         """Its exit status."""
         try:
             return self.process.wait(timeout)

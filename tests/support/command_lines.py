@@ -56,7 +56,7 @@ def typed(
 ) -> list[Typed]:
     """Type commands in a folder, for a recipe, a data module and callbacks by ``module:name``."""
     lines = [shlex.split(command) for command in commands]
-    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, lines, str(folder), callbacks, timeout=240)[0]
+    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, lines, str(folder), callbacks, timeout=800)[0]
     return ended
 
 

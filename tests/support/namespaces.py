@@ -13,7 +13,7 @@ __all__ = ["Cable", "two_nodes"]
 
 
 def _ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=30)
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=300)
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ def two_nodes() -> Iterator[Cable]:
         yield cable
     finally:
         for node in cable.nodes:
-            subprocess.run(["ip", "netns", "del", node], check=False, capture_output=True, timeout=30)
+            subprocess.run(["ip", "netns", "del", node], check=False, capture_output=True, timeout=300)

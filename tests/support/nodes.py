@@ -6,7 +6,6 @@ end in any way.
 
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,11 @@ __all__ = ["Ended", "Shell", "start"]
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a process: its exit status (negative for a signal), its output, and the seconds it took."""
+    """What became of a process: its exit status (negative for a signal) and its output."""
 
     status: int
     out: str
     err: str
-    seconds: float
 
 
 def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
@@ -49,7 +47,7 @@ class Shell:
 
     def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str]) -> None:
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)
-        self.folder, self.name, self.began = folder, name, time.monotonic()
+        self.folder, self.name = folder, name
         fit = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "2"]
         arguments = [*args] if args[:1] == ["verify"] else [*fit, *args]
         self.process = context.Process(target=_type, args=(arguments, variables, str(folder), name))
@@ -60,15 +58,14 @@ class Shell:
         path = self.folder / f"{self.name}.{stream}"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, timeout: float = 90.0) -> Ended:
+    def wait(self, timeout: float = 600.0) -> Ended:
         """Its end; past `timeout` seconds it is killed and the test fails."""
         self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
             raise AssertionError(f"{self.name} did not end within {timeout} s:\n{self.read('out')}{self.read('err')}")
         assert self.process.exitcode is not None
-        seconds = time.monotonic() - self.began
-        return Ended(self.process.exitcode, self.read("out"), self.read("err"), seconds)
+        return Ended(self.process.exitcode, self.read("out"), self.read("err"))
 
 
 def start(folder: Path, each: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[Ended]:

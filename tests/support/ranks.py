@@ -58,7 +58,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call a function of a test module in `world_size` fresh processes and return what each returned, by rank.
@@ -110,7 +110,7 @@ def run_ranks(
                         raise EOFError
                     good, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
                 except EOFError:
-                    processes[rank].join(10)
+                    processes[rank].join(60)
                     raise AssertionError(f"rank {rank} died with exit status {processes[rank].exitcode}") from None
                 assert good, f"rank {rank} raised:\n{value}"
                 results[rank] = value

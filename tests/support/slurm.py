@@ -121,7 +121,7 @@ class Slurm:
             daemon.terminate()
         for daemon in self._daemons.values():
             try:
-                daemon.wait(10)
+                daemon.wait(300)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -158,7 +158,7 @@ class Slurm:
 
     def call(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         """What a command of Slurm prints; it has to succeed."""
-        done = subprocess.run(command, env=self.env | dict(env or {}), capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=self.env | dict(env or {}), capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 

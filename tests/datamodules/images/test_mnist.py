@@ -2,7 +2,6 @@ import gzip
 import hashlib
 import logging
 import struct
-import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -438,12 +437,10 @@ def test_a_checkpoint_of_another_set_than_the_one_named_is_refused(tiny: Path, t
 # Real data
 
 
-def test_the_real_files_are_read_in_a_moment_and_are_what_torchvision_reads(shared_data: Path):
-    start = time.perf_counter()
+def test_the_real_files_are_what_torchvision_reads(shared_data: Path):
     data = MNISTDataModule("mnist", str(shared_data / "mnist"), val_fraction=0, download=False)
     data.setup("fit")
     data.setup("test")
-    assert time.perf_counter() - start < 3  # 0.6 s on an idle core
     assert data.sizes == {"train": 60_000, "val": 0, "test": 10_000}
     images, labels = data._parts["train"]
     pixels = images.double() / 255

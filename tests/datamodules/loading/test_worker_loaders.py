@@ -177,7 +177,7 @@ def test_ctrl_c_ends_at_once_and_no_worker_complains(tensors):
         if not tensors:
             # To the whole group, as a terminal does.
             os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     assert errors.count("Traceback") == 1

@@ -27,7 +27,7 @@ def _install() -> None:
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for command in ("update -qq", "install -qq --no-install-recommends slurm-wlm munge"):
         with contextlib.suppress(subprocess.TimeoutExpired):  # As without a network.
-            subprocess.run(["apt-get", *command.split()], env=env, check=False, capture_output=True, timeout=120)
+            subprocess.run(["apt-get", *command.split()], env=env, check=False, capture_output=True, timeout=600)
 
 
 @pytest.fixture(scope="session")

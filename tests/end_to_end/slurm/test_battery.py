@@ -173,7 +173,7 @@ def test_one_process_in_an_allocation_of_several_is_refused_with_the_srun_line(c
         subprocess.Popen(["salloc", *size, *program], env=env, cwd=cluster.folder, stderr=subprocess.PIPE, text=True)
         for size in (["-N2"], ["-n2"])
     ]
-    errors = [process.communicate(timeout=120)[1] for process in started]
+    errors = [process.communicate(timeout=600)[1] for process in started]
     assert [process.returncode for process in started] == [2, 2], errors
     assert "this Slurm job has 2 nodes, and the program was started once, without srun: srun --nodes=2" in errors[0]
     assert "this Slurm job has 1 node and 2 tasks, and the program was started once" in errors[1]

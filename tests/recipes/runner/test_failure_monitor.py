@@ -45,7 +45,7 @@ def _monitor(store: TCPStore, node: int) -> FailureMonitor:
 
 
 def _wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
@@ -77,7 +77,7 @@ def _monitored_with_foreign_connections() -> dict[str, Any]:
 
 
 def test_what_other_programs_send_is_ignored_and_the_ranks_are_still_received():
-    found = run_ranks(_monitored_with_foreign_connections, 1, timeout=100)[0]
+    found = run_ranks(_monitored_with_foreign_connections, 1)[0]
     assert found["before"] == []
     assert [(report.rank, report.kind, report.status) for report in found["after"]] == [(1, "exit", 3)]
 

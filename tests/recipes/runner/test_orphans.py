@@ -20,7 +20,7 @@ from recipes.runner.machine import exit_with_parent
 
 exit_with_parent(os.environ)
 open("ready", "w").close()
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -29,7 +29,7 @@ import os, subprocess, sys, time
 
 env = os.environ | {"LIGHTNING_RECIPES_PARENT": str(os.getpid()), "LOCAL_RANK": "1"}
 print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env).pid, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
