@@ -99,6 +99,8 @@ class Recipe(pl.LightningModule):
     hparams: Any
     """The parameters; Lightning declares a mapping without attributes, and makes one with them."""
 
+    _settled: dict[str, Any] = {}  # noqa: RUF012  Replaced, not changed.
+
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -131,7 +133,7 @@ class Recipe(pl.LightningModule):
         check_optimizer(optimizer, optimizer_args or {})
         ScheduleSettings(schedule, lr, schedule_args or {})
         self.save_hyperparameters()
-        self.hparams.update({"lr": lr})  # A subclass passes its argument on as it was.
+        self.settle(lr=lr)
         network = self.build_network()
         self.network = network if network.training else network.train()
         if channels_last and not is_lbfgs(optimizer):  # Its vectors are views of contiguous gradients.
@@ -143,6 +145,18 @@ class Recipe(pl.LightningModule):
         """Whether `weights` have been loaded, or a checkpoint that stands for them."""
         self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The settings and the state of the data module in the checkpoint that was loaded."""
+
+    def settle(self, **values: Any) -> None:
+        """Save what stands for arguments, such as the ``lr`` for None; a subclass passes its own on as they were."""
+        self._settled = self._settled | values
+        self.hparams.update(values)
+
+    @override
+    def save_hyperparameters(self, *args: Any, frame: Any = None, **kwargs: Any) -> None:
+        """Lightning's, also in the constructor of a subclass, after which settled values are those that they were."""
+        caller = inspect.currentframe()
+        super().save_hyperparameters(*args, frame=frame or (caller and caller.f_back), **kwargs)
+        self.hparams.update(self._settled)
 
     @classmethod
     def titles(cls) -> list[str]:

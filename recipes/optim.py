@@ -230,10 +230,12 @@ class CheckOptimizer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         name, built = pl_module.hparams.optimizer, [type(optimizer) for optimizer in trainer.optimizers[:1]]
         if built and not issubclass(built[0], optimizer_class(name)):
+            module, kind = built[0].__module__, built[0].__name__
+            path = kind.lower() if module.startswith("torch.optim") else f"{module}.{kind}"
             warn(
                 "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
                 " rate; call build_optimizer(), or pass optimizer=%r",
-                *(built[0].__name__, name, built[0].__name__.lower()),
+                *(kind, name, path),
             )
         elif built and not trainer.lr_scheduler_configs:
             warn(

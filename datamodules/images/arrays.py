@@ -13,6 +13,8 @@ from datamodules.images.folders import ImageTree
 from datamodules.images.labels import IGNORED
 from datamodules.images.lists import class_order, find_images, holds_images
 
+_MOST_CLASSES = 100_000
+
 _KEYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("X_train", "y_train")),
     "val": (("val_images", "val_labels"), ("x_val", "y_val"), ("X_val", "y_val")),
@@ -55,7 +57,8 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
 def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
     """Bytes of shape (n, height, width) or (n, height, width, channels)."""
     if isinstance(images, Tensor):
-        images = images.detach().cpu().numpy()
+        images = images.detach().cpu()
+        images = (images.float() if images.dtype == torch.bfloat16 else images).numpy()  # NumPy has no bfloat16.
     try:
         pixels = np.asarray(images)
     except ValueError as error:  # Images of different sizes.
@@ -123,6 +126,11 @@ def images_from_arrays(parts: dict[str, tuple[Any, Any]], title: str, source: st
     if (train == train[0]).all():
         raise UserError(f"the train labels{of} are all {train[0]}; expected two classes or more")
     named = train.dtype.kind == "U"
+    if not named and (highest := int(train.max())) >= _MOST_CLASSES:
+        raise UserError(
+            f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MOST_CLASSES:,}; pass"
+            " names of the classes, as texts, which are numbered in their order"
+        )
     classes = class_order(train.tolist() if named else map(str, range(max(2, int(train.max()) + 1))))
     numbers = {name: number for number, name in enumerate(classes)}
     targets: dict[str, Tensor] = {}

@@ -121,9 +121,8 @@ class ResNetFineTuner(Classifier):
         if freeze_until == "auto":
             freeze_until = "none" if new else last_block_of(self.network, self.example_input_array)
         freeze_until = freeze_until if freeze_until != "none" else None
-        # A subclass passes its arguments on as they were.
-        settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
-        self.hparams.update(settled | {"small_images": small_images, "head_lr_factor": head_lr_factor})
+        self.settle(weights=weights, image_size=image_size, freeze_until=freeze_until, lr=lr)
+        self.settle(small_images=small_images, head_lr_factor=head_lr_factor)
 
     @classmethod
     @override

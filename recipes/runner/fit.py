@@ -144,7 +144,7 @@ def fit(
     recipe: str | type[Recipe],
     data: Any = None,
     *,
-    callbacks: Sequence[Callback] | Callable[[], Sequence[Callback]] = (),
+    callbacks: Callback | Sequence[Callback] | Callable[[], Sequence[Callback]] = (),
     verbose: bool = True,
     **settings: Any,
 ) -> Fitted:
@@ -183,7 +183,8 @@ def fit(
         raise UserError(f"fit() has no {', '.join(sorted(refused))}: they belong to the other commands of a recipe")
     if "devices" not in settings and not any(name in os.environ for name in _LAUNCHED):
         given["devices"] = 1
-    make = callbacks if callable(callbacks) else lambda: callbacks
+    several = [callbacks] if isinstance(callbacks, Callback) else callbacks
+    make = several if callable(several) else lambda: several
     classes = Classes(recipe_class, data_class, make, samples, in_program=True)
     args = [f"--{name}={_as_text(name, value)}" for name, value in (given | settings).items()]
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"

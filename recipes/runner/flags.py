@@ -162,7 +162,11 @@ class FlagParser(ArgumentParser):
         self._shown: list[tuple[FlagGroup, list[str]]] = []
         seen: set[str] = set()
         for group in groups:
-            names = ArgumentParser(exit_on_error=False).add_class_arguments(group.cls, skip=set(group.skip))
+            try:
+                names = ArgumentParser(exit_on_error=False).add_class_arguments(group.cls, skip=set(group.skip))
+            except ValueError as error:
+                name = group.cls.__name__
+                raise UserError(f"the parameters of {name} are the flags of its command line: {error}") from error
             self.names[group.title] = names
             self.add_class_arguments(group.cls, skip=set(group.skip) | (seen & set(names)), instantiate=False)
             self._shown.append((group, [name for name in names if name not in seen]))

@@ -106,7 +106,7 @@ def build_trainer(
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
     saves = [callback for callback in more if isinstance(callback, Checkpoint)]
     callbacks = [*saves, *_callbacks(experiment), *(callback for callback in more if callback not in saves)]
-    with as_user_errors(ValueError, TypeError, ImportError, MisconfigurationException):
+    with as_user_errors(ValueError, TypeError, ImportError, RuntimeError, MisconfigurationException):
         trainer = pl.Trainer(
             **options,
             precision=run.precision,  # type: ignore[arg-type]

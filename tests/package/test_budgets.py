@@ -14,10 +14,10 @@ from recipes.runner.run import build_parser
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (10_729, 6_769),
-    "callbacks": (6_114, 3_668),
-    "datamodules": (7_028, 4_316),
-    "tests": (21_939, 16_504),
+    "recipes": (10_749, 6_785),
+    "callbacks": (6_114, 3_666),
+    "datamodules": (7_036, 4_323),
+    "tests": (21_932, 16_496),
     "benchmarks": (4_296, 3_138),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}

@@ -162,6 +162,8 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
         (IMAGES[:, :, 0][:, :8], LABELS, r"of shape \(6, 8\), expected \(n, height, width\)"),
         (IMAGES[:0], LABELS[:0], "the train images are empty"),
         (IMAGES, LABELS[:5], r"labels are of shape \(5,\), expected one for each of 6 images"),
+        (IMAGES, LABELS + 10**8, "the train labels go to 100,000,002, expected class numbers from 0, below 100,000"),
+        (torch.tensor(IMAGES).bfloat16(), LABELS, "the train images are float32 from .*: pass images / 2"),
         (IMAGES, LABELS + 0.5, "labels are float64, expected class numbers from 0, or names"),
         (IMAGES, LABELS * 0 - 100, "no train image has a label"),
         (IMAGES, LABELS * 0 + 1, "the train labels are all 1; expected two classes or more"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from callbacks import SeedControl
 from datamodules import MNISTDataModule, UserError
 from recipes import Fitted, MNISTClassifier, fit, run
 from tests.support.minimal_recipe import Line, Points
@@ -111,8 +112,12 @@ def test_classes_come_from_the_labels_and_settings_go_where_they_belong(tmp_path
 def _interactive(folder: str) -> float:
     os.chdir(folder)
     names = {"__name__": "__main__", "MNISTClassifier": MNISTClassifier}
-    exec("class Mine(MNISTClassifier):\n    title = 'mine'\n", names)
-    result = fit(names["Mine"], dataset="digits", name="one", **FEW)
+    constructor = (
+        "def __init__(self, extra: int = 3, **kwargs):\n  super().__init__(**kwargs)\n  self.save_hyperparameters()"
+    )
+    exec(f"class Mine(MNISTClassifier):\n title = 'mine'\n {constructor}", names)
+    result = fit(names["Mine"], dataset="digits", name="one", callbacks=Noted(), **FEW)
+    assert (result.model.hparams.extra, result.model.hparams.lr) == (3, 0.01)
     return result.scores["test/accuracy"]
 
 
@@ -185,7 +190,14 @@ def test_processes_that_a_launcher_started_train_together_and_twice(tmp_path: Pa
         torch.testing.assert_close(value, both[0][name], rtol=1e-3, atol=1e-4)
 
 
+class Untyped(Line):
+    def __init__(self, width, **kwargs):
+        super().__init__(**kwargs)
+
+
 WRONG = {
+    "Untyped.__init__' does not specify a type": {"recipe": Untyped, "data": Points},
+    "more than one stateful callback of type `SeedControl`": {"callbacks": [SeedControl()], "dataset": "digits"},
     "fit() has no parameter sede; did you mean seed": {"sede": 2},
     "fit() has no ckpt": {"ckpt": "best.ckpt"},
     "lr is a object, and settings are": {"lr": object()},
@@ -198,9 +210,9 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_be_used_is_refused(message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
-        fit("mnist", **({"run_dir": tmp_path, "accelerator": "cpu"} | WRONG[message]))
+        fit(**({"recipe": "mnist", "run_dir": tmp_path, "accelerator": "cpu"} | WRONG[message]))
     assert message in str(raised.value)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_help_shows_every_parameter_of_a_recipe() -> None:
