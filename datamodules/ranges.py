@@ -40,11 +40,12 @@ class Range:
         return bool(low and (number < self.high if self.below else number <= self.high))
 
     def __str__(self) -> str:
-        kind = "a whole number, " if self.whole else ""
+        kind, ends = "a whole number" if self.whole else "", self.high not in (math.inf, _TOO_MANY)
+        if ends and not (self.above or self.below or math.isinf(self.low)):
+            return f"{kind} from {self.low:,} to {self.high:,}".strip()
         low = "" if math.isinf(self.low) else f"above {self.low:,}" if self.above else f"{self.low:,} or more"
-        high = f"below {self.high:,}" if self.below else f"{self.high:,} at most"
-        high = "" if self.high in (math.inf, _TOO_MANY) else high
-        return kind + (" and ".join(part for part in (low, high) if part) or "a finite number")
+        high = "" if not ends else f"below {self.high:,}" if self.below else f"{self.high:,} at most"
+        return ", ".join(filter(None, (kind, " and ".join(filter(None, (low, high)))))) or "a finite number"
 
 
 NOT_NEGATIVE = Range(0)

@@ -60,7 +60,7 @@ def test_each_class_refuses_numbers_outside_of_their_ranges(build, numbers):
 def test_a_range_is_said_in_words() -> None:
     assert [
         str(allowed) for allowed in (SHARE, Range(0, above=True), Range(), Range(0, 1, above=True, below=True), COUNT)
-    ] == ["0 or more and 1 at most", "above 0", "a finite number", "above 0 and below 1", "a whole number, 1 or more"]
+    ] == ["from 0 to 1", "above 0", "a finite number", "above 0 and below 1", "a whole number, 1 or more"]
     check_ranges(open=(None, COUNT), share=(1, SHARE))
     for value in ("1", [1], math.nan, 1 + 0j):
         with pytest.raises(UserError, match="share="):

@@ -227,7 +227,7 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
         "--check-val-every-n-epoch 0": "check_val_every_n_epoch=0: expected a whole number, 1 or more",
         "--gradient-clip-val -1": "gradient_clip_val=-1: expected 0 or more",
         "predict --ckpt a b.png --top-k 1 c.png": "pass all inputs beside each other, also c.png",
-        f"--seed {10**20}": f"seed={10**20}: expected a whole number, 0 or more and 9,223,372,036",
+        f"--seed {10**20}": f"seed={10**20}: expected a whole number from 0 to 9,223,372,036",
     }
     ended = typed(tmp_path, *mistakes, **CLASSES)
     for (args, message), (status, _, err) in zip(mistakes.items(), ended, strict=True):

@@ -16,7 +16,7 @@ BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_749, 6_785),
     "callbacks": (6_114, 3_666),
-    "datamodules": (7_036, 4_323),
+    "datamodules": (7_037, 4_324),
     "tests": (21_932, 16_496),
     "benchmarks": (4_296, 3_138),
 }

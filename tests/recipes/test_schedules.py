@@ -185,7 +185,7 @@ def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_be
     [
         ("cosine", {"milestones": "3 steps"}, "`schedule_args`: cosine has no milestones; it takes min_lr"),
         ("multistep", {"gama": 0.1}, "`schedule_args`: multistep has no gama; it takes milestones, gamma, min_lr"),
-        ("cosine", {"min_lr": 0.2}, "min_lr=0.2: expected 0 or more and 0.1 at most"),
+        ("cosine", {"min_lr": 0.2}, "min_lr=0.2: expected from 0 to 0.1"),
         ("multistep", {"gamma": 1.5}, "gamma=1.5: expected above 0 and below 1"),
         ("plateau", {"gamma": "half"}, "gamma='half': expected above 0 and below 1"),
         (
