@@ -1,6 +1,7 @@
 """A run that receives a signal to stop saves itself, exactly, and ends in time on all ranks.
 
-Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C.
+Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C,
+or closes the terminal, which sends SIGHUP.
 """
 
 import contextlib
@@ -88,13 +89,13 @@ def end_children(trainer: pl.Trainer, patience: float) -> None:
 
 
 class Preemption(pl.Callback):
-    """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1 or Ctrl-C.
+    """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
     A signal only sets a flag. All ranks agree on it at the end of an update, one update later on several ranks, save
     `last.ckpt` through the run's checkpoint callback, and raise `Preempted`, which ends each process with 128 + the
-    signal's number: 143, 138, 130. A resumed run continues there bit for bit. In a validation the state before it is
-    saved; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is saved. A
-    second Ctrl-C ends the process at once.
+    signal's number: 143, 138, 129, 130. A resumed run continues there bit for bit. In a validation the state before it
+    is saved; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is saved.
+    A second Ctrl-C ends the process at once.
 
     On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90`` sends
     it in time). A run validates and stops after complete updates, as with `ExactCheckpoint`.

@@ -5,6 +5,7 @@ Lightning's bars read each displayed metric from the device at every step. This 
 
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,13 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 def _epoch(trainer: pl.Trainer) -> str:
     of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
     return f"epoch {trainer.current_epoch + 1}{of}"
+
+
+def _wrapped(line: str) -> str:
+    """A line as those of a terminal, with each name beside its value."""
+    glued = "  ".join(part.replace(" ", "\xa0") for part in line.split("  "))
+    wrapped = textwrap.fill(glued, shutil.get_terminal_size().columns, subsequent_indent="    ")
+    return wrapped.replace("\xa0", " ")
 
 
 class RunProgress(ProgressBar):
@@ -98,7 +106,8 @@ class RunProgress(ProgressBar):
         self._write("")
         if self._enabled:
             parts = _epoch(trainer), format_metrics(known | means), f"{time.monotonic() - self._epoch_began:.1f} s"
-            print("  ".join(filter(None, parts)), flush=True)  # noqa: T201
+            line = "  ".join(filter(None, parts))
+            print(_wrapped(line) if sys.stdout.isatty() else line, flush=True)  # noqa: T201
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -107,7 +116,7 @@ class RunProgress(ProgressBar):
     def _on_evaluation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._evaluated += 1
         if self._is_due() and trainer.state.stage is not None:
-            self._write(f"{trainer.state.stage.value}: batch {self._evaluated}")
+            self._write(f"{trainer.state.stage.value.replace('_', ' ')}: batch {self._evaluated}")
 
     def _on_evaluation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated, self._evaluated = True, 0

@@ -4,7 +4,9 @@ Chained schedulers move on when float16 skipped the update (#5558), cannot wrap 
 when a parameter group is added. Here the rate is multiplied only while the optimiser steps, so no schedule notices.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +18,9 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import log_after_update, log_interval
-from callbacks.lib.updates import duration_to_updates, global_batch_size, updates_made
+from callbacks.lib.updates import duration_to_updates, global_batch_size, total_updates, updates_made
 from datamodules.errors import UserError
+from datamodules.notes import warn
 
 Scale = Literal["linear", "sqrt"]
 
@@ -226,6 +229,15 @@ class WarmupLR(pl.Callback):
             # A run that began without this callback is as far as its updates.
             updates = [trainer.global_step // count] * count
         self.length = length
+        end = math.inf
+        with suppress(UserError):  # Lightning's scheduler of accumulation changes it.
+            end = total_updates(trainer)
+        if pl_module.automatic_optimization and length > end:
+            warn(
+                f'warning: WarmupLR("{self.duration}") takes {length:,} updates, and the run ends after {end:,}: the'
+                f" learning rate reaches {warmup_factor(end / length):.1%} of its schedule's; pass a shorter warm-up or"
+                " more epochs"
+            )
         factors = [
             RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
             for optimizer, done in zip(trainer.optimizers, updates, strict=True)

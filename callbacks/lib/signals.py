@@ -5,20 +5,35 @@ Lightning's own handler of SIGTERM runs a collective: a signal to one rank alone
 
 import os
 import signal
+import stat
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What schedulers and people send to end a run."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""What schedulers and people send to end a run; a closed terminal or connection sends SIGHUP."""
+
+
+def _installed(signums: Iterable[int], handler: Callable[[int, Any], None]) -> dict[int, Any]:
+    """Installs a handler, and returns those of before; a SIGHUP that is ignored, as under nohup, stays ignored."""
+    hung_up = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    return {signum: signal.signal(signum, handler) for signum in signums if signum not in hung_up}
+
+
+def _leave_closed_terminal() -> None:
+    """Gives up what is written to a terminal that was closed, where each write would raise an error."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 class Preempted(SystemExit):
     """A signal has ended the run in an orderly way.
 
     A program that does not catch it ends with 128 + the signal's number, as shells report a signal: 130 for Ctrl-C, 138
-    for SIGUSR1 and 143 for SIGTERM (on Linux).
+    for SIGUSR1, 143 for SIGTERM and 129 for SIGHUP (on Linux).
 
     Args:
         signum: the signal.
@@ -53,9 +68,8 @@ class SignalFlag:
     """Notes the first of `SIGNALS` to this process, from `install` to `restore`.
 
     Handlers need the main thread; elsewhere nothing is installed. A second Ctrl-C ends the process at once. Processes
-    that are forked meanwhile, such as a DataLoader's workers, leave Ctrl-C and SIGUSR1 to this one, and SIGTERM ends
-    them as ever.
-
+    that are forked meanwhile, such as a DataLoader's workers, leave the others to this one, and SIGTERM ends them as
+    ever.
     """
 
     def __init__(self) -> None:
@@ -70,7 +84,7 @@ class SignalFlag:
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         self.received, self._pid = 0, os.getpid()
-        self._previous = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
+        self._previous = _installed(SIGNALS, self._note)
 
     def restore(self) -> None:
         """Restore the handlers that were installed before."""
@@ -85,6 +99,7 @@ class SignalFlag:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
+        _leave_closed_terminal()
         self.received = self.received or signum
         if signum == signal.SIGINT:
             # By the system and not by a handler: the second one works where Python waits for other code, too.
@@ -103,6 +118,7 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
 
     def end(signum: int, frame: Any) -> None:
         if os.getpid() == pid:
+            _leave_closed_terminal()
             raise Preempted(signum, at_once=True)
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
@@ -110,7 +126,7 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {signum: signal.signal(signum, end) for signum in signums}
+    previous = _installed(signums, end)
     try:
         yield
     finally:

@@ -41,6 +41,8 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
     top, (low, high) = 1 if pixels.dtype.kind == "f" else 255, (pixels.min(), pixels.max())
     # NaN fails each comparison.
     if not (low >= 0 and least * top <= high <= top):
+        if np.isnan(high):
+            raise UserError(f"{source} hold NaN, the first in image {np.argwhere(np.isnan(pixels))[0][0]}: correct it")
         how = f": pass images / {high:g}" if 0 <= low <= high < np.inf and high > 0 else ""
         raise UserError(
             f"{source} are {pixels.dtype} from {low:g} to {high:g}, expected whole numbers from 0 to 255 or floats from"

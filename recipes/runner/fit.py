@@ -12,6 +12,7 @@ from signal import SIGINT
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
@@ -93,6 +94,8 @@ def _as_text(name: str, value: Any) -> str:
         return value
     if isinstance(value, os.PathLike):
         return str(value)
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, tuple | set | frozenset | range):
         value = list(value)
     try:

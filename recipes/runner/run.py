@@ -102,7 +102,7 @@ def run(
 
     Every parameter of the two constructors and of the Trainer is a flag. Ends the process with a message in one line:
     status 2 where the run could not start, 1 where it failed on the way, and 128 + the number of a signal: 130 for
-    Ctrl-C, 138 for SIGUSR1, 143 for SIGTERM.
+    Ctrl-C, 138 for SIGUSR1, 143 for SIGTERM, 129 for a closed terminal.
 
     Args:
         recipe_class: what to train.

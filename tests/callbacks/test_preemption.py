@@ -237,11 +237,31 @@ def _forked(signum: int) -> tuple[int, int]:
 
 
 def _each_forked() -> list[tuple[int, int]]:
-    return [_forked(signum) for signum in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]
+    return [_forked(signum) for signum in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)]
 
 
 def test_forked_workers_leave_signals_to_the_run_and_end_on_sigterm() -> None:
-    assert run_ranks(_each_forked, 1) == [[(7, 0), (7, 0), (-signal.SIGTERM, 0)]]
+    assert run_ranks(_each_forked, 1) == [[(7, 0)] * 3 + [(-signal.SIGTERM, 0)]]
+
+
+def _hung_up() -> list[int]:
+    """What was noted of a SIGHUP that is ignored, and of one after which the terminal is no longer there."""
+    received, flag = [], SignalFlag()
+    terminal, end = os.openpty()
+    os.dup2(end, 2)
+    os.close(terminal)
+    for before in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGHUP, before)
+        flag.install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        received.append(flag.received)
+        flag.restore()
+    os.write(2, b"saved")
+    return received
+
+
+def test_a_closed_terminal_is_noted_and_no_longer_written_to_unless_hangups_are_ignored() -> None:
+    assert run_ranks(_hung_up, 1) == [[0, signal.SIGHUP]]
 
 
 def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(tmp_path: Path) -> None:

@@ -75,9 +75,13 @@ def curve(length: int, steps: int) -> list[float]:
     return [warmup_factor(step / length) for step in range(steps)]
 
 
-@pytest.mark.parametrize(("duration", "length"), [(5, 5), ("5 steps", 5), ("1.5 epochs", 15), ("25%", 5), ("0%", 0)])
-def test_a_duration_has_its_length_and_the_optimiser_keeps_the_schedules_rate(duration: Any, length: int) -> None:
+@pytest.mark.parametrize(("duration", "length"), [(5, 5), ("1.5 epochs", 15), ("25%", 5), ("0%", 0), ("99 steps", 99)])
+def test_a_duration_has_its_length_and_the_optimiser_keeps_the_schedules_rate(
+    duration: Any, length: int, caplog
+) -> None:
     trainer = train(model := Model(), WarmupLR(duration))
+    said = [message for message in caplog.messages if "the learning rate reaches 21.0% of its schedule's" in message]
+    assert len(said) == (length > 20)
     assert model.used == pytest.approx([min(1, 0.01 + 0.99 * step / length) if length else 1.0 for step in range(20)])
     assert trainer.optimizers[0].param_groups[0]["lr"] == 1
 

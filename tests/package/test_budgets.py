@@ -14,10 +14,10 @@ from recipes.runner.run import build_parser
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (10_749, 6_785),
-    "callbacks": (6_114, 3_666),
-    "datamodules": (7_037, 4_324),
-    "tests": (21_932, 16_496),
+    "recipes": (10_752, 6_788),
+    "callbacks": (6_152, 3_695),
+    "datamodules": (7_039, 4_326),
+    "tests": (21_961, 16_520),
     "benchmarks": (4_296, 3_138),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}

@@ -304,7 +304,8 @@ def test_on_a_terminal_a_line_is_drawn_by_the_clock_and_fits(monkeypatch, capsys
             return super().training_step(batch, batch_idx)
 
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for stream in (sys.stderr, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     began = time.monotonic()
     quiet_trainer(max_epochs=1, enable_progress_bar=True, callbacks=[RunProgress(interval=0.1)]).fit(
         Slow(), batches(400, 2)
@@ -312,6 +313,9 @@ def test_on_a_terminal_a_line_is_drawn_by_the_clock_and_fits(monkeypatch, capsys
     drawn = re.findall(r"\r\x1b\[K([^\r\n]+)", capsys.readouterr().err)
     assert 4 <= len(drawn) <= 2 + (time.monotonic() - began) / 0.1
     assert all(re.match(r"epoch 1/1  batch \d+/200  [\d,.]+ it/s", line) and len(line) < 40 for line in drawn)
+    monkeypatch.setenv("COLUMNS", "30")
+    quiet_trainer(max_epochs=1, enable_progress_bar=True, callbacks=[RunProgress()]).fit(Line(), batches())
+    assert re.search(r"^epoch 1/1  train/loss [\d.]+\n    [\d.]+ s$", capsys.readouterr().out, re.M)
 
 
 def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monkeypatch):

@@ -19,7 +19,7 @@ from tests.support.minimal_recipe import Line, Points
 from tests.support.ranks import run_ranks
 
 QUIET = {"verbose": False, "logger": "none", "precision": "32-true", "accelerator": "cpu"}
-FEW = QUIET | {"max_epochs": 2, "limit_train_batches": 3, "batch_size": 64}
+FEW = QUIET | {"max_epochs": 2, "limit_train_batches": 3, "batch_size": np.int64(64)}
 
 
 def weights(folder: Path | str) -> dict[str, torch.Tensor]:
