@@ -292,7 +292,7 @@ class GradientAccumulation(pl.Callback):
             return self.steps
         if self._samples is None:
             self._samples = self.steps * in_a_step
-        found = f"the run was saved with other devices or batches than the {trainer.world_size} devices of now"
+        found = "the run began with other devices or batches than those of now"
         return steps_for_samples(self._samples, in_a_step, found)
 
     @override
