@@ -135,7 +135,7 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         (
             {},
             {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000},
-            "master_port=70000: expected a whole number, 1",
+            "master_port=70000: expected a whole number from 1 to 65,535",
         ),
         ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
         ({}, {"devices": 0}, "--devices 0 requests none; pass 1 or more, auto, or indices such as 0,1"),
