@@ -45,7 +45,8 @@ class Range:
             return f"{kind} from {self.low:,} to {self.high:,}".strip()
         low = "" if math.isinf(self.low) else f"above {self.low:,}" if self.above else f"{self.low:,} or more"
         high = "" if not ends else f"below {self.high:,}" if self.below else f"{self.high:,} at most"
-        return ", ".join(filter(None, (kind, " and ".join(filter(None, (low, high)))))) or "a finite number"
+        bounds = " and ".join(part for part in (low, high) if part)
+        return f"{kind}, {bounds}".strip(", ") or "a finite number"
 
 
 NOT_NEGATIVE = Range(0)

@@ -7,7 +7,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,6 +19,12 @@ def _installed(signums: Iterable[int], handler: Callable[[int, Any], None]) -> d
     """Installs a handler, and returns those of before; a SIGHUP that is ignored, as under nohup, stays ignored."""
     hung_up = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     return {signum: signal.signal(signum, handler) for signum in signums if signum not in hung_up}
+
+
+def _put_back(handlers: Mapping[int, Any]) -> None:
+    """Installs handlers again; None stands for one of C code, which Python cannot install."""
+    for signum, handler in handlers.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 def _leave_closed_terminal() -> None:
@@ -88,9 +94,7 @@ class SignalFlag:
 
     def restore(self) -> None:
         """Restore the handlers that were installed before."""
-        for signum, handler in self._previous.items():
-            # None: it was installed by C code, and Python cannot put it back.
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        _put_back(self._previous)
         self._previous = {}
 
     def _note(self, signum: int, frame: Any) -> None:
@@ -130,5 +134,4 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        _put_back(previous)

@@ -62,6 +62,10 @@ def _is_idle(callback: Any, name: str) -> bool:
     return is_plain and getattr(kind, name) is getattr(pl.Callback, name) and name not in vars(callback)
 
 
+def _call_hook(owner: Any, name: str, *args: Any) -> Any:
+    return hook(*args) if callable(hook := getattr(owner, name)) else None
+
+
 class StepPlan:
     """Makes the steps of one Trainer's training, with Lightning's order of hooks, counters, logs and contexts.
 
@@ -204,14 +208,12 @@ class StepPlan:
         if callbacks != self.callbacks:
             self.find_hooks()
         for place, callback in self.hooked[name]:
-            if callable(hook := getattr(callback, name)):
-                hook(trainer, module, *args)
+            _call_hook(callback, name, trainer, module, *args)
             if callbacks != self.callbacks:  # As Lightning goes on, by places, where a hook has changed the list.
-                for callback in islice(callbacks, place + 1, None):
-                    if callable(hook := getattr(callback, name)):
-                        hook(trainer, module, *args)
+                for other in islice(callbacks, place + 1, None):
+                    _call_hook(other, name, trainer, module, *args)
                 break
-        return hook(*args) if callable(hook := getattr(module, name)) else None
+        return _call_hook(module, name, *args)
 
     def to_device(self, batch: Any) -> Any:
         trainer = self.trainer

@@ -16,6 +16,7 @@ from callbacks.lib.exchange import without_pickles
 from callbacks.lib.hooks import set_callbacks
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.run_progress import RunProgress
+from datamodules.errors import UserError
 from recipes.runner.console import prints_progress
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.join import FailureReporter
@@ -106,7 +107,13 @@ def build_trainer(
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
     saves = [callback for callback in more if isinstance(callback, Checkpoint)]
     callbacks = [*saves, *_callbacks(experiment), *(callback for callback in more if callback not in saves)]
-    with as_user_errors(ValueError, TypeError, ImportError, RuntimeError, MisconfigurationException):
+    saved = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    if twice := [key for key in saved if saved.count(key) > 1]:
+        raise UserError(
+            f"the run has two {twice[0]}, and a checkpoint holds the state of one; pass the setting of the run in place"
+            " of the callback, such as seed=7, accumulate=2 or ema=0.999"
+        )
+    with as_user_errors(ValueError, TypeError, ImportError, MisconfigurationException):
         trainer = pl.Trainer(
             **options,
             precision=run.precision,  # type: ignore[arg-type]

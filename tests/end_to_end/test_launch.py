@@ -164,7 +164,7 @@ def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_
 
 def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     (tmp_path / "no-curve").touch()
-    zero, one = on_two_ranks(tmp_path, "")
+    zero, one = on_two_ranks(tmp_path, "--rendezvous-timeout 3600")
     assert (zero.status, one.status) == (2, 2), (zero, one)
     assert last_line(zero) == "error: there is no curve"
     assert not (tmp_path / "runs/failing/run").exists()

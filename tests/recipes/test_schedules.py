@@ -284,6 +284,13 @@ def test_lbfgs_has_one_group_a_rate_of_1_and_no_decay(caplog: pytest.LogCaptureF
         build_optimizer("lbfgs", rates, lr=1.0)
 
 
+class Lion(torch.optim.SGD):
+    pass
+
+
+Lion.__module__ = "lion_pytorch"
+
+
 def test_another_optimiser_than_the_parameters_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
     class Own(Line):
         def configure_optimizers(self) -> Any:
@@ -291,9 +298,14 @@ def test_another_optimiser_than_the_parameters_name_is_told(caplog: pytest.LogCa
 
     fit(Own("one_cycle", "sgd"))
     assert "configure_optimizers() built Adam, and optimizer='sgd' is saved" in caplog.text
+    assert "pass optimizer='adam'" in caplog.text
     caplog.clear()
     fit(Own("one_cycle", "adam"))
     assert "built no schedule, and schedule='one_cycle' is saved" in caplog.text
+    caplog.clear()
+    Own.configure_optimizers = lambda self: Lion(self.parameters(), 0.01)
+    fit(Own("one_cycle", "adam"))
+    assert "pass optimizer='lion_pytorch.Lion'" in caplog.text
     caplog.clear()
     fit(Line("one_cycle", "sgd"))
     assert "configure_optimizers() built" not in caplog.text
