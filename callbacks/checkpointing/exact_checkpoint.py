@@ -298,6 +298,10 @@ class LastCheckpoint(ExactCheckpoint):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning calls no hook of training then.
+        # Lightning calls no hook of training where nothing is left to train.
         if 0 in (trainer.max_epochs, trainer.max_steps) and not trainer.global_step:
             internals.save_untrained(self, trainer)
+        elif self._resumed and trainer.ckpt_path:
+            # Another callback had saved the last update, and the run was killed before this one had.
+            saved = trainer.strategy.load_checkpoint(trainer.ckpt_path, weights_only=True)
+            trainer.strategy.save_checkpoint(saved, Path(self.dirpath or "") / "last.ckpt")

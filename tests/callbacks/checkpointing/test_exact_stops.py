@@ -149,3 +149,12 @@ def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Pa
         saved = torch.load(tmp_path / name / "last.ckpt", weights_only=True)
         assert saved["global_step"] == stopped.global_step > 0
         assert equal(saved["state_dict"], model.state_dict())
+
+
+def test_a_resume_with_nothing_left_to_train_leaves_the_last_update_in_last_ckpt(tmp_path: Path) -> None:
+    for folder in ("killed", "resumed"):
+        model = Model()
+        fit(tmp_path / "killed", 1, True, model, LastCheckpoint(tmp_path / folder, "500 steps"))
+    saved, again = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("killed", "resumed"))
+    assert not model.trained
+    assert str(saved) == str(again)
