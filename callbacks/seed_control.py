@@ -47,6 +47,7 @@ def _key_of_steps(seed: int) -> int:
     return derive_seed(seed, "step")
 
 
+@functools.lru_cache(maxsize=4)  # A step is asked for twice: before its batch is loaded, and when it begins.
 def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
     """The seed from which `SeedControl` draws the noise of a micro-batch, for loops without a Trainer.
 

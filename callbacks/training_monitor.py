@@ -70,10 +70,11 @@ class TrainingMonitor(pl.Callback):
         every = log_interval(trainer)
         if not every:
             return
-        self._update, before = trainer.global_step, updates_made(trainer)
-        after = before + 1
+        before = updates_made(trainer)
         short_epoch = self._epoch_start // every == before // every
-        self._is_due = before // every < after // every or (short_epoch and trainer.is_last_batch)
+        self._is_due = (before + 1) % every == 0 or (short_epoch and trainer.is_last_batch)
+        if self._is_due:
+            self._update = trainer.global_step
 
     @override
     def on_before_optimizer_step(

@@ -248,16 +248,19 @@ class WarmupLR(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        fit, step, interval = self._fit, trainer.global_step, log_interval(trainer)
+        fit, interval = self._fit, log_interval(trainer)
+        ends_interval = interval and updates_made(trainer) % interval == 0
+        if not (ends_interval or trainer.is_last_batch or fit.logged_step is None):
+            return
+        step = trainer.global_step
         if step == fit.logged_step or not any(factor.used for factor in fit.factors):
             return
-        if fit.logged_step is None or trainer.is_last_batch or (interval and updates_made(trainer) % interval == 0):
-            fit.logged_step = step
-            rates: dict[str, float] = {}
-            for index, factor in enumerate(fit.factors):
-                rates |= rates_by_name(factor.optimizer.param_groups, factor.used, f"lr{index or ''}")
-            trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
-            log_after_update(trainer, rates)
+        fit.logged_step = step
+        rates: dict[str, float] = {}
+        for index, factor in enumerate(fit.factors):
+            rates |= rates_by_name(factor.optimizer.param_groups, factor.used, f"lr{index or ''}")
+        trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
+        log_after_update(trainer, rates)
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
         self._updates = self.updates

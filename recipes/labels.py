@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.lib.hooks import is_training
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
@@ -250,7 +251,7 @@ class CheckLabels(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        stage = "train" if trainer.training else "test" if trainer.testing else "validate"
+        stage = "train" if is_training(trainer) else "test" if trainer.testing else "validate"
         self.checks[stage].check_batch(batch[1])
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start

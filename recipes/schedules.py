@@ -106,7 +106,7 @@ class ScheduleSettings:
             found.append(time)
         return found
 
-    @property
+    @cached_property
     def floor(self) -> float:
         """The lowest factor on the learning rates."""
         return float(self.arguments.get("min_lr", 0.0)) / self.lr

@@ -74,12 +74,11 @@ def hold_to_updates(
 
     def on_advance_end(data_fetcher: Any) -> None:
         nonlocal requested
-        trainer.should_stop |= requested
-        is_whole = update_is_whole(trainer)
-        requested = trainer.should_stop and not is_whole
-        trainer.should_stop = trainer.should_stop and is_whole
+        if trainer.should_stop or requested:
+            trainer.should_stop = update_is_whole(trainer)
+            requested = not trainer.should_stop
         end_batch(data_fetcher)
-        if not trainer.is_last_batch:
+        if trainer.should_stop and not trainer.is_last_batch:
             drop_early_stop(trainer)
 
     def should_validate(data_fetcher: Any) -> bool:

@@ -55,11 +55,11 @@ _STOCK = {
 """They do what a `StepPlan` does, where there is no GradScaler."""
 
 
-def _is_idle(callback: Any, name: str) -> bool:
-    """Whether a hook of a callback is that of `Callback`, which does nothing."""
-    kind: Any = type(callback)
-    is_plain = isinstance(callback, pl.Callback) and kind.__getattribute__ is object.__getattribute__
-    return is_plain and getattr(kind, name) is getattr(pl.Callback, name) and name not in vars(callback)
+def _is_idle(owner: Any, name: str, kind: type) -> bool:
+    """Whether a hook is that of Lightning's class, which does nothing, unless one is set on the object."""
+    owns: Any = type(owner)
+    is_plain = isinstance(owner, kind) and owns.__getattribute__ is object.__getattribute__
+    return is_plain and getattr(owns, name) is getattr(kind, name)
 
 
 def _call_hook(owner: Any, name: str, *args: Any) -> Any:
@@ -89,6 +89,8 @@ class StepPlan:
         """Those of the Trainer when `hooked` was made."""
         self.hooked: dict[str, list[tuple[int, pl.Callback]]] = {}
         """Which of them have a hook of their own, by its name, with their places."""
+        self.idle: set[str] = set()
+        """The hooks of which neither they nor the module's class have one."""
         self.classes: dict[tuple[type, tuple[str, ...]], bool] = {}
         """Whether these methods of a class are stock."""
         self.step: Any = None
@@ -129,9 +131,14 @@ class StepPlan:
 
     def find_hooks(self) -> None:
         """Looks which callbacks have hooks of their own; one that is set on an object later counts from here on."""
-        self.callbacks = list(self.trainer.callbacks)
+        self.callbacks, self.idle = list(self.trainer.callbacks), set()
         for name in _HOOKS:
-            self.hooked[name] = [(i, each) for i, each in enumerate(self.callbacks) if not _is_idle(each, name)]
+            places = enumerate(self.callbacks)
+            self.hooked[name] = [
+                (i, each) for i, each in places if name in vars(each) or not _is_idle(each, name, pl.Callback)
+            ]
+            if not self.hooked[name] and _is_idle(self.module, name, pl.LightningModule):
+                self.idle.add(name)
 
     def advance(self, data_fetcher: Any) -> None:
         """One training batch: `_TrainingEpochLoop.advance`."""
@@ -201,19 +208,23 @@ class StepPlan:
 
     def call(self, name: str, *args: Any) -> Any:
         """A hook of all callbacks and then of the module, whose answer is returned."""
-        return self.named(name, self.call_all, name, *args)
-
-    def call_all(self, name: str, *args: Any) -> Any:
         trainer, module, callbacks = self.trainer, self.module, self.trainer.callbacks
+        attributes = vars(module)
         if callbacks != self.callbacks:
             self.find_hooks()
+        if name in self.idle and name not in attributes:
+            return None
+        before, attributes[RUNNING_HOOK] = attributes[RUNNING_HOOK], name
         for place, callback in self.hooked[name]:
-            _call_hook(callback, name, trainer, module, *args)
+            if callable(hook := getattr(callback, name)):
+                hook(trainer, module, *args)
             if callbacks != self.callbacks:  # As Lightning goes on, by places, where a hook has changed the list.
                 for other in islice(callbacks, place + 1, None):
                     _call_hook(other, name, trainer, module, *args)
                 break
-        return _call_hook(module, name, *args)
+        answer = _call_hook(module, name, *args)
+        attributes[RUNNING_HOOK] = before
+        return answer
 
     def to_device(self, batch: Any) -> Any:
         trainer = self.trainer

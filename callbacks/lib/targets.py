@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.hooks import attached_trainer, is_training
 from datamodules.notes import warn
 
 
@@ -100,7 +100,7 @@ def _observed(pl_module: pl.LightningModule, own: Any) -> Any:
     @wraps(original)
     def training_step(*args: Any, **kwargs: Any) -> Any:
         trainer = attached_trainer(pl_module)
-        observing = observers if trainer is None or trainer.training else []
+        observing = observers if trainer is None or is_training(trainer) else []
         for before, _ in observing:
             before()
         output = original(*args, **kwargs)

@@ -5,6 +5,7 @@ a resumed one (Lightning #20550). The functions here read, and change nothing.
 """
 
 import math
+from itertools import repeat
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:
             "the number of updates was asked for before the training loader exists: ask in training, that is from"
             " `on_train_start` on, or from the function of a LambdaLR once its step is above 0"
         )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+    if any(map(isinstance, callbacks_of(trainer), repeat(GradientAccumulationScheduler))):
         raise UserError(
             "GradientAccumulationScheduler changes how many updates an epoch has, and durations and schedules count"
             " them: accumulate by one number"

@@ -5,6 +5,7 @@ Update k consumes the k-th slice of one global order, cut into micro-batches, of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -106,6 +107,7 @@ class Division:
         """The steps of each rank in the updates before a position, at which an update begins or the epoch ends."""
         return len(self) if position >= self.items else position // self.update_size * self.steps_per_update
 
+    @lru_cache(maxsize=4)  # noqa: B019  One is asked for several times, one after the other.
     def step(self, number: int, rank: int) -> Step:
         """A rank's step of that number in an epoch, counted from 0."""
         update, place = divmod(number, self.steps_per_update)

@@ -194,7 +194,7 @@ def fit(make: Case, lean: bool, folder: Path, in_plan: bool = True, **more: Any)
     settings.setdefault("model", Model())
     model, resume = settings.pop("model"), settings.pop("resume", None)
     loaders = (settings.pop("train", loader()), settings.pop("val", loader()))
-    recorder = transcript.recording(pl.Callback, hooks_of(pl.Callback), "callback", at=2)()
+    recorder = transcript.recording(pl.Callback, settings.pop("recorded", hooks_of(pl.Callback)), "callback", at=2)()
     called = [recorder, *settings.pop("callbacks", []), *([LeanLoop()] if lean else [])]
     trainer = quiet_trainer(*called, **({"max_epochs": 2, "log_every_n_steps": 2, "logger": logger} | settings))
     torch.manual_seed(4)
@@ -410,6 +410,23 @@ def callbacks_come_go_and_change(transcript: Transcript) -> dict[str, Any]:
 
     others = transcript.recording(pl.Callback, names, "passed to", at=2)()
     return {"callbacks": [wrapped, Host(), transcript.recording(pl.Callback, names, "behind", at=2)(), Passing()]}
+
+
+@case
+def idle_hooks_are_wrapped_in_an_epoch_and_the_step_takes_no_number(transcript: Transcript) -> dict[str, Any]:
+    class Unnumbered(Model):
+        def training_step(self, batch: Any) -> Any:
+            return self.loss(batch)
+
+        def on_after_backward(self) -> None:
+            transcript.note("module", "on_after_backward", self)
+
+    class Host(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1 and trainer.current_epoch == 1:
+                transcript.wrap(module, ["on_before_zero_grad", "on_before_backward"], "module")
+
+    return {"model": Unnumbered(), "recorded": ["on_train_batch_end"], "callbacks": [Host()]}
 
 
 @case

@@ -14,10 +14,10 @@ from recipes.runner.run import build_parser
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (10_759, 6_795),
-    "callbacks": (6_157, 3_696),
-    "datamodules": (7_040, 4_327),
-    "tests": (21_974, 16_529),
+    "recipes": (10_760, 6_796),
+    "callbacks": (6_183, 3_718),
+    "datamodules": (7_042, 4_329),
+    "tests": (22_000, 16_548),
     "benchmarks": (4_296, 3_138),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
