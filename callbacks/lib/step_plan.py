@@ -55,11 +55,11 @@ _STOCK = {
 """They do what a `StepPlan` does, where there is no GradScaler."""
 
 
-def _is_idle(owner: Any, name: str, kind: type) -> bool:
-    """Whether a hook is that of Lightning's class, which does nothing, unless one is set on the object."""
-    owns: Any = type(owner)
-    is_plain = isinstance(owner, kind) and owns.__getattribute__ is object.__getattribute__
-    return is_plain and getattr(owns, name) is getattr(kind, name)
+def _is_idle(owner: Any, name: str, stock: type) -> bool:
+    """Whether a hook is that of Lightning's class, which does nothing."""
+    kind: Any = type(owner)
+    is_plain = isinstance(owner, stock) and kind.__getattribute__ is object.__getattribute__
+    return is_plain and getattr(kind, name) is getattr(stock, name) and name not in vars(owner)
 
 
 def _call_hook(owner: Any, name: str, *args: Any) -> Any:
@@ -72,8 +72,8 @@ class StepPlan:
     What it does not know, it leaves to Lightning: manual optimisation, a profiler, logging at the level DEBUG, a step
     that takes the ``dataloader_iter``, GradScaler, and strategies, precisions and optimisers with methods of their own
     for what is made here. It looks at each step; so a run may change over and back, and each rank for itself, since
-    both ways communicate alike. Which hooks of callbacks do nothing it looks at once in an epoch, and when the list of
-    callbacks has changed.
+    both ways communicate alike. Which hooks of callbacks and of the module's class do nothing it looks at once in an
+    epoch, and when the list of callbacks has changed.
 
     Args:
         trainer: one that begins to train.
@@ -134,9 +134,7 @@ class StepPlan:
         self.callbacks, self.idle = list(self.trainer.callbacks), set()
         for name in _HOOKS:
             places = enumerate(self.callbacks)
-            self.hooked[name] = [
-                (i, each) for i, each in places if name in vars(each) or not _is_idle(each, name, pl.Callback)
-            ]
+            self.hooked[name] = [(i, each) for i, each in places if not _is_idle(each, name, pl.Callback)]
             if not self.hooked[name] and _is_idle(self.module, name, pl.LightningModule):
                 self.idle.add(name)
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_760, 6_796),
-    "callbacks": (6_183, 3_718),
+    "callbacks": (6_181, 3_716),
     "datamodules": (7_042, 4_329),
     "tests": (22_000, 16_548),
     "benchmarks": (4_296, 3_138),
