@@ -51,9 +51,8 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
     if top == 255:
         return pixels.astype(np.uint8)
     # By parts: in float64 a large set takes eight times its memory.
-    return np.concatenate(
-        [(pixels[start : start + 4096] * 255).round().astype(np.uint8) for start in range(0, len(pixels), 4096)]
-    )
+    parts = np.array_split(pixels, 1 + len(pixels) // 4096)
+    return np.concatenate([(part * 255).round().astype(np.uint8) for part in parts])
 
 
 def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
