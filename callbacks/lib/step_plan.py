@@ -59,7 +59,7 @@ def _is_idle(owner: Any, name: str, stock: type) -> bool:
     """Whether a hook is that of Lightning's class, which does nothing."""
     kind: Any = type(owner)
     is_plain = isinstance(owner, stock) and kind.__getattribute__ is object.__getattribute__
-    return is_plain and getattr(kind, name) is getattr(stock, name) and name not in vars(owner)
+    return is_plain and getattr(kind, name, None) is getattr(stock, name) and name not in vars(owner)
 
 
 def _call_hook(owner: Any, name: str, *args: Any) -> Any:
@@ -101,7 +101,7 @@ class StepPlan:
         """Whether these methods are Lightning's own: no subclass overrides one, and none was set on the object."""
         key = type(owner), names
         if key not in self.classes:
-            self.classes[key] = all(getattr(type(owner), name) in _STOCK for name in names)
+            self.classes[key] = all(getattr(type(owner), name, None) in _STOCK for name in names)
         return self.classes[key] and vars(owner).keys().isdisjoint(names)
 
     def is_ordinary(self, data_fetcher: Any) -> bool:

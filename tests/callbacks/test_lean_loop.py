@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import lightning.pytorch as pl
 import pytest
@@ -430,8 +430,8 @@ def idle_hooks_are_wrapped_in_an_epoch_and_the_step_takes_no_number(transcript: 
 
 
 @case
-def our_accumulation(_: Transcript) -> dict[str, Any]:
-    return {"callbacks": [GradientAccumulation(2)]}
+def our_accumulation_and_a_mock(_: Transcript) -> dict[str, Any]:
+    return {"callbacks": [GradientAccumulation(2), Mock(spec=pl.Callback, **{"state_dict.return_value": {}})]}
 
 
 LEFT_TO_LIGHTNING = {
