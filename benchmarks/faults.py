@@ -1,7 +1,7 @@
 """What becomes of a run when something breaks: ``python -m benchmarks.faults`` prints a table of faults.
 
 A fault is injected into a small run of each recipe; then the same command line is started again, and has to end with
-the weights of an undisturbed run, to the bit.
+the weights of an undisturbed run, to the bit. With ``--random N`` runs of N random settings are ended at random places.
 """
 
 import argparse
@@ -9,8 +9,10 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -206,6 +208,39 @@ FAULTS: dict[str, FaultCase] = {
 """Everything that is brought about, by name."""
 
 
+SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "each": {
+        "--check-val-every-n-epoch": ("2",),
+        "--ema": ("0.9",),
+        "--gradient-clip-val": ("0.1",),
+        "--label-smoothing": ("0.1",),
+        "--log-every-n-steps": ("0", "3"),
+        "--max-steps": ("30",),
+        "--optimizer": ("sgd", "adamw", "nadam", "rmsprop", "adagrad"),
+        "--overfit-batches": ("3",),
+        "--patience": ("1",),
+        "--precision": ("64-true", "bf16-mixed"),
+        "--reload-dataloaders-every-n-epochs": ("1",),
+        "--save-every": ("1 steps", "4 steps", "1 epochs"),
+        "--save-top-k": ("0", "2", "-1"),
+        "--schedule": ("constant", "cosine", "multistep", "plateau"),
+        "--val-check-interval": ("0.5", "5"),
+        "--warmup": ("10%", "7 steps", "1 epochs"),
+    },
+    "mnist": {"--balance": ("loss",), "--flip": ("true",), "--network": ("classic", "tutorial")},
+    "resnet": {
+        "--augment": ("none", "standard"),
+        "--bn": ("eval",),
+        "--cutmix": ("1",),
+        "--freeze-until": ("layer3", "fc"),
+        "--layer-lr-decay": ("0.8",),
+        "--mixup": ("0.2",),
+    },
+    "seq2seq": {"--dropout": ("0", "0.3"), "--network": ("transformer",), "--subwords": ("none",)},
+}
+"""What `--random` draws from: the flags of each recipe and of one of them, with their values."""
+
+
 class Ended(NamedTuple):
     """How a run has ended, in the words of a shell, and what its first process has printed."""
 
@@ -267,9 +302,9 @@ class Run:
             process.communicate()
         return Ended(128 - first.returncode if first.returncode < 0 else first.returncode, output)
 
-    def complete(self) -> Ended:
+    def complete(self, more: Sequence[str] = ()) -> Ended:
         """Run it to its end, without a fault."""
-        return self.finish(self.start({}))
+        return self.finish(self.start({}, more))
 
     @property
     def last(self) -> Path:
@@ -282,6 +317,12 @@ class Run:
         for name in sorted(weights):
             digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Those of its results."""
+        scores: dict[str, float] = json.loads((self.last.parents[1] / "results.json").read_text())["scores"]
+        return scores
 
 
 def undisturbed(run: Run) -> str:
@@ -331,6 +372,33 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
     return Outcome(wrong, at_end - broken, recovered - broken, repeated)
 
 
+def run_random(draw: random.Random, recipe: str, folder: Path) -> tuple[str, bool, str]:
+    """A run of random settings on one device, on two, and ended at a random place and resumed on any of both.
+
+    Returns:
+        The flags, whether all have the same weights and scores, to the bit, or are refused alike, and what was found.
+    """
+    known = SETTINGS["each"] | SETTINGS[recipe]
+    flags = ["--batch-size", draw.choice(("32", "23"))]
+    for name in draw.sample(sorted(known), 6):
+        flags += [name, draw.choice(known[name])]
+    runs = [Run(recipe, folder / "one", 1), Run(recipe, folder / "two", 2)]
+    ended = [run.complete(flags) for run in runs]
+    moment, at = draw.choice(("step", "update", "validation", "save")), draw.randrange(42)
+    fault = {"kind": draw.choice(("kill", "term")), "moment": moment, "at": at, "rank": draw.choice((0, -1))}
+    ended.append((broken := Run(recipe, folder / "broken", draw.choice((1, 2)))).finish(broken.start(fault, flags)))
+    resumed = replace(broken, world_size=draw.choice((1, 2)))
+    ended[2:] = [resumed.complete(flags)]
+    text, statuses = shlex.join(flags), [each.status for each in ended]
+    if any(statuses):
+        return text, statuses == [2, 2, 2], f"exit statuses {statuses}: {max(ended).tail}"
+    found = [(run.digest(), run.scores) for run in (*runs, resumed)]
+    if found[0] == found[1] == found[2]:
+        return text, True, "equal to the bit"
+    how = f"two devices, or {fault} on {broken.world_size} and a resume on {resumed.world_size}"
+    return text, False, f"other weights or scores on {how}: {found}"
+
+
 def picture(outcomes: Mapping[tuple[str, str, int], Outcome]) -> str:
     """The seconds of recovery as SVG: a bar for each fault, recipe and number of processes, with the end of the run."""
     title = "seconds from a fault: dark, until the command has ended; light, until the next update"
@@ -364,6 +432,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--recipes", nargs="+", choices=TINY_RECIPES, default=list(TINY_RECIPES), help="default: all")
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="default: each fault's own number")
+    parser.add_argument("--random", type=int, metavar="N", default=0, help="runs of N random settings in their place")
+    parser.add_argument("--seed", type=int, metavar="N", default=1, help="of the random settings")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the seconds, after each row")
     args = parser.parse_args(argv)
     cases = [(name, case) for name, case in FAULTS.items() if any(text in name for text in args.only)]
@@ -372,6 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.processes:
         cases = [(name, replace(case, world_size=n)) for name, case in cases for n in args.processes]
         cases = [(name, case) for name, case in cases if case.fault.get("rank", 0) < case.world_size]
+    if args.random:
+        return run_randomly(args.random, args.seed, args.recipes)
     failed, references, outcomes = False, dict[tuple[str, int, bool], str](), dict[tuple[str, str, int], Outcome]()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as root:
         print("| recipe | fault | processes | seconds to its end | to the next update | updates made again | outcome |")
@@ -394,6 +466,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cells = recipe, name, case.world_size, *seconds, found.repeated, outcome
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
     return int(failed)
+
+
+def run_randomly(number: int, seed: int, recipes: Sequence[str]) -> int:
+    """Try random settings and print a row for each; the exit status is 1 where one made a difference."""
+    all_alike = True
+    print("| recipe | flags | outcome |\n|---|---|---|")
+    for i in range(number):
+        draw, recipe = random.Random(f"{seed} {i}"), recipes[i % len(recipes)]
+        with tempfile.TemporaryDirectory(prefix="benchmarks-") as root:
+            flags, alike, outcome = run_random(draw, recipe, Path(root))
+        all_alike = all_alike and alike
+        print(f"| {recipe} | {flags} | {outcome} |", flush=True)
+    return int(not all_alike)
 
 
 def run_faulty(fault: Fault) -> None:

@@ -16,9 +16,9 @@ BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_760, 6_796),
     "callbacks": (6_181, 3_716),
-    "datamodules": (7_042, 4_329),
+    "datamodules": (7_041, 4_328),
     "tests": (22_000, 16_548),
-    "benchmarks": (4_296, 3_138),
+    "benchmarks": (4_381, 3_208),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
 FLAGS = Path(__file__).with_name("flags.txt")
