@@ -273,6 +273,12 @@ class GradientAccumulation(pl.Callback):
         dealing, steps = resumable_loaders(trainer.train_dataloader), trainer.accumulate_grad_batches
         if (steps > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
             raise UserError(describe_second_call(trainer.optimizers[0]))
+        for config in trainer.lr_scheduler_configs:
+            if steps > 1 < config.frequency and config.interval == "step":
+                raise UserError(
+                    f"frequency={config.frequency} of {type(config.scheduler).__name__} counts micro-batches, of which"
+                    f' an update has {steps} here: pass frequency=1, or interval="epoch"'
+                )
         self._undo += [partial(each.divide_updates, each.items_of(each.world_size)) for each in dealing]
         if dealing and trainer.fit_loop.restarting:
             move_place_in_epoch(trainer, dealing[0])

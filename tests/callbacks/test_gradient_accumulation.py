@@ -275,6 +275,14 @@ class Unpacking(Tagger):
         return super().training_step(batch.pair, batch_idx)
 
 
+class Scheduled(Tagger):
+    """Lowers its rate with every second step."""
+
+    def configure_optimizers(self) -> Any:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(super().configure_optimizers(), 0.5)
+        return [schedule.optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
+
+
 OPAQUE = [SimpleNamespace(pair=batch) for batch in BATCHES]
 SHORT = type("Loader", (), {"__iter__": lambda _: iter(BATCHES[:7]), "__len__": lambda _: 10})()
 BOTH = "GradientAccumulation and {} would both"
@@ -285,6 +293,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
         Tagger(), BATCHES, GradientAccumulation(2), accumulate_grad_batches=2
     ),
     BOTH.format("GradientAccumulationScheduler"): lambda: train(Tagger(), BATCHES, GradientAccumulation(2), CHANGES),
+    "frequency=2 of ExponentialLR counts micro-batches, of which an update has 3 here: pass frequency=1": lambda: train(
+        Scheduled(), BATCHES, GradientAccumulation(3)
+    ),
     "pass one of them": lambda: GradientAccumulation(2, global_batch_size=32),
     "accumulation of 0 micro-batches: expected a whole number above 0": lambda: GradientAccumulation(0),
     "accumulation of 2.5 micro-batches: expected a whole": lambda: GradientAccumulation(2.5),  # type: ignore[arg-type]
