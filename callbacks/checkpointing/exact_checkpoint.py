@@ -6,10 +6,10 @@ depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.replay import files_in, raw_weights, refuse_torchmetrics, replay_epoch, was_stopped_early
+from callbacks.checkpointing.replay import files_in, refuse_torchmetrics, replay_epoch, was_stopped_early
 from callbacks.checkpointing.stopping_points import (
     RULES,
     place_after_batch,
@@ -38,15 +38,6 @@ _DEVICES = "devices"  # The number of processes that train.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.
 _SCORED = "scored"  # The update after which was validated last, and the names of the scores of that validation.
 _SUMS = "epoch_sums"  # The sums behind the means of the present epoch, by rank.
-
-
-class _Resumed(NamedTuple):
-    """What a checkpoint holds for the start of training."""
-
-    world_size: int
-    metrics: Mapping[str, Tensor]
-    sums: list[dict[str, list[Tensor]]] | None
-    raw_weights: dict[str, Any] | None
 
 
 def save_best_first(trainer: pl.Trainer) -> None:
@@ -108,7 +99,7 @@ class ExactCheckpoint(ModelCheckpoint):
 
     _validated_at_epoch_end = False
     _loaded: dict[str, Any] | None = None
-    _resumed: _Resumed | None = None
+    _resumed: dict[str, Any] | None = None
     _scored: tuple[int, list[str]] = (0, [])
     _plateaus: internals.PlateauSteps | None = None
     _undo: Sequence[Callable[[], None]] = ()
@@ -152,22 +143,18 @@ class ExactCheckpoint(ModelCheckpoint):
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._scored = checkpoint.get(_SCORED, self._scored)
-        raw = raw_weights(trainer, checkpoint) if trainer.state.fn == "fit" else None
         # `load_state_dict` is not called where this run saves at another interval or by another score.
-        world_size = checkpoint.get(_DEVICES, trainer.world_size)
-        self._resumed = _Resumed(world_size, checkpoint.get(_METRICS) or {}, checkpoint.get(_SUMS), raw)
+        self._resumed = checkpoint if trainer.state.fn == "fit" else None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self.on_fit_start(trainer, pl_module)  # Some strategies restore after it.
         resumed, self._resumed = self._resumed, None
-        if resumed and resumed.raw_weights is not None:
-            pl_module.load_state_dict(resumed.raw_weights, strict=pl_module.strict_loading)
         # One of the run's callbacks of this class is to put its loaders back.
         is_first = resumed and next(e for e in callbacks_of(trainer) if isinstance(e, ExactCheckpoint)) is self
         if resumed and is_first:
-            replay_epoch(trainer, resumed.world_size)
+            replay_epoch(trainer, resumed, resumed.get(_DEVICES, trainer.world_size))
             trainer.should_stop = trainer.should_stop or was_stopped_early(trainer)
             internals.drop_early_stop(trainer)
         self._release()
@@ -175,10 +162,10 @@ class ExactCheckpoint(ModelCheckpoint):
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             self._plateaus = internals.PlateauSteps(trainer)
             undo.append(self._plateaus.remove)
-        if resumed and resumed.sums and is_first and trainer.fit_loop.restarted_mid_epoch:
-            refuse_torchmetrics(trainer, resumed.sums)
-            undo.append(internals.continue_epoch_sums(trainer, resumed.sums))
-        metrics = resumed.metrics if resumed else {}
+        if resumed and is_first and (sums := resumed.get(_SUMS)) and trainer.fit_loop.restarted_mid_epoch:
+            refuse_torchmetrics(trainer, sums)
+            undo.append(internals.continue_epoch_sums(trainer, sums))
+        metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
 
     @override
@@ -244,6 +231,7 @@ class ExactCheckpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
+        internals.restore_modes(trainer)
         self._release()
 
     def _release(self) -> None:

@@ -53,14 +53,6 @@ def loaded_raw_weights(pl_module: pl.LightningModule, checkpoint: Mapping[str, A
     return weights
 
 
-def raw_weights(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The weights to train on from, where a checkpoint has them besides averages and no callback loads them."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, WeightAveraging) or getattr(callback, "loads_raw_weights", False):
-            return None
-    return loaded_raw_weights(trainer.lightning_module, checkpoint)
-
-
 def _without_position(trainer: pl.Trainer) -> list[Any]:
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     return [loader for loader in loaders if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"))]
@@ -141,17 +133,36 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
         warn("warning: %s", problem)
 
 
-def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
+def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Load again what torch casts to a parameter's dtype as an optimiser is loaded, such as NAdam's float32 product."""
+    weights, saved = trainer.lightning_module.state_dict(), checkpoint.get("state_dict", {})
+    if any(isinstance(v, Tensor) and v.dtype != getattr(saved.get(n, v), "dtype", None) for n, v in weights.items()):
+        return  # Another precision is asked for.
+    for optimizer, state in zip(trainer.optimizers, checkpoint.get("optimizer_states", ())):
+        groups = zip(optimizer.param_groups, state["param_groups"])
+        for parameter, number in (pair for group, old in groups for pair in zip(group["params"], old["params"])):
+            loaded = optimizer.state[parameter]
+            for name, value in state["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
+                    loaded[name] = value.to(loaded[name].device)
+
+
+def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world_size: int) -> None:
     """Do what Lightning leaves out; for `on_train_start` of a resumed run.
 
     Args:
+        checkpoint: the one that was loaded.
         saved_world_size: the number of processes that saved it.
 
     Raises:
         UserError: the order of the epoch or the state of a loader cannot be repeated, the data are others, or a
             callback of Lightning unfreezes layers.
     """
-    within_epoch = trainer.fit_loop.restarted_mid_epoch
+    within_epoch, module = trainer.fit_loop.restarted_mid_epoch, trainer.lightning_module
+    averages = any(isinstance(c, WeightAveraging) or hasattr(c, "loads_raw_weights") for c in callbacks_of(trainer))
+    if not averages and (raw := loaded_raw_weights(module, checkpoint)) is not None:
+        module.load_state_dict(raw, strict=module.strict_loading)
+    _restore_dtypes(trainer, checkpoint)
     # Lightning does not load the states of loaders at an epoch's end, where other data are to be refused, too.
     with_state = [each for each in CombinedLoader(trainer.train_dataloader).flattened if hasattr(each, "state_dict")]
     for loader, state in zip(with_state, unused_loader_states(trainer)):
@@ -164,7 +175,7 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
                 " use FreezeLayers"
             )
         if isinstance(callback, StochasticWeightAveraging) and within_epoch:
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            callback.on_train_epoch_start(trainer, module)
     without = _without_position(trainer)
     for loader in without:
         if trainer.current_epoch > 0 and (found := _moves_on(loader)):

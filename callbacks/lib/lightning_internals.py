@@ -59,8 +59,9 @@ def hold_to_updates(
     """Makes a run validate and stop after complete updates only; returns how to undo it.
 
     Lightning stops at the next micro-batch, whoever has set `should_stop` and in whichever hook, and validates between
-    two micro-batches of an update. Here both wait for the update's last. A request to stop that cannot be followed
-    then, since ``min_epochs`` or ``min_steps`` is not reached, is dropped: Lightning keeps it, but in no checkpoint.
+    two micro-batches of an update; asked to stop as an epoch starts, it counts that epoch as done. Here all wait for an
+    update's last. A request to stop that cannot be followed then, since ``min_epochs`` or ``min_steps`` is not reached,
+    is dropped: Lightning keeps it, but in no checkpoint.
 
     Args:
         trainer: one that trains now.
@@ -68,9 +69,15 @@ def hold_to_updates(
         validation_is_next: whether a validation is due after the update that is complete.
     """
     loop: Any = trainer.fit_loop.epoch_loop
+    loop.val_loop._has_run = False  # In an earlier fit: the run may go on with a validation that was interrupted.
     if "on_advance_end" in vars(loop):
         return lambda: None
-    end_batch, requested = loop.on_advance_end, False
+    start_epoch, end_batch, requested = loop.reset, loop.on_advance_end, False
+
+    def reset() -> None:
+        nonlocal requested
+        start_epoch()
+        requested, trainer.should_stop = requested or trainer.should_stop, False
 
     def on_advance_end(data_fetcher: Any) -> None:
         nonlocal requested
@@ -88,16 +95,22 @@ def hold_to_updates(
         return is_due and loop._should_check_val_epoch()
 
     def undo() -> None:
-        for name in ("on_advance_end", "_should_check_val_fx"):
+        for name in ("reset", "on_advance_end", "_should_check_val_fx"):
             vars(loop).pop(name, None)
 
-    loop.on_advance_end, loop._should_check_val_fx = on_advance_end, should_validate
+    loop.reset, loop.on_advance_end, loop._should_check_val_fx = reset, on_advance_end, should_validate
     return undo
 
 
 def drop_early_stop(trainer: pl.Trainer) -> None:
     """Takes back a request to stop that comes before ``min_epochs`` and ``min_steps`` are reached."""
     trainer.should_stop = trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
+def restore_modes(trainer: pl.Trainer) -> None:
+    """Puts the module back into training mode where a validation was interrupted, as the validation's end does."""
+    if trainer.validating and trainer.state.fn == "fit":
+        trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
 
 
 def validation_scores(trainer: pl.Trainer) -> list[str]:
@@ -174,7 +187,7 @@ def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
             yield key, metric
 
 
-def continue_epoch_sums(trainer: pl.Trainer, by_rank: Sequence[Mapping[str, list[Tensor]]]) -> Callable[[], None]:
+def continue_epoch_sums(trainer: pl.Trainer, by_rank: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
     """Lets each sum of this epoch go on from those of a checkpoint; returns how to undo it.
 
     Args:
@@ -188,7 +201,7 @@ def continue_epoch_sums(trainer: pl.Trainer, by_rank: Sequence[Mapping[str, list
     def update_metrics(key: str, value: Any, batch_size: int) -> None:
         if trainer.current_epoch != epoch:
             left.clear()
-        metric, found = results[key], [sums.pop(key) for sums in left if key in sums]
+        metric, found = results[key], [part for sums in left if (part := sums.pop(key, None))]
         if found:
             device = metric.value.device
             values, weights = (torch.stack(part).to(device) for part in zip(*found, strict=True))

@@ -1,5 +1,7 @@
 """A run that is told to stop, in any hook at any micro-batch, ends after the update, and its resume loses nothing."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.signals import Preempted
+from callbacks.preemption import Preemption
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
@@ -44,6 +48,10 @@ class Model(Tiny):
         return super().training_step(batch, batch_idx)
 
     @override
+    def on_train_epoch_start(self) -> None:
+        self._stop("on_train_epoch_start")
+
+    @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._stop("on_train_batch_end")
 
@@ -72,13 +80,24 @@ class Sleep(Stop):
             time.sleep(1.1)
 
 
-def fit(folder: Path, world_size: int, own: bool, model: Model, *callbacks: pl.Callback, **options: Any) -> Any:
-    """One life of a run, from its `last.ckpt` on."""
+class Signal(pl.Callback):
+    """Ends the run in the second validation."""
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.ckpt_path is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(
+    folder: Path, world_size: int, own: bool, model: Model, *callbacks: pl.Callback, again: Any = None, **options: Any
+) -> Any:
+    """One life of a run, from its `last.ckpt` on; or the second of a Trainer."""
     settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": 1 if own else 4} | options
     callbacks = (SeedControl(1), *[GradientAccumulation(4)] * own, *callbacks)
     if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         callbacks = (*callbacks, ExactCheckpoint(folder, save_last=True))
-    trainer = quiet_trainer(*callbacks, world_size=world_size, **settings)
+    trainer = again or quiet_trainer(*callbacks, world_size=world_size, **settings)
     rank = trainer.global_rank
     train = TrainLoader(*TRAIN, torch.arange(50), 4, 1, rank, world_size)
     validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4, rank, world_size)
@@ -91,6 +110,7 @@ STOPS: dict[str, Callable[[], tuple[Model, list[pl.Callback], dict[str, Any]]]] 
     "a callback": lambda: (Model(), [Stop((1, 5))], {}),
     "a callback, at a window's last": lambda: (Model(), [Stop((0, 3))], {}),
     "the module": lambda: (Model("on_train_batch_end", (0, 5)), [], {}),
+    "the module, as an epoch starts": lambda: (Model("on_train_epoch_start", (1, 12)), [], {}),
     "a validation due in mid-window": lambda: (Model("on_validation_end", (0, 7)), [], {"val_check_interval": 6}),
     "early stopping on a validation due in mid-window": lambda: (
         Model(),
@@ -139,6 +159,14 @@ def two_ranks(folder: Path) -> list[list[str]]:
 def test_two_ranks_stop_after_the_same_update(tmp_path: Path) -> None:
     for rank in run_ranks(two_ranks, 2, tmp_path):
         assert all(resumed == whole for whole, resumed in rank)
+
+
+def test_a_trainer_that_is_called_again_goes_on_with_the_validation_in_which_it_was_interrupted(tmp_path: Path) -> None:
+    fit(tmp_path / "whole", 1, True, whole := Model(), max_epochs=3)
+    with pytest.raises(Preempted):
+        fit(tmp_path / "cut", 1, True, model := Model(), Preemption(), Signal(), max_epochs=3)
+    fit(tmp_path / "cut", 1, True, model, again=model.trainer)
+    assert hash_of(model) == hash_of(whole)
 
 
 def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Path) -> None:

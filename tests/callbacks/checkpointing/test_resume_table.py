@@ -97,10 +97,11 @@ def with_worker(**options: Any) -> DataLoader[Any]:
 class Model(pl.LightningModule):
     """Logs a training mean and the score of each validation; its loss has noise."""
 
-    def __init__(self, schedule: Any, metric: bool) -> None:
+    def __init__(self, row: "Row") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.schedule, self.metric = schedule, MeanMetric() if metric else None
+        self.optimizer, self.schedule = row.optimizer, row.schedule
+        self.metric = MeanMetric() if row.metric else None
         self.seen: dict[int, Any] = {}
         self.scores: list[float] = []
 
@@ -126,7 +127,7 @@ class Model(pl.LightningModule):
         self.log("weight", self.weight.detach())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = self.optimizer(self.parameters(), lr=0.1)
         return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)} if self.schedule else optimizer
 
 
@@ -138,7 +139,9 @@ class Log(DummyLogger):
         self.rows: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int = 0) -> None:
-        self.rows.append((step, {name: value for name, value in metrics.items() if "per_second" not in name}))
+        self.rows.append(
+            (step, {name: value for name, value in metrics.items() if name != "metric" and "per_second" not in name})
+        )
 
 
 class Kill(pl.Callback):
@@ -159,6 +162,7 @@ class Row(NamedTuple):
     loader: Callable[[], Any] = shuffled
     callbacks: Callable[[], list[pl.Callback]] = list
     options: Mapping[str, Any] = MappingProxyType({})
+    optimizer: Any = partial(torch.optim.SGD, momentum=0.9)
     schedule: Any = None
     monitor: str = "score"
     metric: bool = False
@@ -189,6 +193,7 @@ FOREIGN: list[Callable[[], Any]] = [
     lambda: {"a": shuffled(), "b": DataLoader(Augmented(), 2)},
     lambda: {"a": own_loader(), "b": shuffled()},
 ]
+UNSAVED = "metric", "train/samples_per_second"
 END_OF_EPOCH = "resume from an epoch's end"
 EVERY_3 = {"val_check_interval": 3, "check_val_every_n_epoch": None}
 SECOND_EPOCHS = {"check_val_every_n_epoch": 2}
@@ -218,7 +223,11 @@ ROWS: dict[str, list[Row]] = {
     "means of an epoch by `self.log`": [
         Row((6,), callbacks=stopping("train", patience=0, min_delta=0.2), monitor="train")
     ],
-    "means of an epoch by torchmetrics": [Row((6,), monitor="metric", metric=True, refused=END_OF_EPOCH)],
+    "means of an epoch by torchmetrics": [
+        Row((6,), metric=True),
+        Row((6,), monitor="metric", metric=True, refused=END_OF_EPOCH),
+    ],
+    "state of optimisers": [Row((6,), optimizer=torch.optim.NAdam)],  # It multiplies in float32, which torch casts.
     "counters of callbacks": [
         Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})]),
         Row((12,), callbacks=stopping()),
@@ -251,13 +260,13 @@ def fit(
     best = ExactCheckpoint(folder / "best", filename="{step}", monitor=row.monitor, every_n_train_steps=row.best_every)
     settings = {"max_epochs": EPOCHS, "logger": (log := Log())} | row.options
     trainer = quiet_trainer(*[SeedControl(1)] * row.seeded, *row.callbacks(), *more, every, best, **settings)
-    model, validation = Model(row.schedule, row.metric), DataLoader(TensorDataset(NUMBERS[:1]))
+    model, validation = Model(row), DataLoader(TensorDataset(NUMBERS[:1]))
     with contextlib.suppress(ZeroDivisionError):
         trainer.fit(model, row.loader(), validation, ckpt_path=resumed_from, weights_only=True)
     if row.monitor == "score" and resumed_from is None and model.scores and not row.best_every:
         assert best.best_model_score == pytest.approx(min(model.scores)), "each score's weights were saved if the best"
     logged = [(step, metrics) for step, metrics in log.rows if step >= row.cuts[-1]]
-    scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in UNSAVED}
     files = best.best_model_score, Path(best.best_model_path).name, sorted(file.name for file in folder.glob("best/*"))
     rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
     decided = trainer.global_step, trainer.current_epoch, model.weight.item(), rate, scores, files, logged
