@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_760, 6_796),
-    "callbacks": (6_181, 3_716),
+    "callbacks": (6_199, 3_732),
     "datamodules": (7_041, 4_328),
-    "tests": (22_000, 16_548),
+    "tests": (21_999, 16_545),
     "benchmarks": (4_381, 3_208),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}

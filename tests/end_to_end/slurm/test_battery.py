@@ -105,8 +105,8 @@ def undisturbed(cluster: Cluster) -> str:
     return weights_of(cluster.last(job))
 
 
+# SIGUSR1 is that of the test of an array, below.
 INTERRUPTIONS: dict[str, tuple[Callable[[Slurm, str], object], str]] = {
-    "SIGUSR1": (lambda slurm, job: slurm.call("scancel", "--signal=USR1", job), r"SIGUSR1 after update \d+: saved "),
     "requeued from outside": (lambda slurm, job: slurm.call("scontrol", "requeue", job), "ended by SIGTERM"),
     "one of two tasks is killed": (
         lambda slurm, job: os.kill(slurm.tasks(job)[0], signal.SIGKILL),
