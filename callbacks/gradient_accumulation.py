@@ -274,7 +274,7 @@ class GradientAccumulation(pl.Callback):
         if (steps > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
             raise UserError(describe_second_call(trainer.optimizers[0]))
         for config in trainer.lr_scheduler_configs:
-            if steps > 1 < config.frequency and config.interval == "step":
+            if steps > 1 and config.frequency > 1 and config.interval == "step":
                 raise UserError(
                     f"frequency={config.frequency} of {type(config.scheduler).__name__} counts micro-batches, of which"
                     f' an update has {steps} here: pass frequency=1, or interval="epoch"'

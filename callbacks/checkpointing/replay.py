@@ -139,12 +139,12 @@ def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     if any(isinstance(v, Tensor) and v.dtype != getattr(saved.get(n, v), "dtype", None) for n, v in weights.items()):
         return  # Another precision is asked for.
     for optimizer, state in zip(trainer.optimizers, checkpoint.get("optimizer_states", ())):
-        groups = zip(optimizer.param_groups, state["param_groups"])
-        for parameter, number in (pair for group, old in groups for pair in zip(group["params"], old["params"])):
-            loaded = optimizer.state[parameter]
-            for name, value in state["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
-                    loaded[name] = value.to(loaded[name].device)
+        for group, saved_group in zip(optimizer.param_groups, state["param_groups"]):
+            for parameter, number in zip(group["params"], saved_group["params"]):
+                for name, value in state["state"].get(number, {}).items():
+                    loaded = optimizer.state[parameter]  # Asked for where something is in it: to ask creates an entry.
+                    if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
+                        loaded[name] = value.to(loaded[name].device)
 
 
 def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world_size: int) -> None:
@@ -159,8 +159,8 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world
             callback of Lightning unfreezes layers.
     """
     within_epoch, module = trainer.fit_loop.restarted_mid_epoch, trainer.lightning_module
-    averages = any(isinstance(c, WeightAveraging) or hasattr(c, "loads_raw_weights") for c in callbacks_of(trainer))
-    if not averages and (raw := loaded_raw_weights(module, checkpoint)) is not None:
+    loads = [isinstance(c, WeightAveraging) or getattr(c, "loads_raw_weights", False) for c in callbacks_of(trainer)]
+    if not any(loads) and (raw := loaded_raw_weights(module, checkpoint)) is not None:
         module.load_state_dict(raw, strict=module.strict_loading)
     _restore_dtypes(trainer, checkpoint)
     # Lightning does not load the states of loaders at an epoch's end, where other data are to be refused, too.
