@@ -42,11 +42,6 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-@functools.cache
-def _key_of_steps(seed: int) -> int:
-    return derive_seed(seed, "step")
-
-
 @functools.lru_cache(maxsize=4)  # A step is asked for twice: before its batch is loaded, and when it begins.
 def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
     """The seed from which `SeedControl` draws the noise of a micro-batch, for loops without a Trainer.
@@ -54,7 +49,7 @@ def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
     Args:
         number: of the micro-batch in its epoch, counted over all ranks.
     """
-    return derive_seed_at(_key_of_steps(seed), epoch, number)
+    return derive_seed_at(derive_seed(seed, "step"), epoch, number)
 
 
 def _calls_closure_once(optimizer: Any) -> bool:
@@ -65,14 +60,13 @@ def _calls_closure_once(optimizer: Any) -> bool:
 def _set_environment(seed: int) -> Callable[[], None]:
     """Tells Lightning the seed for its `DistributedSampler` and to seed workers by rank; returns how to undo it."""
     settings = {"PL_GLOBAL_SEED": str(seed & 0xFFFFFFFF), "PL_SEED_WORKERS": "1"}
-    before = {name: os.environ.get(name) for name in settings}
+    before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ.update(settings)
 
     def undo() -> None:
-        for name, value in before.items():
+        for name in settings:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
     return undo
 
@@ -122,6 +116,10 @@ class SeedControl(pl.Callback):
         self._restore_settings()
         self._undo = [_set_environment(self.seed)]
         self._seed_initial_weights()
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seed("epoch", 0)  # A Trainer that has trained before still counts the epochs of then.
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -179,10 +177,9 @@ class SeedControl(pl.Callback):
 
     def seed_between_steps(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Seeds the generators for loading and transferring the next batch, whatever was drawn before."""
-        next_batch = trainer.fit_loop.epoch_loop.batch_idx + 1
-        seed_generators(self._seed_of_step(trainer, next_batch) ^ 1, self._device)
+        seed_generators(self._seed_of_step(trainer, trainer.fit_loop.batch_idx + 1) ^ 1, self._device)
 
-    on_fit_start = on_sanity_check_end = on_train_epoch_start = seed_epoch
+    on_sanity_check_end = on_train_epoch_start = seed_epoch
     on_train_batch_end = on_validation_end = seed_between_steps
 
     def _seed(self, *address: int | str) -> None:

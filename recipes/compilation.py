@@ -29,10 +29,6 @@ def check_compile_mode(mode: bool | str) -> None:
         raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
 
 
-def _double(values: Tensor) -> Tensor:
-    return values + values
-
-
 def check_compiler(device: torch.device) -> None:
     """Compile a function of one line, so that a machine that cannot compile says so before training.
 
@@ -43,7 +39,7 @@ def check_compiler(device: torch.device) -> None:
     level = log.level
     log.setLevel(logging.ERROR)  # Where torch is built for CUDA and there is no GPU it warns of that.
     try:
-        torch.compile(_double)(torch.zeros(8, device=device))
+        torch.compile(lambda values: values + values)(torch.zeros(8, device=device))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         cure = "install a C++ compiler such as g++, or pass" if device.type == "cpu" else "pass"

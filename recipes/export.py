@@ -163,6 +163,8 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
     """Write a graph for any batch size; returns what was checked."""
     example = graph.example(2)
     outputs = list(graph(example))
+    import onnxruntime
+
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
     try:
         program = torch.onnx.export(graph, (example,), input_names=[graph.input], output_names=outputs, **options)
@@ -174,16 +176,14 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
         model.producer_name, model.producer_version = "lightning-recipes", __version__
         model.metadata_props.update(_as_text(metadata))
         program.save(str(path), external_data=False)
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except OSError:
         raise
-    except Exception as error:  # What torch's exporter makes of a network may be anything.
+    except Exception as error:  # What the exporter and onnxruntime make of a network may be anything.
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"torch cannot write the network as onnx ({type(error).__name__}: {reason}); pass format='safetensors'"
+            f"the network cannot be written as onnx ({type(error).__name__}: {reason}); pass format='safetensors'"
         ) from error
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
     def run(inputs: Tensor) -> dict[str, Tensor]:
         found = session.run(outputs, {graph.input: inputs.numpy()})
@@ -230,7 +230,8 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
                 part.touch()  # Where that fails, exporters would raise errors of their own.
                 if not isinstance(example, Tensor) or kind != "onnx":
                     return Exported(path, {}, _write_weights(recipe, part, kind, metadata))
-                graph = _Graph(recipe, recipe.network, example, preprocessing(recipe))
+                # In float32 whatever the training's precision: onnxruntime has no other convolution for CPUs.
+                graph = _Graph(recipe, recipe.network.float(), example, preprocessing(recipe))
                 metadata["inputs"] = {graph.input: graph.text}
                 return Exported(path, metadata["inputs"], _write_onnx(graph, part, metadata))
         except OSError as error:

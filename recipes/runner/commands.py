@@ -239,8 +239,9 @@ def _evaluate(experiment: Experiment) -> None:
     """Validate, test or predict with a checkpoint."""
     recipe, data, command, run = experiment.recipe, experiment.data, experiment.command, experiment.run
     trainer = build_trainer(experiment)
+    # Lightning converts the module after it has loaded a checkpoint, whose float64 float32 would have rounded.
+    trainer.precision_plugin.convert_module(recipe)
     if run.ckpt is None:
-        trainer.precision_plugin.convert_module(recipe)
         load_initial_weights(recipe, exact=True)
     rows: Sequence[dict[str, object]]
     with _interruptible(trainer, experiment, None), _restoring(run.ckpt), _within_memory(trainer, experiment):

@@ -16,7 +16,7 @@ from datamodules.errors import UserError
 _OF_TRAINING = ("limit_train_batches", "overfit_batches")
 _OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
 
-_OF_ALL_DEVICES = "a number of batches, counted over all devices, or a share of each device's"
+_OF_ALL_DEVICES = "a number of batches, counted over all devices; on one device also on a share"
 LIMIT_TEXTS = {
     "limit_train_batches": "train on a number of updates in each epoch, or on a share of it, as in 0.1",
     "limit_val_batches": f"validate on {_OF_ALL_DEVICES}",
@@ -57,7 +57,7 @@ def limits_per_device(
         micro_batches: as `micro_batches_of_update` returns them.
 
     Raises:
-        UserError: the size of an update is not known, or a device would get no batch.
+        UserError: the size of an update is not known, or a device would get no batch, or a share of its own.
 
     Example:
         >>> options = {"limit_train_batches": 40, "limit_val_batches": 5}
@@ -79,6 +79,12 @@ def limits_per_device(
                 f" {name}={world_size} or more"
             )
         limits[name] = -((rank - count) // world_size)  # Those at rank, rank + world_size, ... below the count.
+    for name in _OF_EVALUATION:
+        if world_size > 1 and isinstance(share := options.get(name), float) and 0 < share < 1:
+            raise UserError(
+                f"{name}={share} is a share of each device's batches, and not those of one device; pass a number"
+                f" of batches of all devices, such as {name}={world_size}"
+            )
     return limits
 
 

@@ -100,6 +100,14 @@ def test_a_rerun_draws_the_same_numbers_and_another_seed_others():
     assert len(_differences(one.drawn, other.drawn)) == len(one.drawn)
 
 
+def test_a_trainer_that_is_called_again_draws_as_a_new_one_before_its_checkpoint_is_restored():
+    trainer, net, drawn = quiet_trainer(SeedControl(1), max_epochs=2), Noisy(), []
+    net.on_fit_start = lambda: drawn.append(_draw())  # type: ignore[method-assign]
+    for _ in range(2):
+        trainer.fit(net, DataLoader(Augmented(), 2))
+    assert drawn[0] == drawn[1]
+
+
 def test_validation_in_between_changes_nothing():
     often: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
     loaders = [DataLoader(Augmented(), size, shuffle=True) for size in (3, 2)]

@@ -61,8 +61,12 @@ def test_exported_weights_are_those_of_the_network(kind: str, saved):
     assert sorted(file.name for file in path.parent.iterdir()) == sorted(["best.ckpt", path.name])
 
 
-def test_a_graph_makes_probabilities_of_bytes(saved):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_graph_makes_probabilities_of_bytes(dtype: torch.dtype, saved):
     recipe, checkpoint = saved
+    state = recipe.to(dtype).state_dict()
+    torch.save(torch.load(checkpoint, weights_only=True) | {"state_dict": state}, checkpoint)
+    recipe.float()
     path = export(MNISTClassifier(), str(checkpoint), "onnx").path
     images = torch.randint(256, (7, 1, 28, 28), dtype=torch.uint8)
     found = run_file(path, images=images)

@@ -58,11 +58,20 @@ class Draw(pl.Callback):
             Path(str(trainer.log_dir)).joinpath("mine.txt").write_text("drawn")
 
 
+class AsSaved(pl.Callback):
+    """Expects the weights of the checkpoint, to the bit."""
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        saved = torch.load(str(trainer.ckpt_path), weights_only=True)["state_dict"]
+        assert all(torch.equal(value, saved[name]) for name, value in pl_module.state_dict().items())
+
+
 AVERAGES: dict[str, Callable[[], Sequence[pl.Callback]]] = {
     "Lightning's": lambda: [EMAWeightAveraging(decay=0.9)],
     "stochastic": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
     "a user's own": lambda: [EvaluateAverage(), Draw()],
-    "--ema 0.9 --save-every 3steps": list,
+    "--ema 0.9 --save-every 3steps --precision 64-true": lambda: [AsSaved()],
 }
 
 
@@ -82,7 +91,7 @@ def _type(kind: str, folder: str, *commands: list[str]) -> None:
     [
         ("Lightning's", 1),
         pytest.param("Lightning's", 2, marks=pytest.mark.slow),
-        ("--ema 0.9 --save-every 3steps", 2),
+        ("--ema 0.9 --save-every 3steps --precision 64-true", 2),
         ("a user's own", 1),
         pytest.param("stochastic", 1, marks=pytest.mark.slow),
     ],

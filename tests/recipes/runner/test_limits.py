@@ -46,6 +46,8 @@ def test_batches_of_an_evaluation_are_dealt_to_the_devices():
     assert [limits["limit_test_batches"] for limits in each] == [2, 1, 1]
     with pytest.raises(UserError, match=r"limit_val_batches=1 leaves 1 of 2 devices without a batch; .*=2 or more"):
         limits_per_device({"limit_val_batches": 1}, 1, 0, 2)
+    with pytest.raises(UserError, match=r"limit_val_batches=0\.5 is a share of each device's batches.*=2$"):
+        limits_per_device({"limit_val_batches": 0.5}, 1, 0, 2)
 
 
 def test_shares_and_what_was_not_given_stay_as_they_are():
