@@ -442,16 +442,6 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
         assert _equal(_batches(data), _batches(expected))
 
 
-def test_small_images_that_cannot_be_read_are_reported_as_others(tree, notes):
-    bad = _damage(tree)
-    for options in ({"image_size": 32}, {"num_workers": 1}):
-        with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
-            _batches(_data(tree, **options))
-    data = _data(tree, image_size=32, on_corrupt="skip")
-    assert sum(len(targets) for _, targets in _batches(data, 1)) == 13 - 4
-    assert all(any(name in line for line in _messages(notes)) for name in bad)
-
-
 # Checkpoints and settings
 
 
