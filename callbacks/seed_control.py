@@ -42,6 +42,11 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
+@functools.cache
+def _key_of_steps(seed: int) -> int:
+    return derive_seed(seed, "step")
+
+
 @functools.lru_cache(maxsize=4)  # A step is asked for twice: before its batch is loaded, and when it begins.
 def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
     """The seed from which `SeedControl` draws the noise of a micro-batch, for loops without a Trainer.
@@ -49,7 +54,7 @@ def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
     Args:
         number: of the micro-batch in its epoch, counted over all ranks.
     """
-    return derive_seed_at(derive_seed(seed, "step"), epoch, number)
+    return derive_seed_at(_key_of_steps(seed), epoch, number)
 
 
 def _calls_closure_once(optimizer: Any) -> bool:

@@ -1,7 +1,6 @@
 """torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
 
 import logging
-from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -48,13 +47,6 @@ def check_compiler(device: torch.device) -> None:
         log.setLevel(level)
 
 
-def _mark(tensors: Iterable[Any], dims: int) -> None:
-    """Let the sizes of the first dimensions of tensors vary without another graph."""
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            torch._dynamo.maybe_mark_dynamic(tensor, list(range(min(dims, tensor.dim()))))
-
-
 def compile_network(
     network: nn.Module, mode: bool | str = True, varying_dims: int = 1, backend: str = "inductor"
 ) -> None:
@@ -87,7 +79,9 @@ def compile_network(
     torch._inductor.config.fallback_random = True
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        _mark(tree_leaves((args, kwargs)), varying_dims)
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                torch._dynamo.maybe_mark_dynamic(tensor, list(range(min(varying_dims, tensor.dim()))))
         return compiled(*args, **kwargs)
 
     slot._compiled_call_impl = call

@@ -161,10 +161,10 @@ def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str,
 
 def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
     """Write a graph for any batch size; returns what was checked."""
-    example = graph.example(2)
-    outputs = list(graph(example))
     import onnxruntime
 
+    example = graph.example(2)
+    outputs = list(graph(example))
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
     try:
         program = torch.onnx.export(graph, (example,), input_names=[graph.input], output_names=outputs, **options)

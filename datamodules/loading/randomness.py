@@ -3,7 +3,6 @@
 The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic.
 """
 
-import functools
 import hashlib
 import operator
 
@@ -34,7 +33,6 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-@functools.lru_cache(maxsize=64)
 def derive_seed(seed: int, *address: int | str) -> int:
     """A seed for an ordinary generator (torch, NumPy, Python) at an address.
 

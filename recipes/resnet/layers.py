@@ -32,6 +32,10 @@ def _weighs(module: nn.Module) -> bool:
     return any(p.ndim > 1 for p in module.parameters())
 
 
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
 def _children(outer: nn.Module, opened: Collection[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules directly inside those that are opened, and inside lists, which are never called."""
     for name, module in outer.named_children():
@@ -47,8 +51,7 @@ def _parts_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
     while True:
         parts = list(_children(network, opened)) or [("network", network)]
         *trunk, head = [module for _, module in parts if _weighs(module)] or [network]
-        largest_first = sorted(trunk, key=lambda module: -sum(p.numel() for p in module.parameters()))
-        large = largest_first if len(trunk) < _ENOUGH else []
+        large = sorted(trunk, key=_size, reverse=True) if len(trunk) < _ENOUGH else []
         closed = (module for module in (head, *large) if module not in opened)
         finer = next((module for module in closed if any(map(_weighs, module.children()))), None)
         if finer is None:

@@ -224,12 +224,14 @@ def _damage(tree: Path) -> list[str]:
     return [str(file) for file in files]
 
 
-@pytest.mark.parametrize(("num_workers", "cache_gb"), [(0, 0), (2, 1)])
-def test_unreadable_images_are_skipped_alike_cached_or_not(tree, num_workers, cache_gb, notes):
+@pytest.mark.parametrize("options", [{"cache_gb": 0}, {"num_workers": 2, "cache_gb": 1}, {"image_size": 32}])
+def test_unreadable_images_are_refused_or_skipped_alike_cached_in_memory_or_not(tree, options, notes):
     whole = [len(targets) for _, targets in _batches(_data(tree))]
     assert notes.messages == [f"{tree.name}: training on 3 classes: ant (5), bee (4), cow (4)"]
     bad = _damage(tree)
-    data = _data(tree, num_workers=num_workers, cache_gb=cache_gb, on_corrupt="skip")
+    with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
+        _batches(_data(tree, **options))
+    data = _data(tree, **options, on_corrupt="skip")
     loader = data.train_dataloader()
     batches = [batch for _ in range(2) for batch in loader]
     assert [len(targets) for _, targets in batches] != whole
@@ -240,7 +242,7 @@ def test_unreadable_images_are_skipped_alike_cached_or_not(tree, num_workers, ca
     assert all(any(name in line for line in said) for name in bad)
     assert any("001.png cannot be read as an image: the file is empty; it is left out" in line for line in said)
     assert any("100.png cannot be read as an image: its content is not an image" in line for line in said)
-    assert _equal(batches, _batches(_data(tree, cache_gb=0, on_corrupt="skip")))
+    assert _equal(batches, _batches(_data(tree, **options | {"num_workers": 0, "cache_gb": 0}, on_corrupt="skip")))
     data.teardown("fit")
 
 

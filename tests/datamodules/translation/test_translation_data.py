@@ -1,6 +1,7 @@
 import bz2
 import csv
 import gzip
+import hashlib
 import io
 import logging
 import lzma
@@ -142,6 +143,9 @@ def test_without_a_file_the_bundled_sentences_are_used_and_one_line_is_logged(ca
     ]
     assert data.info.title == "bundled artificial French-English sentences"
     assert sum(data.sizes.values()) == len(bundled_pairs())
+    text = "".join(f"{french}\t{english}\n" for french, english in bundled_pairs())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest == "1ef24d5e8b9ea7228d7d4858d7800260da0d9fd4e2db5ed5c355e747683219de", "always the same"
 
 
 # Faulty input

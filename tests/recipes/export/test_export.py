@@ -64,8 +64,7 @@ def test_exported_weights_are_those_of_the_network(kind: str, saved):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_graph_makes_probabilities_of_bytes(dtype: torch.dtype, saved):
     recipe, checkpoint = saved
-    state = recipe.to(dtype).state_dict()
-    torch.save(torch.load(checkpoint, weights_only=True) | {"state_dict": state}, checkpoint)
+    torch.save(torch.load(checkpoint, weights_only=True) | {"state_dict": recipe.to(dtype).state_dict()}, checkpoint)
     recipe.float()
     path = export(MNISTClassifier(), str(checkpoint), "onnx").path
     images = torch.randint(256, (7, 1, 28, 28), dtype=torch.uint8)

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging
 from torch import Tensor
 from typing_extensions import override
 
@@ -58,20 +58,16 @@ class Draw(pl.Callback):
             Path(str(trainer.log_dir)).joinpath("mine.txt").write_text("drawn")
 
 
-class AsSaved(pl.Callback):
-    """Expects the weights of the checkpoint, to the bit."""
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        saved = torch.load(str(trainer.ckpt_path), weights_only=True)["state_dict"]
-        assert all(torch.equal(value, saved[name]) for name, value in pl_module.state_dict().items())
+def expect_saved_weights(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    saved = torch.load(str(trainer.ckpt_path), weights_only=True)["state_dict"]
+    assert all(torch.equal(value, saved[name]) for name, value in pl_module.state_dict().items())
 
 
 AVERAGES: dict[str, Callable[[], Sequence[pl.Callback]]] = {
     "Lightning's": lambda: [EMAWeightAveraging(decay=0.9)],
     "stochastic": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
     "a user's own": lambda: [EvaluateAverage(), Draw()],
-    "--ema 0.9 --save-every 3steps --precision 64-true": lambda: [AsSaved()],
+    "--ema 0.9 --save-every 3steps --precision 64-true": lambda: [LambdaCallback(on_test_start=expect_saved_weights)],
 }
 
 

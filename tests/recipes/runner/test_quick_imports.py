@@ -78,7 +78,10 @@ def test_a_run_says_at_once_that_it_has_started_on_rank_0(args: list[str], rank:
     assert (done.returncode, done.stdout, done.stderr) == (0, "loading PyTorch and Lightning ...\n" * says, "")
 
 
-def test_nothing_is_said_as_a_command_ends() -> None:
+def test_nothing_is_said_as_a_command_ends_but_of_a_broken_import() -> None:
+    script = "from recipes.runner.quick_imports import quick_imports\nwith quick_imports():\n    import no_such_module"
+    done = _python("-c", script)
+    assert (done.returncode, "No module named 'no_such_module'" in done.stderr) == (1, True)
     done = _python("-W", "ignore", "-m", "recipes.mnist", "--helo")
     assert (done.returncode, done.stderr) == (2, "error: there is no flag --helo; did you mean --help?\n")
 
