@@ -292,7 +292,7 @@ class _Bucket:
         own = self._whole[self.state.rank * self._part :][: self._part]
         torch.mul(mean, self.state.scale, out=own[: self._own])
         # Into one tensor, since gloo copies what it gathers into a list.
-        self._work = dist.all_gather_single(self._whole, own, group=self.state.group, async_op=True)
+        self._work = dist.all_gather_into_tensor(self._whole, own, group=self.state.group, async_op=True)
 
     def end(self) -> None:
         """Hand the mean to DDP."""
