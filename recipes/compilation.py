@@ -1,5 +1,6 @@
 """torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
 
+import functools
 import logging
 from typing import Any, Literal, get_args
 
@@ -70,10 +71,15 @@ def compile_network(
         (torch.Size([5, 3]), ['0.weight', '0.bias'])
         >>> restore_network(network)
     """
-    network.compile(mode=None if isinstance(mode, bool) else mode, backend=backend)
+
+    # Not `network.compile`: of an nn.Sequential that of torch 2.13 compiles nothing, without a word.
+    @functools.partial(torch.compile, mode=None if isinstance(mode, bool) else mode, backend=backend)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return slot._call_impl(*args, **kwargs)
+
     # The slot that `nn.Module.compile` fills. Sizes cannot be marked by a hook: hooks are a part of the graph.
     slot: Any = network
-    compiled, config = slot._compiled_call_impl, torch._dynamo.config
+    config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
     # Without it Inductor draws other noise than the same network does eagerly.
     torch._inductor.config.fallback_random = True
