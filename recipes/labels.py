@@ -23,7 +23,7 @@ def _as_int64(labels: Tensor) -> Tensor:
 
 
 def _is_class(labels: Tensor, num_classes: int) -> Tensor:
-    return (labels >= 0) & (labels < num_classes)
+    return labels.clamp(0, num_classes - 1) == labels
 
 
 def is_at_hand(labels: Tensor) -> bool:
@@ -39,7 +39,7 @@ def as_classes(labels: Tensor, num_classes: int) -> Tensor:
     labels = _as_int64(labels)
     if labels.is_floating_point() or is_at_hand(labels):
         return labels
-    return labels.masked_fill(~_is_class(labels, num_classes), IGNORED)
+    return torch.where(_is_class(labels, num_classes), labels, IGNORED)
 
 
 def mean_cross_entropy(
@@ -98,8 +98,7 @@ class LabelCheck:
         self.num_classes, self.part = num_classes, part
         self.all_count = False
         """Whether all labels have been checked, and none is -100."""
-        self._found: Tensor | None = None
-        self._batches = 0
+        self._unchecked: list[Tensor] = []
 
     def check_set(self, loaders: Any) -> None:
         """Check all labels of the loaders, where they are in memory.
@@ -140,24 +139,22 @@ class LabelCheck:
         if is_at_hand(labels):
             check_labels(labels, self.num_classes, source, error=RunFailedError)
             return
-        # 0 is a class, so it stands for all that are in range.
-        low, high = labels.masked_fill(_is_class(labels, self.num_classes) | (labels == IGNORED), 0).aminmax()
-        if self._found is not None:
-            low, high = torch.minimum(low, self._found[0]), torch.maximum(high, self._found[1])
-        self._found = torch.stack((low, high))
-        self._batches += 1
-        if self._batches % _BATCHES == 0:
+        self._unchecked.append(labels.clone())  # A loader may write the next batch into the same tensor.
+        if len(self._unchecked) == _BATCHES:
             self.raise_found()
 
     def raise_found(self) -> None:
-        """Wait for the device, where labels were checked on it.
+        """Wait for the device, where labels on it were not checked yet.
 
         Raises:
             RunFailedError: one was out of range.
         """
-        if self._found is None:
+        if not self._unchecked:
             return
-        (low, high), self._found = self._found.tolist(), None
+        labels, self._unchecked = torch.cat(self._unchecked), []
+        # 0 is a class, so it stands for all that are in range.
+        outside = labels.masked_fill(_is_class(labels, self.num_classes) | (labels == IGNORED), 0)
+        low, high = torch.stack(outside.aminmax()).tolist()
         if low < 0 or high >= self.num_classes:
             how = f"pass num_classes={high + 1} or correct" if high >= self.num_classes else "correct"
             raise RunFailedError(

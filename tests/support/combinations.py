@@ -295,10 +295,9 @@ def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[st
             world_size=cut.processes,
             max_epochs=EPOCHS,
             max_steps=STOP_STEPS if stopping and settings["stop"] == "max_steps" else -1,
-            use_distributed_sampler=settings["loader"] == "DataLoader with Lightning's sampler",
             val_check_interval=cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
             gradient_clip_val=0.3 if settings["clipping"] == "norm" else None,
-            **(on or {}),
+            **dict(on or {}) | {"use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler"},
         )
         with contextlib.suppress(Preempted, ZeroDivisionError):
             trainer.fit(
