@@ -1,7 +1,6 @@
 """torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
 
 import functools
-import logging
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -10,10 +9,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """The modes of torch.compile."""
+
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes that record CUDA graphs on a GPU, which write the gradients of each backward pass to the same place."""
 
 _MOST_GRAPHS = 64
 """Training, validation and each set of frozen layers have a graph; torch's limit of 8 is for all networks together."""
@@ -27,25 +29,6 @@ def check_compile_mode(mode: bool | str) -> None:
     """
     if not isinstance(mode, bool) and mode not in get_args(CompileMode):
         raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
-
-
-def check_compiler(device: torch.device) -> None:
-    """Compile a function of one line, so that a machine that cannot compile says so before training.
-
-    Raises:
-        UserError: with the first line of torch's message.
-    """
-    log = logging.getLogger("torch.utils.cpp_extension")
-    level = log.level
-    log.setLevel(logging.ERROR)  # Where torch is built for CUDA and there is no GPU it warns of that.
-    try:
-        torch.compile(lambda values: values + values)(torch.zeros(8, device=device))
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        cure = "install a C++ compiler such as g++, or pass" if device.type == "cpu" else "pass"
-        raise UserError(f"compile=True: torch.compile does not work here ({reason}); {cure} compile=False") from error
-    finally:
-        log.setLevel(level)
 
 
 def compile_network(
@@ -88,7 +71,12 @@ def compile_network(
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 torch._dynamo.maybe_mark_dynamic(tensor, list(range(min(varying_dims, tensor.dim()))))
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.ShortenTraceback as error:  # Of the backend, or where there is no compiler.
+            cause = getattr(error, "inner_exception", error)
+            reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+            raise RunFailedError(f"torch.compile fails on this network ({reason}); pass compile=False") from error
 
     slot._compiled_call_impl = call
 
@@ -108,8 +96,12 @@ class CompileNetwork(pl.Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if mode := pl_module.hparams.compile:
-            check_compiler(trainer.strategy.root_device)
             compile_network(pl_module.network, mode, pl_module.varying_dims)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if (mode := pl_module.hparams.compile) in _CUDA_GRAPHS and trainer.accumulate_grad_batches > 1:
+            raise UserError(f"compile={mode!r} cannot accumulate micro-batches: pass compile=True, or accumulate=1")
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

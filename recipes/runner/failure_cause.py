@@ -71,8 +71,13 @@ class RankReport:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in a line: its kind and the first line of its message."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    r"""An exception in a line: its kind and the first line of its message, of NCCL's what it calls the last error.
+
+    Example:
+        >>> first_line(ValueError("NCCL error in: NCCLUtils.cpp:93\nLast error:\nDuplicate GPU detected"))
+        'ValueError: Duplicate GPU detected'
+    """
+    lines = [line for line in str(error).rpartition("Last error:")[2].splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 

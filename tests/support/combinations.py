@@ -5,6 +5,7 @@ and a short one. A stop falls into the second update of the second epoch, and in
 """
 
 import contextlib
+import copy
 import itertools
 import os
 import signal
@@ -297,7 +298,8 @@ def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[st
             max_steps=STOP_STEPS if stopping and settings["stop"] == "max_steps" else -1,
             val_check_interval=cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
             gradient_clip_val=0.3 if settings["clipping"] == "norm" else None,
-            **dict(on or {}) | {"use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler"},
+            **copy.deepcopy(dict(on or {}))  # A Trainer changes its strategy.
+            | {"use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler"},
         )
         with contextlib.suppress(Preempted, ZeroDivisionError):
             trainer.fit(
