@@ -1,7 +1,7 @@
 """torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -19,16 +19,6 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 _MOST_GRAPHS = 64
 """Training, validation and each set of frozen layers have a graph; torch's limit of 8 is for all networks together."""
-
-
-def check_compile_mode(mode: bool | str) -> None:
-    """Refuse what is no mode of torch.compile.
-
-    Raises:
-        UserError: with the modes.
-    """
-    if not isinstance(mode, bool) and mode not in get_args(CompileMode):
-        raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
 
 
 def compile_network(
@@ -62,8 +52,7 @@ def compile_network(
 
     # The slot that `nn.Module.compile` fills. Sizes cannot be marked by a hook: hooks are a part of the graph.
     slot: Any = network
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     # Without it Inductor draws other noise than the same network does eagerly.
     torch._inductor.config.fallback_random = True
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
+from callbacks import gradient_accumulation
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.updates import global_batch_size, total_updates
 from datamodules.errors import RunFailedError, UserError
@@ -324,14 +325,17 @@ def test_batches_of_any_class_are_trained_where_the_step_counts_their_targets() 
 
 
 def two_ranks() -> dict[str, Any]:
-    """On each of two processes: uneven counts, an empty batch, several factors."""
-    mine, answers = SHARES[int(os.environ["RANK"])], {}
+    """On each of two processes: uneven counts, an empty batch, several factors; then a layer that changes by itself."""
+    mine, answers = SHARES[int(os.environ["RANK"])], {"said": (said := list[str]())}
+    gradient_accumulation.warn = said.append
     for name in ("one", "four", "samples", "clipped", "stream"):
         model = Tagger(None if name == "samples" else "tensor")
         accumulation = GradientAccumulation(1 if name == "one" else 4)
         clip = 0.1 if name == "clipped" else None
         train(model, Stream(mine) if name == "stream" else mine, accumulation, world_size=2, gradient_clip_val=clip)
         answers[name] = weights(model)
+    nn.utils.parametrizations.spectral_norm((model := Tagger()).layer)
+    train(model, mine, GradientAccumulation(4), world_size=2)
     return answers
 
 
@@ -343,6 +347,7 @@ SHARES = (
 
 def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batch() -> None:
     first, second = run_ranks(two_ranks, 2)
+    assert sum("weight.0._u changes in each forward pass: the bits" in line for line in first["said"]) == 1
     pairs = [list(pair) for pair in zip(*SHARES, strict=True)]
     by_fours = [list(chain(*pairs[:4])), list(chain(*pairs[4:]))]
     expected = {
