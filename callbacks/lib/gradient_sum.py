@@ -170,7 +170,7 @@ class GradientSum:
                 parameter.grad = None
         if self.is_last:
             self._share_targets(weight)
-            if self.world_size > 1 and self.model.find_unused_parameters:
+            if isinstance(self.model, DistributedDataParallel) and self.model.find_unused_parameters:
                 # DDP expects a gradient from the steps within no_sync() in which a parameter was used.
                 for parameter in self._parameters:
                     parameter.grad = torch.zeros_like(parameter) if id(parameter) in self._used else None
