@@ -36,13 +36,6 @@ def compile_network(
         mode: of torch.compile; True is its default.
         varying_dims: how many of the first dimensions of the inputs may have another size in the next batch.
         backend: of torch.compile.
-
-    Example:
-        >>> network = nn.Sequential(nn.Linear(2, 3))
-        >>> compile_network(network, backend="eager")
-        >>> network(torch.zeros(5, 2)).shape, list(network.state_dict())
-        (torch.Size([5, 3]), ['0.weight', '0.bias'])
-        >>> restore_network(network)
     """
 
     # Not `network.compile`: of an nn.Sequential that of torch 2.13 compiles nothing, without a word.

@@ -116,6 +116,7 @@ class ExactCheckpoint(ModelCheckpoint):
             # What a test or validation between two fits has loaded.
             self._loaded = self._resumed = None
             save_best_first(trainer)
+            internals.load_states_into_made_loaders(trainer)
             if isinstance(trainer.precision_plugin, DoublePrecision):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)

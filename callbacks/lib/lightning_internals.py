@@ -272,6 +272,22 @@ def when_training_loader_is_made(trainer: pl.Trainer, prepare: Callable[[Any], N
     return lambda: vars(source).pop("dataloader", None)
 
 
+def load_states_into_made_loaders(trainer: pl.Trainer) -> None:
+    """Has a resume load the states of training loaders that were made before its checkpoint was restored, too.
+
+    They are where `configure_optimizers` asks for ``estimated_stepping_batches`` (Lightning #20550).
+    """
+    loop: Any = trainer.fit_loop
+
+    def setup_data() -> None:
+        type(loop).setup_data(loop)
+        if loop.restarting and loop._combined_loader_states_to_load:
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)
+
+    loop.setup_data = setup_data
+
+
 def restart_training_loaders(trainer: pl.Trainer, skip: int, seed: Callable[[pl.Trainer], None] | None = None) -> None:
     """Starts the training loaders again, in the order of the present epoch, and reads over some batches.
 

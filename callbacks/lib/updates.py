@@ -1,7 +1,6 @@
 """How many updates a run makes, and their samples.
 
-Reading ``trainer.estimated_stepping_batches`` before training builds the loaders too early, which drops the position of
-a resumed one (Lightning #20550). The functions here read, and change nothing.
+Unlike ``trainer.estimated_stepping_batches``, which builds the loaders, the functions here read, and change nothing.
 """
 
 import math

@@ -62,13 +62,6 @@ def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]
     Args:
         what: names what the block writes.
         kinds: the exceptions after which to continue.
-
-    Example:
-        >>> with best_effort("the image"):
-        ...     raise OSError(28, "No space left on device")
-        >>> unsaved()
-        {'the image': 'No space left on device'}
-        >>> forget_failures()
     """
     try:
         yield

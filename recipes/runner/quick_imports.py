@@ -86,11 +86,6 @@ def quick_imports() -> Iterator[None]:
     For the first lines of a program, before it has created other objects. Help that was printed before ends the
     program. Commands that train or evaluate print that they have started. Ctrl-C exits with status 130 and no message.
     The interpreter exits without a collection of these objects, which would take over a second.
-
-    Example:
-        >>> with quick_imports():
-        ...     import json
-        loading PyTorch and Lightning ...
     """
     with suppress(OSError, ValueError, RuntimeError, ImportError):
         if (path := _kept_help(program_name(), sys.argv[1:])) and (text := path.read_text(encoding="utf-8")):

@@ -101,7 +101,7 @@ class Model(pl.LightningModule):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.unused = nn.Parameter(torch.zeros(()))  # An optimiser has no state of it.
-        self.optimizer, self.schedule = row.optimizer, row.schedule
+        self.optimizer, self.schedule, self.makes_loader = row.optimizer, row.schedule, row.makes_loader
         self.metric = MeanMetric() if row.metric else None
         self.seen: dict[int, Any] = {}
         self.scores: list[float] = []
@@ -128,6 +128,7 @@ class Model(pl.LightningModule):
         self.log("weight", self.weight.detach())
 
     def configure_optimizers(self) -> Any:
+        assert not self.makes_loader or self.trainer.estimated_stepping_batches == EPOCHS * BATCHES
         optimizer = self.optimizer(self.parameters(), lr=0.1)
         return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)} if self.schedule else optimizer
 
@@ -157,7 +158,7 @@ class Kill(pl.Callback):
 
 
 class Row(NamedTuple):
-    """A run that is resumed after updates; `refused` is why it is not resumed after the last of them."""
+    """A resumed run; `refused` is why it is not resumed after the last cut, `makes_loader` has its loader made early."""
 
     cuts: tuple[int, ...]
     loader: Callable[[], Any] = shuffled
@@ -170,6 +171,7 @@ class Row(NamedTuple):
     best_every: int | None = None
     seeded: bool = True
     refused: str = ""
+    makes_loader: bool = False
 
 
 def plateau(optimizer: torch.optim.Optimizer, interval: str = "step", monitor: str = "score") -> dict[str, Any]:
@@ -198,7 +200,7 @@ END_OF_EPOCH = "resume from an epoch's end"
 EVERY_3 = {"val_check_interval": 3, "check_val_every_n_epoch": None}
 SECOND_EPOCHS = {"check_val_every_n_epoch": 2}
 ROWS: dict[str, list[Row]] = {
-    "position in a loader with `state_dict`": [Row((6,), own_loader)],
+    "position in a loader with `state_dict`": [Row((4, 6), own_loader, makes_loader=made) for made in (False, True)],
     "order of one `DataLoader` with torch's samplers": [
         *(Row(cuts, loader) for loader in STOCK for cuts in ((1,), (3, 5, 7, 8))),
         Row((6,), seeded=False, refused="shuffles with torch's global generator.*train with SeedControl"),
