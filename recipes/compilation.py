@@ -37,14 +37,13 @@ def compile_network(
         varying_dims: how many of the first dimensions of the inputs may have another size in the next batch.
         backend: of torch.compile.
     """
+    slot: Any = network
 
     # Not `network.compile`: of an nn.Sequential that of torch 2.13 compiles nothing, without a word.
     @functools.partial(torch.compile, mode=None if isinstance(mode, bool) else mode, backend=backend)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         return slot._call_impl(*args, **kwargs)
 
-    # The slot that `nn.Module.compile` fills. Sizes cannot be marked by a hook: hooks are a part of the graph.
-    slot: Any = network
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     # Without it Inductor draws other noise than the same network does eagerly.
     torch._inductor.config.fallback_random = True
@@ -60,6 +59,7 @@ def compile_network(
             reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
             raise RunFailedError(f"torch.compile fails on this network ({reason}); pass compile=False") from error
 
+    # What `nn.Module.compile` fills. Sizes cannot be marked by a hook: hooks are a part of the graph.
     slot._compiled_call_impl = call
 
 
@@ -72,7 +72,7 @@ def restore_network(network: nn.Module) -> None:
 class CompileNetwork(pl.Callback):
     """Compiles the network of a recipe for a fit, where its ``compile`` says so.
 
-    Runs on: `on_fit_start`; `on_fit_end` leaves the network as it was.
+    Runs on: `on_fit_start` and `on_train_start`; `on_fit_end` leaves the network as it was.
     """
 
     @override

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -272,20 +273,20 @@ def when_training_loader_is_made(trainer: pl.Trainer, prepare: Callable[[Any], N
     return lambda: vars(source).pop("dataloader", None)
 
 
+def _setup_data(loop: Any) -> None:
+    type(loop).setup_data(loop)
+    if loop.restarting and loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
 def load_states_into_made_loaders(trainer: pl.Trainer) -> None:
     """Has a resume load the states of training loaders that were made before its checkpoint was restored, too.
 
     They are where `configure_optimizers` asks for ``estimated_stepping_batches`` (Lightning #20550).
     """
     loop: Any = trainer.fit_loop
-
-    def setup_data() -> None:
-        type(loop).setup_data(loop)
-        if loop.restarting and loop._combined_loader_states_to_load:
-            loop._load_combined_loader_states()
-            iter(loop._data_fetcher)
-
-    loop.setup_data = setup_data
+    loop.setup_data = partial(_setup_data, loop)
 
 
 def restart_training_loaders(trainer: pl.Trainer, skip: int, seed: Callable[[pl.Trainer], None] | None = None) -> None:

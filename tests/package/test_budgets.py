@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_734, 6_788),
-    "callbacks": (6_222, 3_752),
+    "callbacks": (6_223, 3_753),
     "datamodules": (7_041, 4_328),
     "tests": (22_000, 16_551),
     "benchmarks": (4_381, 3_208),
