@@ -158,7 +158,7 @@ class Kill(pl.Callback):
 
 
 class Row(NamedTuple):
-    """A resumed run; `refused` is why it is not resumed after its last cut; `makes_loader` has the loader made early."""
+    """A resumed run; `refused` is why it is not resumed after its last cut; `makes_loader` makes the loader early."""
 
     cuts: tuple[int, ...]
     loader: Callable[[], Any] = shuffled
