@@ -140,7 +140,7 @@ class Schedule(LambdaLR):
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         super().__init__(optimizer, factor)
-        optimizer.register_step_pre_hook(self._refresh)
+        optimizer.register_step_pre_hook(self.refresh)
 
     @override
     def step(self, epoch: int | None = None) -> None:
@@ -161,7 +161,7 @@ class Schedule(LambdaLR):
         # The length of the run is not known yet, so the rate has to wait for the first update.
         self._stale = True
 
-    def _refresh(self, *_: Any) -> None:
+    def refresh(self, *_: Any) -> None:
         if self._stale:
             self._set_rates()
             self._stale = False
@@ -214,7 +214,7 @@ def build_schedule(optimizer: Optimizer, recipe: Any) -> OptimizerLRScheduler:
 
 
 class CheckSchedule(pl.Callback):
-    """Logs where a recipe's schedule needs the end of the run, and it has none.
+    """Gives a resumed run its rates, and logs where a recipe's schedule needs the end of the run, and it has none.
 
     Runs on: `on_train_start`.
 
@@ -232,5 +232,7 @@ class CheckSchedule(pl.Callback):
             )
         settings.factor(1, trainer)
         if math.isinf(total_updates(trainer)) and settings.schedule in _ENDS_AT_0:
-            note = f"the run has no end, so schedule={settings.schedule!r} stays at its peak"
-            warn(note)
+            warn(f"the run has no end, so schedule={settings.schedule!r} stays at its peak")
+        for config in trainer.lr_scheduler_configs:
+            if isinstance(config.scheduler, Schedule):  # Before a hook reads or changes the rate of the first update.
+                config.scheduler.refresh()
