@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised, running_buffers
+from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised, other_buffers
 from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
@@ -90,6 +90,7 @@ class _UpdateSums:
         self.statistics = OrderedStatistics(pl_module, trainer.world_size)
         self.gradients = self._attached()
         self.called, self._first = False, True
+        self._before: dict[str, Tensor] = {}
         if trainer.world_size > 1 and self._loader is None:
             warn(
                 f"note: a {type(loader).__name__} does not deal micro-batches by their numbers: on another number of"
@@ -120,12 +121,6 @@ class _UpdateSums:
         left = self._trainer.num_training_batches - batch_idx
         return count if -(-count // self._trainer.world_size) <= left else None
 
-    def _other_buffers(self) -> dict[str, Tensor]:
-        """A copy of the module's buffers, but for running statistics of BatchNorm."""
-        module = self._trainer.lightning_module
-        ordered = {id(buffer) for buffer in running_buffers(module)}
-        return {name: buffer.clone() for name, buffer in module.named_buffers() if id(buffer) not in ordered}
-
     def begin_step(self) -> None:
         """Before the forward pass of a micro-batch."""
         trainer = self._trainer
@@ -141,8 +136,9 @@ class _UpdateSums:
                 self.gradients = self._attached()
             self.gradients.begin(self._micro_batches(batch_idx))
         self.statistics.begin()
-        if self._first:
-            self._before = self._other_buffers()
+        if self._first and trainer.world_size > 1:
+            others = other_buffers(trainer.lightning_module)
+            self._before = {name: buffer.clone() for name, buffer in others.items()}
 
     def weigh(self, output: Any, batch: Any) -> None:
         """After the forward pass of a micro-batch."""
@@ -157,9 +153,9 @@ class _UpdateSums:
                     f"note: {len(names)} {names[0]} layers are called more than once in a training_step: their"
                     " running statistics follow the last call"
                 )
-            buffers, before = self._other_buffers(), self._before
-            changed = [name for name, now in buffers.items() if not torch.equal(now, before.get(name, now))]
-            if changed and trainer.world_size > 1:
+            now = other_buffers(trainer.lightning_module)
+            changed = [name for name, value in self._before.items() if not torch.equal(now.get(name, value), value)]
+            if changed:
                 warn(f"note: {changed[0]} changes in each forward pass: the bits depend on the number of devices")
         if gradients.leaf is not None and (self._loader is not None or not is_empty(batch)):
             self.statistics.collect()

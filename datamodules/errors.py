@@ -20,6 +20,17 @@ class RunFailedError(UserError):
     exit_status: ClassVar[int] = 1
 
 
+def first_line(error: BaseException) -> str:
+    r"""An exception in a line: its kind and the first line of its message, of NCCL's what it calls the last error.
+
+    Example:
+        >>> first_line(ValueError("NCCL error in: NCCLUtils.cpp:93\nLast error:\nDuplicate GPU detected"))
+        'ValueError: Duplicate GPU detected'
+    """
+    lines = [line for line in str(error).rpartition("Last error:")[2].splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
 _NO_MEMORY = (
     *("out of memory", "Cannot allocate memory", "can't allocate memory", "Storage size calculation overflowed"),
     *("Overflow when unpacking long", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),

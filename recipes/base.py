@@ -14,7 +14,7 @@ from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
-from recipes.compilation import CompileMode, CompileNetwork
+from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
 from recipes.optim import CheckOptimizer, check_optimizer, default_rate, is_lbfgs
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
@@ -129,6 +129,7 @@ class Recipe(pl.LightningModule):
             weight_decay=(weight_decay, Range(0, 10**6)),
             momentum=(momentum, Range(0, 1, below=True)),
         )
+        check_compile_mode(compile)
         check_optimizer(optimizer, optimizer_args or {})
         ScheduleSettings(schedule, lr, schedule_args or {})
         self.save_hyperparameters()

@@ -1,7 +1,7 @@
 """torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, first_line
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """The modes of torch.compile."""
@@ -19,6 +19,16 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 _MOST_GRAPHS = 64
 """Training, validation and each set of frozen layers have a graph; torch's limit of 8 is for all networks together."""
+
+
+def check_compile_mode(mode: bool | str) -> None:
+    """Refuse what is no mode of torch.compile.
+
+    Raises:
+        UserError: with the modes.
+    """
+    if not isinstance(mode, bool) and mode not in get_args(CompileMode):
+        raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
 
 
 def compile_network(
@@ -55,9 +65,9 @@ def compile_network(
         try:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.ShortenTraceback as error:  # Of the backend, or where there is no compiler.
-            cause = getattr(error, "inner_exception", error)
-            reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
-            raise RunFailedError(f"torch.compile fails on this network ({reason}); pass compile=False") from error
+            cause = first_line(getattr(error, "inner_exception", error))
+            cure = "pass compile=False, or install a C++ compiler such as g++ where it is missing"
+            raise RunFailedError(f"torch.compile fails on this network ({cause}); {cure}") from error
 
     # What `nn.Module.compile` fills. Sizes cannot be marked by a hook: hooks are a part of the graph.
     slot._compiled_call_impl = call
@@ -82,7 +92,8 @@ class CompileNetwork(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if (mode := pl_module.hparams.compile) in _CUDA_GRAPHS and trainer.accumulate_grad_batches > 1:
+        mode, on_gpu = pl_module.hparams.compile, trainer.strategy.root_device.type == "cuda"
+        if mode in _CUDA_GRAPHS and on_gpu and trainer.accumulate_grad_batches > 1:
             raise UserError(f"compile={mode!r} cannot accumulate micro-batches: pass compile=True, or accumulate=1")
 
     @override

@@ -15,7 +15,7 @@ from typing_extensions import override
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.writing import whole_or_nothing
 from datamodules.contract import OneCall, marked_parameters
-from datamodules.errors import UserError
+from datamodules.errors import UserError, first_line
 from datamodules.images.augmentation import Normalise
 from recipes.base import Recipe
 from recipes.inputs import preprocessing
@@ -180,9 +180,8 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
     except OSError:
         raise
     except Exception as error:  # What the exporter and onnxruntime make of a network may be anything.
-        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"the network cannot be written as onnx ({type(error).__name__}: {reason}); pass format='safetensors'"
+            f"the network cannot be written as onnx ({first_line(error)}); pass format='safetensors'"
         ) from error
 
     def run(inputs: Tensor) -> dict[str, Tensor]:

@@ -71,6 +71,12 @@ def running_buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
 
+def other_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are none of `running_buffers`, by name."""
+    running = {id(buffer) for buffer in running_buffers(module)}
+    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in running}
+
+
 def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
     """Replaces tensors by those of rank 0, with one broadcast for each data type."""
     for dtype in {tensor.dtype: None for tensor in tensors}:
@@ -83,18 +89,12 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
 
 def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
     """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
-    norms = [layer for layer in ddp.module.modules() if isinstance(layer, _BatchNorm)]
-    layers = {id(buffer) for layer in norms for buffer in layer.buffers(recurse=False)}
-    names = {
-        name: id(buffer) in layers
-        for name, buffer in ddp.module.named_buffers()
-        if name not in ddp.parameters_to_ignore
-    }
-    if all(names.values()):
+    others = other_buffers(ddp.module).keys()
+    if others <= ddp.parameters_to_ignore:
         # One broadcast less at every step, and torch fails on an empty list of buffers.
         ddp.broadcast_buffers = False
     else:
-        ddp.parameters_to_ignore |= {name for name, is_ours in names.items() if is_ours}
+        ddp.parameters_to_ignore |= {name for name, _ in ddp.module.named_buffers()} - others
 
 
 class OrderedStatistics:

@@ -23,13 +23,12 @@ from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.contract import data_contract
-from datamodules.errors import RunFailedError, UserError, is_out_of_memory
+from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory
 from recipes.base import Recipe
 from recipes.export import export
 from recipes.prediction import all_rows, prediction_table
 from recipes.runner.early_stopping import why_stopped
 from recipes.runner.experiment import Experiment, as_user_errors
-from recipes.runner.failure_cause import first_line
 from recipes.runner.folder import run_folder
 from recipes.runner.join import exit_run
 from recipes.runner.launch import is_rank_zero, rank_zero_print
@@ -308,10 +307,9 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
         if not raised_by_restoring(error) or "Error(s) in loading state_dict" in str(error):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         raise UserError(
-            f"{checkpoint} cannot be restored: it holds other values than were expected ({reason}, in {frame.name} of"
-            f" {frame.filename}); pass another checkpoint"
+            f"{checkpoint} cannot be restored: it holds other values than were expected ({first_line(error)[:220]}, in"
+            f" {frame.name} of {frame.filename}); pass another checkpoint"
         ) from error
 
 

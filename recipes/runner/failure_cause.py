@@ -6,7 +6,7 @@ One failure causes others: the remaining ranks lose their connection to the rank
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, first_line
 
 MISSED_AFTER_LOSS = 5
 """Heartbeats, of one a second, after which a rank is lost where another one has lost the connection to some rank."""
@@ -68,17 +68,6 @@ class RankReport:
         if self.kind == "unreachable":
             return f"error: {where} does not answer: its node or the network is down"
         return f"error: {where} failed: {self.line}"
-
-
-def first_line(error: BaseException) -> str:
-    r"""An exception in a line: its kind and the first line of its message, of NCCL's what it calls the last error.
-
-    Example:
-        >>> first_line(ValueError("NCCL error in: NCCLUtils.cpp:93\nLast error:\nDuplicate GPU detected"))
-        'ValueError: Duplicate GPU detected'
-    """
-    lines = [line for line in str(error).rpartition("Last error:")[2].splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -21,13 +21,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from recipes.runner.failure_cause import (
-    MISSED_AFTER_LOSS,
-    RankReport,
-    classify_exception,
-    failure_cause,
-    first_line,
-)
+from datamodules.errors import first_line
+from recipes.runner.failure_cause import MISSED_AFTER_LOSS, RankReport, classify_exception, failure_cause
 from recipes.runner.launch import Launch, print_error
 
 _TICK = 0.2
