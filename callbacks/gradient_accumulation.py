@@ -335,6 +335,7 @@ class GradientAccumulation(pl.Callback):
     def _release(self, *args: Any, **kwargs: Any) -> None:
         if self._sums is not None:
             self._sums.statistics.restore()  # Where a training_step has raised.
+            self._sums.gradients.release()
         while self._undo:
             self._undo.pop()()
         if self._undo_no_update is not None:

@@ -6,9 +6,11 @@ from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks.lib.batch_norm import is_synchronised
 from callbacks.lib.hooks import attached_trainer
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
@@ -32,6 +34,16 @@ def _all_parameters(kind: type) -> inspect.Signature:
         if all(p.kind != p.VAR_KEYWORD for p in own):
             break
     return inspect.Signature(sorted(found.values(), key=lambda p: (p.kind, p.default is not p.empty)))
+
+
+def call_network(network: nn.Module, inputs: Any) -> Any:
+    """The outputs of a network; no rows for an empty batch, as a device gets at an epoch's uneven end.
+
+    Many networks refuse one (``x.view(len(x), -1)`` does). Synchronised BatchNorm counts its samples.
+    """
+    if len(inputs) or any(map(is_synchronised, network.modules())):
+        return network(inputs)
+    return apply_to_collection(network(inputs.new_zeros(2, *inputs.shape[1:])), Tensor, lambda rows: rows[:0])
 
 
 class Recipe(pl.LightningModule):
@@ -193,7 +205,7 @@ class Recipe(pl.LightningModule):
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.network(inputs)
+        outputs: Tensor = call_network(self.network, inputs)
         return outputs
 
     @override

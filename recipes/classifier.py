@@ -10,7 +10,7 @@ from typing_extensions import override
 from datamodules.contract import Free, Rare, data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.ranges import COUNT, SHARE, check_ranges
-from recipes.base import Recipe
+from recipes.base import Recipe, call_network
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
 from recipes.scores import ClassificationScores
@@ -84,7 +84,7 @@ class Classifier(Recipe):
     @override
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of shape (batch, num_classes) for images of shape (batch, channels, height, width)."""
-        logits: Tensor = self.network(in_dtype_of(self, inputs))
+        logits: Tensor = call_network(self.network, in_dtype_of(self, inputs))
         return logits
 
     @override

@@ -75,6 +75,7 @@ class GradientSum:
         if self.world_size > 1:
             self._replace_reduction()
         self._parameters: list[nn.Parameter] = []
+        self._hooks: list[Any] = []
         self.is_open = False
         """Whether micro-batches of an update were collected and the last one was not."""
 
@@ -111,6 +112,7 @@ class GradientSum:
             if statistics is not None and self.leaf is not None:
                 statistics.collect()
         finally:
+            self.release()
             if statistics is not None:
                 statistics.restore()
         self.collect()
@@ -174,14 +176,23 @@ class GradientSum:
                 # DDP expects a gradient from the steps within no_sync() in which a parameter was used.
                 for parameter in self._parameters:
                     parameter.grad = torch.zeros_like(parameter) if id(parameter) in self._used else None
+                    if self.leaf is None and parameter.grad is None:  # DDP counts no use without a gradient.
+                        hook = parameter.register_post_accumulate_grad_hook(lambda used: setattr(used, "grad", None))
+                        self._hooks.append(hook)
         if loss is not None and loss.requires_grad:
             seed = weight if scale is None else weight * scale
             # Not a factor of what flows in: a loss divided by the number of micro-batches would not come back exactly.
             loss.register_hook(lambda gradient: seed.to(gradient.dtype).expand_as(gradient))
 
+    def release(self) -> None:
+        """Leave the parameters as they were; `collect` does it where no step has raised."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def collect(self) -> None:
         """Take the gradients of the micro-batch; after the update's last step ``.grad`` holds the mean instead."""
         self.is_open = not self.is_last
+        self.release()
         if self.is_last and self.world_size > 1:
             return  # The communication hook has done it.
         if self.leaf is not None:

@@ -19,8 +19,7 @@ class MNISTClassifier(Classifier):
     """Classifies 28 x 28 grey images; override `build_network` to train your own network.
 
     Args:
-        network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example,
-            "tutorial" the three of its tutorial "What is torch.nn really?".
+        network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example.
         lr: peak learning rate; by default 0.01, and 1 for lbfgs.
     """
 

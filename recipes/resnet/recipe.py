@@ -16,6 +16,7 @@ from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.images.reading import share_kept
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
+from recipes.base import call_network
 from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
 from recipes.labels import count_correct, mean_cross_entropy
@@ -160,7 +161,7 @@ class ResNetFineTuner(Classifier):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of images, or of the inputs of `cached_head`, the name of a layer, where it is set."""
         network = self.network.get_submodule(self.cached_head) if self.cached_head else self.network
-        logits: Tensor = network(in_dtype_of(self, inputs))
+        logits: Tensor = call_network(network, in_dtype_of(self, inputs))
         return logits
 
     @override

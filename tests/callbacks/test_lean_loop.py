@@ -184,11 +184,7 @@ def counted_steps() -> Iterator[list[int]]:
 
 
 def fit(make: Case, lean: bool, folder: Path, in_plan: bool = True, **more: Any) -> dict[str, Any]:
-    """One run: what happened in it, and what came of it.
-
-    Args:
-        in_plan: whether a `StepPlan` makes steps of it.
-    """
+    """One run: what happened in it, and what came of it; `in_plan`: whether a `StepPlan` makes its steps."""
     transcript, logger = Transcript(), Logged()
     settings = make(transcript) | more
     settings.setdefault("model", Model())

@@ -26,6 +26,7 @@ from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
+from recipes.base import call_network
 from recipes.mnist import MNISTClassifier
 from recipes.optim import learning_rate_scale, parameter_groups
 from recipes.resnet import ResNetFineTuner
@@ -166,6 +167,9 @@ def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
 class Shared(Line):
     """Micro-batches of unequal sizes, whose losses float32 adds up to other bits in another order."""
 
+    def build_network(self):
+        return nn.Sequential(nn.Linear(1, 1), nn.AvgPool1d(1))  # Which refuses a batch without samples.
+
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)["loss"]
         # A surplus micro-batch has no sample.
@@ -200,6 +204,14 @@ def test_the_logged_losses_have_the_same_bits_on_any_number_of_ranks_and_after_a
     rest = [row for row in rows if int(row["step"]) >= 3]
     assert _logged_by_ranks(None, tmp_path / "two.ckpt") == rest
     assert run_ranks(_logged_by_ranks, 2, None, tmp_path / "one.ckpt")[0] == rest
+
+
+def test_a_network_sees_two_samples_for_an_empty_batch_and_synchronised_batchnorm_none():
+    seen = []
+    for network in (nn.Linear(1, 1), nn.SyncBatchNorm(1).eval()):
+        network.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+        assert call_network(network, torch.zeros(0, 1)).shape == (0, 1)
+    assert seen == [2, 0]
 
 
 class Rates(pl.Callback):

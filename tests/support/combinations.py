@@ -274,11 +274,7 @@ class Life(NamedTuple):
 
 
 def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[str, Any] | None = None) -> Life:
-    """Train a row, in each of its processes, until it stops; or resume it from its last checkpoint to its end.
-
-    Args:
-        on: the Trainer's arguments for a device.
-    """
+    """Train a row, in each process, until it stops; or resume it to its end; `on` are a Trainer's for a device."""
     cut = cut_of(settings, resumed)
     stopping = not resumed and settings["stop"] != "to the end"
     stops_at = (STOP_EPOCH, stop_batch(cut)) if stopping else None

@@ -31,7 +31,7 @@ def batch_of(number: int, count: int) -> Batch:
 
 
 class Choosing(nn.Module):
-    """A micro-batch uses one of the first three layers, and no micro-batch the last one."""
+    """A micro-batch uses one of the first three layers, and no micro-batch the last one but a surplus one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Choosing(nn.Module):
         self.number = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers[min(self.number, 2)](inputs.flatten(1))
+        return self.layers[3 if inputs.isnan().any() else min(self.number, 2)](inputs.flatten(1))
 
 
 def convolutions() -> nn.Module:
@@ -72,7 +72,7 @@ CASES = {
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     ),
     "several buckets": Case(ddp={"bucket_cap_mb": 0.001}),
-    "unused parameters": Case(Choosing, {"find_unused_parameters": True}),
+    "unused parameters": Case(Choosing, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
     "frozen parameters": Case(lambda: nn.Sequential(convolutions().requires_grad_(False), nn.Linear(3, 3))),
 }
 

@@ -40,11 +40,7 @@ def _numbered(loader) -> dict[int, Any]:
 
 
 def _on_ranks(make, world_size: int, update_size: int, state: dict | None = None) -> list:
-    """Loaders of all ranks, from a state on.
-
-    Args:
-        make: gets rank and world size.
-    """
+    """Loaders of all ranks, from a state on; `make` gets rank and world size."""
     loaders = [make(rank=rank, world_size=world_size) for rank in range(world_size)]
     for loader in loaders:
         loader.divide_updates(update_size)
