@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_709, 6_775),
-    "callbacks": (6_231, 3_758),
+    "callbacks": (6_237, 3_764),
     "datamodules": (7_052, 4_331),
-    "tests": (21_999, 16_557),
+    "tests": (21_999, 16_560),
     "benchmarks": (4_381, 3_208),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}

@@ -170,6 +170,10 @@ class Shared(Line):
     def build_network(self):
         return nn.Sequential(nn.Linear(1, 1), nn.AvgPool1d(1))  # Which refuses a batch without samples.
 
+    def configure_optimizers(self):
+        self.network[0].bias.requires_grad_(False)  # DDP has wrapped it before.
+        return super().configure_optimizers()
+
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)["loss"]
         # A surplus micro-batch has no sample.

@@ -134,11 +134,7 @@ def schedule_of(name: str, optimizer: torch.optim.Optimizer) -> tuple[Any, str]:
 
 
 class Learner(pl.LightningModule):
-    """An ordinary module: the mean loss over its batch, and the number of targets where samples hold several.
-
-    Args:
-        stops_at: the epoch and micro-batch at which its validation metric asks for the end.
-    """
+    """The mean loss over a batch, and the number of targets; `stops_at`: where its metric asks for the end."""
 
     def __init__(self, settings: Settings, stops_at: tuple[int, int] | None) -> None:
         super().__init__()
