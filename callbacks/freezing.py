@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -23,7 +22,7 @@ from datamodules.notes import inform, warn
 
 
 def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Wraps the module in DDP again, which reduces the gradients of those parameters that train when it wraps.
+    """Wraps the module in DDP again where other parameters train than when it was wrapped, which alone are reduced.
 
     Every rank must call it, between updates. DDP's settings for buffers stay, and so do the values of buffers, which
     wrapping would replace with those of rank 0.
@@ -31,6 +30,8 @@ def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     strategy: Any = trainer.strategy
     old = strategy.model
     if not isinstance(old, DistributedDataParallel):
+        return
+    if old._get_ddp_logging_data()["num_parameter_tensors"] == sum(p.requires_grad for p in pl_module.parameters()):
         return
     buffers = [buffer.detach().clone() for buffer in pl_module.buffers()]
     strategy.model = pl_module
@@ -60,11 +61,6 @@ def is_reached(start: Duration, trainer: pl.Trainer) -> bool:
     return trainer.global_step >= duration_to_updates(start, trainer)
 
 
-def trainable(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that require a gradient."""
-    return {parameter for parameter in module.parameters() if parameter.requires_grad}
-
-
 @dataclass
 class _Fit:
     """What `FreezeLayers` keeps for one fit."""
@@ -72,8 +68,6 @@ class _Fit:
     layers: FrozenLayers
     starts: dict[str, Duration]
     """When names are unfrozen."""
-    wrapped: set[nn.Parameter]
-    """The parameters that trained when DDP wrapped the module."""
     unfrozen: set[str] | None = None
 
 
@@ -134,7 +128,7 @@ class FreezeLayers(pl.Callback):
             warn(line)
         if self.until is not None and not frozen_objects(pl_module, names, ())[1]:
             warn("nothing is frozen: no parameter is defined before %r", self.until)
-        self._fit = _Fit(FrozenLayers(pl_module, names, self.train_bn), starts, trainable(pl_module))
+        self._fit = _Fit(FrozenLayers(pl_module, names, self.train_bn), starts)
         self._fit.layers.freeze_parameters()
 
     def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -147,9 +141,7 @@ class FreezeLayers(pl.Callback):
         fit.unfrozen = unfrozen
         fit.layers.unfreeze(*unfrozen)
         begin_momentum(trainer.optimizers)
-        if trainable(pl_module) != fit.wrapped:
-            wrap_again(trainer, pl_module)
-            fit.wrapped = trainable(pl_module)
+        wrap_again(trainer, pl_module)
         trains, total = fit.layers.counts()
         names = f" ({', '.join(sorted(unfrozen))} unfrozen)" if unfrozen else ""
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"

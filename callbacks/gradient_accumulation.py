@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from callbacks.freezing import trainable, wrap_again
+from callbacks.freezing import wrap_again
 from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised, other_buffers
 from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter
@@ -279,11 +279,7 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        model: Any = trainer.strategy.model
-        if isinstance(model, DistributedDataParallel):
-            wrapped = model._get_ddp_logging_data()["num_parameter_tensors"]
-            if wrapped != len(trainable(pl_module)):  # `configure_optimizers` has frozen layers after DDP has wrapped.
-                wrap_again(trainer, pl_module)
+        wrap_again(trainer, pl_module)  # Where `configure_optimizers` has frozen layers.
         dealing, steps = resumable_loaders(trainer.train_dataloader), trainer.accumulate_grad_batches
         if (steps > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
             raise UserError(describe_second_call(trainer.optimizers[0]))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (10_709, 6_775),
-    "callbacks": (6_237, 3_764),
+    "callbacks": (6_225, 3_756),
     "datamodules": (7_052, 4_331),
     "tests": (21_999, 16_560),
     "benchmarks": (4_381, 3_208),
