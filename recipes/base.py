@@ -6,16 +6,15 @@ from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import is_synchronised
 from callbacks.lib.hooks import attached_trainer
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
+from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
 from recipes.optim import CheckOptimizer, check_optimizer, default_rate, is_lbfgs
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
@@ -34,16 +33,6 @@ def _all_parameters(kind: type) -> inspect.Signature:
         if all(p.kind != p.VAR_KEYWORD for p in own):
             break
     return inspect.Signature(sorted(found.values(), key=lambda p: (p.kind, p.default is not p.empty)))
-
-
-def call_network(network: nn.Module, inputs: Any) -> Any:
-    """The outputs of a network; no rows for an empty batch, as a device gets at an epoch's uneven end.
-
-    Many networks refuse one (``x.view(len(x), -1)`` does). Synchronised BatchNorm counts its samples.
-    """
-    if len(inputs) or any(map(is_synchronised, network.modules())):
-        return network(inputs)
-    return apply_to_collection(network(inputs.new_zeros(2, *inputs.shape[1:])), Tensor, lambda rows: rows[:0])
 
 
 class Recipe(pl.LightningModule):

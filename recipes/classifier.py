@@ -10,7 +10,8 @@ from typing_extensions import override
 from datamodules.contract import Free, Rare, data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.ranges import COUNT, SHARE, check_ranges
-from recipes.base import Recipe, call_network
+from recipes.base import Recipe
+from recipes.calls import call_network
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
 from recipes.scores import ClassificationScores

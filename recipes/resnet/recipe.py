@@ -16,7 +16,7 @@ from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.images.reading import share_kept
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
-from recipes.base import call_network
+from recipes.calls import call_network
 from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
 from recipes.labels import count_correct, mean_cross_entropy

@@ -105,10 +105,7 @@ def train(model: pl.LightningModule, batches: Any, *callbacks: pl.Callback, **op
 def by_hand(
     updates: Sequence[Sequence[Batch]], count: str | None = "tensor", clip: float | None = None
 ) -> list[Tensor]:
-    """The weights after updates that each see all their batches as one: sum of losses over sum of counts.
-
-    An update without targets has a gradient of zero.
-    """
+    """The weights after updates of all their batches as one: losses over counts, or nothing without targets."""
     model = Tagger(count)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

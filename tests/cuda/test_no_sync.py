@@ -28,10 +28,7 @@ def _forbid(device: torch.device, mode: str) -> None:
 
 
 class NoSync(pl.Callback):
-    """Forbids waiting, from the start of one batch to the start of a later one, and in batches of a validation.
-
-    Not in those of a translator: its search ends where the last sentence has.
-    """
+    """Forbids waiting from the start of one batch to that of a later one, and in a validation but a translator's."""
 
     def __init__(self) -> None:
         self.batches = {"train": 0, "validate": 0}

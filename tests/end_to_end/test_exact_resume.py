@@ -120,11 +120,7 @@ def unstopped(cases: list[Case], world_size: int, folder: Path) -> list[End]:
 
 
 def broken_runs(runs: list[tuple[Case, list[Place]]], world_size: int, folder: Path) -> list[str]:
-    """The runs whose final weights differ in any bit, on any rank, from those of the same run unstopped.
-
-    Args:
-        runs: each with the places at which its lives end; the last life trains to the run's end.
-    """
+    """The runs, each ended at its places, whose final weights differ in any bit from those of the unstopped run."""
     # How often a run is saved changes nothing in it.
     whole = [case._replace(saves="updates") for case, _ in runs]
     cases = list(dict.fromkeys(whole))

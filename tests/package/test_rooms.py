@@ -24,7 +24,7 @@ LEVELS = (
     "datamodules.base",
     "datamodules.NAME",
     "callbacks datamodules",
-    "recipes.version recipes.dropout",
+    "recipes.version recipes.dropout recipes.calls",
     "recipes.labels recipes.optim recipes.schedules recipes.weights recipes.compilation recipes.scores",
     "recipes.tables",
     "recipes.base",

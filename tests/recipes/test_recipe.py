@@ -26,7 +26,7 @@ from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
-from recipes.base import call_network
+from recipes.calls import call_network
 from recipes.mnist import MNISTClassifier
 from recipes.optim import learning_rate_scale, parameter_groups
 from recipes.resnet import ResNetFineTuner
@@ -216,6 +216,16 @@ def test_a_network_sees_two_samples_for_an_empty_batch_and_synchronised_batchnor
         network.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
         assert call_network(network, torch.zeros(0, 1)).shape == (0, 1)
     assert seen == [2, 0]
+
+
+def test_a_view_that_needs_another_memory_layout_says_what_to_pass():
+    class Viewing(nn.Conv2d):
+        def forward(self, input):
+            return super().forward(input).view(len(input), -1)
+
+    with pytest.raises(RuntimeError) as error:
+        call_network(Viewing(3, 2, 3).to(memory_format=torch.channels_last), torch.zeros(2, 3, 4, 4))
+    assert "pass channels_last=False" in error.value.__notes__[0]
 
 
 class Rates(pl.Callback):
