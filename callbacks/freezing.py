@@ -22,7 +22,7 @@ from datamodules.notes import inform, warn
 
 
 def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Wraps the module in DDP again where other parameters train than when it was wrapped, which alone are reduced.
+    """Wraps the module in DDP again where more or fewer parameters train than it reduces, those of when it wrapped.
 
     Every rank must call it, between updates. DDP's settings for buffers stay, and so do the values of buffers, which
     wrapping would replace with those of rank 0.

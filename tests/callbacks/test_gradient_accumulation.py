@@ -105,7 +105,7 @@ def train(model: pl.LightningModule, batches: Any, *callbacks: pl.Callback, **op
 def by_hand(
     updates: Sequence[Sequence[Batch]], count: str | None = "tensor", clip: float | None = None
 ) -> list[Tensor]:
-    """The weights after updates of all their batches as one: losses over counts, or nothing without targets."""
+    """The weights after updates of all their batches as one: losses over counts, or zero without targets."""
     model = Tagger(count)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
