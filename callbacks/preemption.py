@@ -25,7 +25,7 @@ from callbacks.checkpointing.stopping_points import (
     validation_is_next,
 )
 from callbacks.lib.exchange import FlagAllReduce
-from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, surround_callbacks
+from callbacks.lib.hooks import after_own_hook, callbacks_of, forget_actions, refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
@@ -183,7 +183,7 @@ class Preemption(pl.Callback):
         self._stop_requested |= self._over_ranks(trainer).start(bool(self._flag.received))
         # At an epoch's end, or before a validation, the next hook is the exact place.
         if self._stop_requested and RULES[place := place_after_batch(trainer)].saves:
-            self._stop(trainer, place)
+            after_own_hook(pl_module, "on_train_batch_end", lambda: self._stop(trainer, place))
 
     def _end_evaluation_batch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._common_batches -= 1
@@ -230,6 +230,7 @@ class Preemption(pl.Callback):
         if isinstance(exception, Preempted):
             # Where the ranks have not agreed to stop, the others wait for this process, and would wait on.
             end_children(trainer, _CHILDREN_EXIT if self._stopping else 0.0)
+        forget_actions(pl_module, "on_train_batch_end")
         self._release()
 
     @override

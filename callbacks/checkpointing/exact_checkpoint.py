@@ -8,6 +8,7 @@ depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from callbacks.checkpointing.stopping_points import (
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
-from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, set_callbacks
+from callbacks.lib.hooks import after_own_hook, callbacks_of, forget_actions, refuse_dataloader_iter, set_callbacks
 from datamodules.errors import UserError
 
 # Entries of a checkpoint.
@@ -179,7 +180,8 @@ class ExactCheckpoint(ModelCheckpoint):
         if self._plateaus is not None and place in ("update", "before epoch end"):
             self._plateaus.make("step")
         if RULES[place].saves and internals.saves_within_epochs(self):
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            save = partial(super().on_train_batch_end, trainer, pl_module, outputs, batch, batch_idx)
+            after_own_hook(pl_module, "on_train_batch_end", save)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -190,6 +192,9 @@ class ExactCheckpoint(ModelCheckpoint):
         if not RULES["before epoch end" if ends_epoch else "after validation"].saves:
             self._validated_at_epoch_end = True
             return
+        after_own_hook(pl_module, "on_validation_end", lambda: self._save_validated(trainer, pl_module))
+
+    def _save_validated(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if internals.saves_within_epochs(self):
             super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
         super().on_validation_end(trainer, pl_module)
@@ -233,6 +238,8 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         internals.restore_modes(trainer)
+        for name in ("on_train_batch_end", "on_validation_end"):
+            forget_actions(pl_module, name)
         self._release()
 
     def _release(self) -> None:

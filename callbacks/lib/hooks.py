@@ -30,6 +30,38 @@ def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callbac
     return lambda: set_callbacks(trainer, before)
 
 
+def after_own_hook(pl_module: pl.LightningModule, name: str, action: Callable[[], None]) -> None:
+    """Calls an action as soon as the module's hook has ended, which Lightning calls after those of callbacks.
+
+    What the module changes there is then in a checkpoint that the action saves. Without such a hook it is called now.
+    """
+    attributes: dict[str, Any] = vars(pl_module)
+    if name not in attributes and getattr(type(pl_module), name) is getattr(pl.LightningModule, name):
+        action()
+        return
+    hook, own = getattr(pl_module, name), attributes.get(name)
+
+    def hook_then_action(*args: Any) -> Any:
+        undo()
+        answer = hook(*args)
+        action()
+        return answer
+
+    def undo() -> None:
+        del attributes[name]
+        if own is not None:
+            attributes[name] = own
+
+    attributes[name] = hook_then_action
+    attributes[name].undo = undo
+
+
+def forget_actions(pl_module: pl.LightningModule, name: str) -> None:
+    """Drops the actions of `after_own_hook` that an exception of another callback has left."""
+    while undo := getattr(vars(pl_module).get(name), "undo", None):
+        undo()
+
+
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     """The Trainer that runs a module; None where `LightningModule.trainer` would raise, and under Fabric."""
     try:

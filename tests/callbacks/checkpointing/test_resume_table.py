@@ -95,12 +95,13 @@ def with_worker(**options: Any) -> DataLoader[Any]:
 
 
 class Model(pl.LightningModule):
-    """Logs a training mean and the score of each validation; its loss has noise."""
+    """Logs a training mean and the score of each validation; its loss has noise, and its hooks change a buffer."""
 
     def __init__(self, row: "Row") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.unused = nn.Parameter(torch.zeros(()))  # An optimiser has no state of it.
+        self.register_buffer("moving", torch.zeros(()))
         self.optimizer, self.schedule, self.makes_loader = row.optimizer, row.schedule, row.makes_loader
         self.metric = MeanMetric() if row.metric else None
         self.seen: dict[int, Any] = {}
@@ -119,6 +120,13 @@ class Model(pl.LightningModule):
             self.metric.update(loss)
             self.log("metric", self.metric, on_step=False, on_epoch=True)
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.moving.lerp_(self.weight.detach().float(), 0.1)
+        self.log("moving", self.moving, on_step=False, on_epoch=True)
+
+    def on_validation_end(self) -> None:
+        self.moving += 1
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         done = self.trainer.fit_loop.batch_idx + 1
@@ -271,7 +279,7 @@ def fit(
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "metric"}
     files = best.best_model_score, Path(best.best_model_path).name, sorted(file.name for file in folder.glob("best/*"))
     rate = [(optimizer.param_groups[0]["lr"], len(optimizer.state)) for optimizer in trainer.optimizers]
-    decided = trainer.global_step, trainer.current_epoch, model.weight.item(), rate, scores, files, logged
+    decided = trainer.global_step, trainer.current_epoch, model.weight.item(), model.moving.item(), rate, scores, files, logged
     return model.seen, decided
 
 
@@ -296,7 +304,7 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number:
 
 def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_path: Path) -> None:
     _, decided = fit(Row((0,), options=EVERY_3, monitor="weight", best_every=2), tmp_path)
-    score, name, _ = decided[5]
+    score, name, _ = decided[6]
     assert score == torch.load(tmp_path / "best" / name)["state_dict"]["weight"]
 
 
