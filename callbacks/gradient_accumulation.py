@@ -353,5 +353,12 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["asked"] == {"steps": self.steps, "global_batch_size": self.global_batch_size}:
+        saved, asked = state_dict["asked"], {"steps": self.steps, "global_batch_size": self.global_batch_size}
+        if saved == asked:
             self._items, self._samples = state_dict["items"], state_dict["samples"]
+            return
+        before, now = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (saved, asked))
+        warn(
+            f"warning: GradientAccumulation found {before} in the checkpoint and has {now}: unless both make the same"
+            " updates, this is another experiment from here on"
+        )

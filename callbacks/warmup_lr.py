@@ -276,5 +276,5 @@ class WarmupLR(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._updates, self.length = [*map(int, state_dict["updates"])], state_dict["length"]
+        self._updates, self.length = [*map(float, state_dict["updates"])], state_dict["length"]
         self._fit = _Fit()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +20,13 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.replay import files_in, refuse_torchmetrics, replay_epoch, was_stopped_early
+from callbacks.checkpointing.replay import (
+    files_in,
+    refuse_torchmetrics,
+    replay_epoch,
+    sizes_of_stock_loaders,
+    was_stopped_early,
+)
 from callbacks.checkpointing.stopping_points import (
     RULES,
     place_after_batch,
@@ -36,6 +43,7 @@ from datamodules.errors import UserError
 
 # Entries of a checkpoint.
 _DEVICES = "devices"  # The number of processes that train.
+_LOADERS = "stock_loaders"  # The batch size and the samples of each.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.
 _SCORED = "scored"  # The update after which was validated last, and the names of the scores of that validation.
 _SUMS = "epoch_sums"  # The sums behind the means of the present epoch, by rank.
@@ -129,7 +137,7 @@ class ExactCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint[_DEVICES] = trainer.world_size
+        checkpoint[_DEVICES], checkpoint[_LOADERS] = trainer.world_size, sizes_of_stock_loaders(trainer)
         if uncount_cut_epoch(loop := checkpoint["loops"]["fit_loop"]):
             internals.uncount_update(loop)
         if trainer.interrupted or _SUMS in checkpoint:
@@ -156,7 +164,7 @@ class ExactCheckpoint(ModelCheckpoint):
         # One of the run's callbacks of this class is to put its loaders back.
         is_first = resumed and next(e for e in callbacks_of(trainer) if isinstance(e, ExactCheckpoint)) is self
         if resumed and is_first:
-            replay_epoch(trainer, resumed, resumed.get(_DEVICES, trainer.world_size))
+            replay_epoch(trainer, resumed, resumed.get(_DEVICES, trainer.world_size), resumed.get(_LOADERS))
             trainer.should_stop = trainer.should_stop or was_stopped_early(trainer)
             internals.drop_early_stop(trainer)
         self._release()
@@ -180,8 +188,7 @@ class ExactCheckpoint(ModelCheckpoint):
         if self._plateaus is not None and place in ("update", "before epoch end"):
             self._plateaus.make("step")
         if RULES[place].saves and internals.saves_within_epochs(self):
-            save = partial(super().on_train_batch_end, trainer, pl_module, outputs, batch, batch_idx)
-            after_own_hook(pl_module, "on_train_batch_end", save)
+            after_own_hook(pl_module, "on_train_batch_end", partial(self._save_at_interval, trainer))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -196,14 +203,19 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def _save_validated(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if internals.saves_within_epochs(self):
-            super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
+            self._save_at_interval(trainer)
         super().on_validation_end(trainer, pl_module)
+
+    def _save_at_interval(self, trainer: pl.Trainer) -> None:
+        # Of manual optimisation Lightning may save the weights before the update, and after no interval of time.
+        automatic: Any = SimpleNamespace(automatic_optimization=True)
+        super().on_train_batch_end(trainer, automatic, None, None, trainer.fit_loop.batch_idx)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._plateaus is not None:
             self._plateaus.make("epoch")
-        super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
+        self._save_at_interval(trainer)
         if self._validated_at_epoch_end:
             self._validated_at_epoch_end = False
             super().on_validation_end(trainer, pl_module)

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
@@ -41,6 +42,9 @@ RAW_WEIGHTS = "current_model_state"
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Those that draw the order of an epoch when it begins."""
+
+
+_STOPS_OF_PATIENCE = (EarlyStoppingReason.NOT_STOPPED, EarlyStoppingReason.PATIENCE_EXHAUSTED)
 
 
 def loaded_raw_weights(pl_module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -82,24 +86,46 @@ def _moves_on(loader: Any) -> str:
     return ""
 
 
-def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> None:
+def sizes_of_stock_loaders(trainer: pl.Trainer) -> list[list[int]]:
+    """The batch size and the samples of each loader whose order is drawn as an epoch begins."""
+    loaders: list[Any] = [loader for loader in _without_position(trainer) if _draws_at_epoch_start(loader)]
+    return [[getattr(each.batch_sampler, "batch_size", 1), len(each.dataset)] for each in loaders]
+
+
+def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int, saved_sizes: list[list[int]] | None) -> None:
     """Put a loader without position to where the run was saved."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     done = progress.processed
     if not (rule := RULES["update" if progress.ready == done else "within batch"]).saves:
         raise UserError(f"the checkpoint was saved {rule.reason}, as by OnExceptionCheckpoint: pass another one")
-    without = _without_position(trainer)
-    if not without or not done:
+    if not done:
         return
-    name = type(without[0]).__name__
+    without, sizes = _without_position(trainer), sizes_of_stock_loaders(trainer)
+    name = type((without or loaders)[0]).__name__
     seeds: Any = next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
     advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
-    if len(loaders) > 1 or not _draws_at_epoch_start(without[0]):
+    if len(loaders) > 1 or (without and not sizes):
         loader = "several loaders" if len(loaders) > 1 else f"this {name}"
         raise UserError(
             f"the run was saved within an epoch, and the order of {loader} cannot be repeated, only that of one stock"
             f" DataLoader over a data set with a length, with a sampler of torch: {advice}"
+        )
+    if not without:
+        moved = loaders[0].steps_done if isinstance(loaders[0], ResumableLoader) else done
+        # A loader that has given an epoch's last batch is at the start of the next.
+        if moved != done and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            raise UserError(
+                f"the run was saved within an epoch, after {done:,} steps of each device, and with the devices and"
+                f" batches of now {moved:,} have those samples: add GradientAccumulation, which counts them anew, or"
+                " resume with those of before"
+            )
+        return
+    if saved_sizes and sizes != saved_sizes:
+        (before, samples), (now, found) = saved_sizes[0], sizes[0]
+        raise UserError(
+            f"the run was saved within an epoch of {samples:,} samples in batches of {before}, and this {name} has"
+            f" {found:,} in batches of {now}: pass those of before, {advice}"
         )
     if saved_world_size != trainer.world_size:
         raise UserError(
@@ -147,12 +173,15 @@ def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
                         loaded[name] = value.to(loaded[name].device)
 
 
-def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world_size: int) -> None:
+def replay_epoch(
+    trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world_size: int, saved_sizes: list[list[int]] | None
+) -> None:
     """Do what Lightning leaves out; for `on_train_start` of a resumed run.
 
     Args:
         checkpoint: the one that was loaded.
         saved_world_size: the number of processes that saved it.
+        saved_sizes: what `sizes_of_stock_loaders` was then; None where it is not known.
 
     Raises:
         UserError: the order of the epoch or the state of a loader cannot be repeated, the data are others, or a
@@ -188,7 +217,7 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world
             f" for epoch {epoch - epoch % every + 1}: resume from that epoch or from the end of the one before"
         )
     if within_epoch:
-        _pass_over_trained_batches(trainer, saved_world_size)
+        _pass_over_trained_batches(trainer, saved_world_size, saved_sizes)
     elif without:
         iterate_anew(trainer)
 
@@ -196,8 +225,13 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world
 def was_stopped_early(trainer: pl.Trainer) -> bool:
     """Whether `EarlyStopping` had asked for the end when the run was saved; Lightning would train another epoch."""
     epoch = trainer.current_epoch - (not trainer.fit_loop.restarted_mid_epoch)
-    stops = (callback for callback in callbacks_of(trainer) if isinstance(callback, EarlyStopping))
-    return any(stop.wait_count >= max(1, stop.patience) and stop.stopped_epoch >= epoch for stop in stops)
+    # A patience that was exhausted may be longer now.
+    return any(
+        stop.stopped_epoch >= epoch
+        and (stop.wait_count >= max(1, stop.patience) or stop.stopping_reason not in _STOPS_OF_PATIENCE)
+        for stop in callbacks_of(trainer)
+        if isinstance(stop, EarlyStopping)
+    )
 
 
 def _found(path: Any, old: Any, folder: Path, levels: int) -> str:

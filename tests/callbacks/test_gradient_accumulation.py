@@ -309,6 +309,11 @@ def test_what_cannot_be_accumulated_or_counted_is_refused_with_the_reason(messag
         REFUSED[message]()
 
 
+def test_updates_of_another_size_than_the_checkpoints_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    GradientAccumulation(2).load_state_dict(GradientAccumulation(4).state_dict())
+    assert "found steps=4, global_batch_size=None in the checkpoint and has steps=2" in caplog.text
+
+
 def test_batches_that_nobody_can_count_and_fewer_than_announced_end_the_run() -> None:
     with pytest.raises(ValueError, match="cannot tell how many targets a batch of type SimpleNamespace holds"):
         train(Unpacking(None), OPAQUE, GradientAccumulation(2))

@@ -3,6 +3,7 @@
 Each callback of the package trains them as it trains the same module otherwise, or refuses them in one line.
 """
 
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,6 +33,7 @@ class Manual(Tiny):
     def __init__(self, optimizers: int = 1, every: int = 1) -> None:
         super().__init__(image_network().double(), torch.optim.SGD, lr=0.1)
         self.count, self.every = optimizers, every
+        self.register_buffer("moving", torch.zeros(()))
         self.trains_from: int | None = None
         self.batches = 0
 
@@ -46,6 +48,9 @@ class Manual(Tiny):
                 optimizer.step()
             self.zero_grad()
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.moving.lerp_(next(self.network.parameters()).detach().mean().float(), 0.1)
 
     def configure_optimizers(self) -> Any:
         parameters = list(self.network.parameters())
@@ -104,4 +109,6 @@ def test_a_run_that_accumulates_by_hand_is_saved_where_no_gradient_waits(batch: 
     saves = [ExactCheckpoint(tmp_path, save_last=True) for _ in range(2)]
     with pytest.raises(Preempted):
         train(Manual(2, 3), stop, saves[0], preemption)
-    assert equal(train(Manual(2, 3), saves[1], resume=tmp_path / "last.ckpt"), expected)
+    timed = ExactCheckpoint(tmp_path / "timed", train_time_interval=timedelta(0), save_top_k=-1)
+    assert equal(train(Manual(2, 3), saves[1], timed, resume=tmp_path / "last.ckpt"), expected)
+    assert list(tmp_path.glob("timed/*.ckpt"))

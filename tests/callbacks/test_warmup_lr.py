@@ -119,6 +119,9 @@ def test_updates_that_float16_skipped_do_not_count_where_a_scheduler_counts_them
     train(stock, **precision_on("cpu", "16-mixed"))
     assert model.used == curve(8, 17)
     assert warmup.state_dict() == {"updates": [17], "length": 8}
+    resumed = {"updates": [2.5], "length": 8}  # In a warm-up of another length than before.
+    warmup.load_state_dict(resumed)
+    assert warmup.state_dict() == resumed
     assert stock.used[1] == pytest.approx(warmup_factor(3 / 8))
 
 

@@ -86,8 +86,8 @@ def shuffled(**options: Any) -> DataLoader[Any]:
     return DataLoader(Augmented(), 2, shuffle=True, **options)
 
 
-def own_loader() -> TrainLoader:
-    return TrainLoader(NUMBERS, NUMBERS / SAMPLES, NUMBERS, 2, 1)
+def own_loader(batch_size: int = 2) -> TrainLoader:
+    return TrainLoader(NUMBERS, NUMBERS / SAMPLES, NUMBERS, batch_size, 1)
 
 
 def with_worker(**options: Any) -> DataLoader[Any]:
@@ -166,7 +166,10 @@ class Kill(pl.Callback):
 
 
 class Row(NamedTuple):
-    """A resumed run; `refused` is why it is not resumed after its last cut; `makes_loader` makes the loader early."""
+    """A resumed run; `refused` is why it is not resumed after its last cut; `makes_loader` makes the loader early.
+
+    `saved_with` is the loader of the run that was cut, where it was another.
+    """
 
     cuts: tuple[int, ...]
     loader: Callable[[], Any] = shuffled
@@ -179,6 +182,7 @@ class Row(NamedTuple):
     best_every: int | None = None
     seeded: bool = True
     refused: str = ""
+    saved_with: Callable[[], Any] | None = None
     makes_loader: bool = False
 
 
@@ -203,15 +207,20 @@ FOREIGN: list[Callable[[], Any]] = [
     lambda: OwnLoader(Augmented(), 2),
     lambda: {"a": shuffled(), "b": DataLoader(Augmented(), 2)},
     lambda: {"a": own_loader(), "b": shuffled()},
+    lambda: {"a": own_loader(), "b": own_loader()},
 ]
 END_OF_EPOCH = "resume from an epoch's end"
 EVERY_3 = {"val_check_interval": 3, "check_val_every_n_epoch": None}
 SECOND_EPOCHS = {"check_val_every_n_epoch": 2}
 ROWS: dict[str, list[Row]] = {
-    "position in a loader with `state_dict`": [Row((4, 6), own_loader, makes_loader=made) for made in (False, True)],
+    "position in a loader with `state_dict`": [
+        *(Row((4, 6), own_loader, makes_loader=made) for made in (False, True)),
+        Row((6,), partial(own_loader, 4), refused="add GradientAccumulation", saved_with=own_loader),
+    ],
     "order of one `DataLoader` with torch's samplers": [
         *(Row(cuts, loader) for loader in STOCK for cuts in ((1,), (3, 5, 7, 8))),
         Row((6,), seeded=False, refused="shuffles with torch's global generator.*train with SeedControl"),
+        Row((6,), lambda: DataLoader(Augmented(), 4), refused="in batches of 2.*in batches of 4", saved_with=shuffled),
     ],
     "order of other loaders, samplers, data sets": [
         Row(cuts, loader, refused=refused)
@@ -220,8 +229,8 @@ ROWS: dict[str, list[Row]] = {
     ],
     "generators of loaders, persistent workers": [
         *(Row((n,), lambda: shuffled(generator=torch.Generator()), refused="leave it out") for n in (4, 6)),
-        Row((6,), lambda: with_worker(generator=torch.Generator()), refused="leave it out"),
-        Row((6,), lambda: with_worker(persistent_workers=True), refused="pass persistent_workers=False"),
+        Row((6,), lambda: with_worker(generator=torch.Generator()), refused="leave it out", saved_with=shuffled),
+        Row((6,), lambda: with_worker(persistent_workers=True), refused="pass persistent_wo", saved_with=shuffled),
     ],
     "loaders that are made every n epochs": [
         Row((6,), options={"reload_dataloaders_every_n_epochs": 2}, refused="those that were made for epoch 1"),
@@ -241,6 +250,7 @@ ROWS: dict[str, list[Row]] = {
     "counters of callbacks": [
         Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})]),
         Row((12,), callbacks=stopping()),
+        Row((8,), callbacks=stopping(patience=99, stopping_threshold=0.6)),
     ],
     "a stop before `min_epochs`": [Row((7,), callbacks=stopping(), options={"min_epochs": 2, "val_check_interval": 2})],
     "schedules": [
@@ -279,7 +289,8 @@ def fit(
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "metric"}
     files = best.best_model_score, Path(best.best_model_path).name, sorted(file.name for file in folder.glob("best/*"))
     rate = [(optimizer.param_groups[0]["lr"], len(optimizer.state)) for optimizer in trainer.optimizers]
-    decided = trainer.global_step, trainer.current_epoch, model.weight.item(), model.moving.item(), rate, scores, files, logged
+    weights = model.weight.item(), model.moving.item()
+    decided = trainer.global_step, trainer.current_epoch, weights, rate, scores, files, logged
     return model.seen, decided
 
 
@@ -287,7 +298,7 @@ def fit(
 def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number: int, tmp_path: Path) -> None:
     row, path, seen = ROWS[name][number], None, {}
     # Workers are started where they are refused only: what is saved does not depend on them.
-    first = row if not row.refused or "workers" not in name else row._replace(loader=shuffled)
+    first = row._replace(loader=row.saved_with or row.loader)
     for cut in row.cuts:
         batches, _ = fit(first, tmp_path / "cut", Kill(cut), resumed_from=path)
         path = tmp_path / "cut" / f"step={cut}.ckpt"
@@ -304,7 +315,7 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number:
 
 def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_path: Path) -> None:
     _, decided = fit(Row((0,), options=EVERY_3, monitor="weight", best_every=2), tmp_path)
-    score, name, _ = decided[6]
+    score, name, _ = decided[5]
     assert score == torch.load(tmp_path / "best" / name)["state_dict"]["weight"]
 
 
