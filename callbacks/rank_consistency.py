@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from datamodules.errors import RunFailedError
+from callbacks.gradient_accumulation import resumable_loaders
+from callbacks.lib.exchange import gather
+from datamodules.errors import RunFailedError, UserError
 from datamodules.notes import warn
 
 # Halves of 8-byte elements: as one int64, 2.0 and 4.0 could change places unseen, their bits being 2**52 apart.
@@ -81,11 +83,14 @@ class RankConsistency(pl.Callback):
 
     Every parameter is compared by a checksum of its bits: one pass over the weights and one all-gather of a number for
     each. Buffers are not: the running statistics of batch normalisation are each rank's own under plain DDP. With
-    strategies that split parameters it says so and compares nothing.
+    strategies that split parameters it says so and compares no weights.
 
-    Runs on: `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
+    Before the first batch it compares what the loaders of `datamodules` read: labels, lengths and names of files.
+
+    Runs on: `on_train_start`; `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
 
     Raises:
+        UserError: on every rank, if one trains on other data.
         RunFailedError: on every rank, if one differs.
 
     Example:
@@ -96,6 +101,17 @@ class RankConsistency(pl.Callback):
         super().__init__()
         self._active = False
         self._checked_step = -1
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        data = gather(trainer.strategy, [loader.data for loader in resumable_loaders(trainer.train_dataloader)])
+        for rank, found in enumerate(data):
+            if found != data[0]:
+                counts, expected = ([loader["samples"] for loader in loaders] for loaders in (found, data[0]))
+                raise UserError(
+                    f"rank {rank} trains on other data than rank 0: {counts} samples and {expected}, others or in"
+                    " another order; copy the same files to each node"
+                )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -190,7 +190,7 @@ def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise, out: T
     pixels = torch.empty(images.shape, dtype=torch.float32, device=images.device) if out is None else out
     pixels.copy_(images)
     # Of integers, which floats hold: the sum does not depend on its order, and so not on the batch.
-    sums = pixels.sum(3).sum(2, dtype=torch.float64).float()
+    sums = pixels.sum(3).long().sum(2).float()
     mean = _grey(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
     grey = _grey(pixels).mul_(both - own).add_((brightness - both) * mean)
     return pixels.mul_(own).add_(grey).clamp_(0, 255).mul_(normalise.scale).add_(normalise.shift)

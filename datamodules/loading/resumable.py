@@ -98,7 +98,8 @@ class ResumableLoader(ABC, Generic[Batch]):
         """How many samples it trains on, and their `fingerprint`."""
 
     @cached_property
-    def _data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
+        """Of which data it is: the number of samples, and a hash of them."""
         samples, found = self._describe_data()
         return {"samples": samples, "fingerprint": found}
 
@@ -145,7 +146,7 @@ class ResumableLoader(ABC, Generic[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, and how many items of its order all ranks have consumed; and of which data."""
-        return {"epoch": self._epoch, "consumed": self._consumed, "data": self._data}
+        return {"epoch": self._epoch, "consumed": self._consumed, "data": self.data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved, on any number of ranks.
@@ -168,7 +169,7 @@ class ResumableLoader(ABC, Generic[Batch]):
         Raises:
             UserError: other samples, or in another order.
         """
-        saved, found = state.get("data", self._data), self._data
+        saved, found = state.get("data", self.data), self.data
         if saved != found:
             others = ", others or in another order" if saved["samples"] == found["samples"] else ""
             raise UserError(

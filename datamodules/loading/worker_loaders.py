@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -68,14 +69,22 @@ class _Requests:
         return iter(self.pending)
 
 
-class _Packed(NamedTuple):
-    """A batch on its way from a worker: its pickle, which names tensors in shared memory."""
+class _Packed:
+    """A batch that came from a worker: its pickle, which names tensors in shared memory."""
 
-    pickle: bytes
+    def __init__(self, pickle: bytes) -> None:
+        self._pickle = pickle
 
     def unpack(self) -> LoadedBatch:
-        batch: LoadedBatch = ForkingPickler.loads(self.pickle)
+        pickle, self._pickle = self._pickle, b""
+        batch: LoadedBatch = ForkingPickler.loads(pickle)
         return batch
+
+    def __del__(self) -> None:
+        # The worker keeps the memory of a batch until it is unpacked, also of one that an epoch cut short leaves.
+        if self._pickle:
+            with suppress(Exception):
+                self.unpack()
 
     def pin_memory(self, device: Any = None) -> LoadedBatch:
         """Called by the DataLoader's thread."""
@@ -83,10 +92,19 @@ class _Packed(NamedTuple):
         return batch._replace(**{name: getattr(batch, name).pin_memory() for name in ("inputs", "targets", "rows")})
 
 
-def _pack(batch: Any) -> _Packed:
+class _Sent(NamedTuple):
+    """A `_Packed` batch in its worker."""
+
+    pickle: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Packed, (self.pickle,)
+
+
+def _pack(batch: Any) -> _Sent:
     """Pickle a batch in a worker, which puts its tensors into shared memory."""
     # A DataLoader's queue would do so in a thread, where the error of a full shared memory is lost with the batch.
-    return _Packed(bytes(ForkingPickler.dumps(batch)))
+    return _Sent(bytes(ForkingPickler.dumps(batch)))
 
 
 def _start_worker(number: int) -> None:

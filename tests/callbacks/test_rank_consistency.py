@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.rank_consistency import RankConsistency, checksum, checksums
-from datamodules.errors import RunFailedError
+from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
 from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
@@ -80,12 +80,13 @@ class Damage(pl.Callback):
 def fit(world_size: int, kind: str, rank: int = 0) -> tuple[str, int, list[int]]:
     """A run of three epochs: what it raised, the epochs done, and the checksums of BN's statistics."""
     trainer = quiet_trainer(RankConsistency(), Damage(kind, rank), world_size=world_size, max_epochs=3)
-    loader = TrainLoader(*noisy_images(21), torch.arange(21), 4, 1, trainer.global_rank, world_size)
+    rows = torch.arange(21) if kind != "data" or trainer.global_rank != rank else torch.arange(21).flip(0)
+    loader = TrainLoader(*noisy_images(21), rows, 4, 1, trainer.global_rank, world_size)
     model = Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
     raised = ""
     try:
         trainer.fit(model, loader)
-    except (RunFailedError, SystemExit) as error:
+    except (RunFailedError, UserError, SystemExit) as error:
         raised = str(error)
     statistics = [b for layer in model.modules() if isinstance(layer, nn.BatchNorm2d) for b in layer.buffers()]
     return raised, trainer.current_epoch, checksums(statistics, torch.device("cpu")).tolist()
@@ -98,6 +99,12 @@ def test_a_run_whose_ranks_differ_stops_on_all_of_them_and_names_the_first_param
         assert "ranks 0, 2 | 1 " in raised
         assert f"the first of {2 if kind == 'bit' else 1} of 6" in raised
         assert epochs == 1, "it stopped at the end of the epoch in which the ranks went apart"
+
+
+def test_a_rank_with_other_data_is_refused_before_the_first_batch() -> None:
+    for raised, epochs, *_ in run_ranks(fit, 2, 2, "data", rank=1):
+        assert raised.startswith("rank 1 trains on other data than rank 0: [21] samples and [21], others or in another")
+        assert epochs == 0
 
 
 def test_ranks_with_equal_weights_continue_though_plain_ddp_lets_their_running_statistics_differ() -> None:

@@ -96,11 +96,15 @@ def test_batches_numbers_and_positions_are_those_of_the_loader_over_tensors_also
 
 
 def test_an_epoch_cut_short_leaves_nothing_of_it_in_the_next():
-    loader = _loader(num_workers=2)
-    for epoch in range(3):
+    loader, most = _loader(num_workers=2), 0
+    for epoch in range(9):
         loader.set_epoch(epoch)
         iterator = iter(loader)
         assert [next(iterator)[1].tolist() for _ in range(2)] == epoch_order(N, 1, epoch)[:8].view(2, 4).tolist()
+        # Nor of its batches that were loaded ahead, each of three tensors in shared memory.
+        opened = [len([*Path(f"/proc/{worker.pid}/fd").iterdir()]) for worker in loader._loader._iterator._workers]
+        most = most if epoch > 1 else max(opened) + 20
+        assert max(opened) <= most, "files of a worker"
     loader.close()
 
 
