@@ -13,6 +13,7 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.stopping_points import update_is_whole
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import broadcast
+from callbacks.lib.hooks import after_own_hook
 from datamodules.errors import RunFailedError, UserError
 from recipes.runner.experiment import Experiment
 from recipes.runner.join import ExpectedEnd
@@ -74,9 +75,12 @@ class _EndOfInterval(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.io.interval.step and update_is_whole(trainer):
-            trainer.save_checkpoint("verify.ckpt")
-            if broadcast(trainer.strategy, self.io.equal):
-                raise ExpectedEnd
+            after_own_hook(pl_module, "on_train_batch_end", lambda: self._save(trainer))
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint("verify.ckpt")
+        if broadcast(trainer.strategy, self.io.equal):
+            raise ExpectedEnd
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
