@@ -3,13 +3,11 @@
 import csv
 import itertools
 import json
-import math
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +228,7 @@ def _tables(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
-    """Write the page of a finished run into its folder, from its results, metrics.csv and the tables beside it.
+    """Write the page of a finished run into its folder, from its results and the tables beside it.
 
     Raises:
         OSError: the page cannot be written; an earlier one is as it was.
@@ -258,7 +256,6 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         best=f"Scores of {Path(best['checkpoint']).name}, saved after {best['step']:,} updates" if best else "Scores",
         headline=results["headline"],
         scores={name: f"{value:.5g}" for name, value in results["scores"].items() if "_class_" not in name},
-        drawings=[curve_svg(title, lines) for title, lines in read_curves(folder / METRICS).items()],
         tables=_tables(folder),
         most_rows=_MOST_ROWS,
         settings=settings,
@@ -266,67 +263,3 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
     )
     write_text(folder / _REPORT, page)
     return folder / _REPORT
-
-
-Curve = list[tuple[float, float]]
-"""The updates made at each value, and the value."""
-
-_STAGES = {"train": "training", "val": "validation"}
-_COLOURS = ("#2f81f7", "#e8730c", "#2da44e", "#bf4b8a", "#8250df")
-_POINTS = 400  # Of a curve that is drawn: more than its pixels make a larger file only.
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 350, 30, 170
-
-
-def read_curves(metrics: Path) -> dict[str, dict[str, Curve]]:
-    """The curves of a run by score, such as "loss", and by stage; without those of single classes and of the test.
-
-    Of a score that is logged within epochs and at their ends the means of several epochs are taken.
-    """
-    columns: dict[str, Curve] = {}
-    if metrics.is_file():
-        with metrics.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                for name, text in row.items():
-                    if text and math.isfinite(value := float(text)):
-                        columns.setdefault(name, []).append((float(row["step"]) + 1, value))
-    curves: dict[str, dict[str, Curve]] = {}
-    for column, curve in columns.items():
-        name = column.removesuffix("_epoch")
-        several = len(columns.get(f"{name}_epoch", ())) > 1
-        is_other = f"{name}_epoch" in columns and name in columns and several == (column == name)
-        if is_other or column in ("epoch", "step") or "_class_" in column or column.startswith("test"):
-            continue
-        stage, _, score = name.partition("/")
-        title = score if stage in _STAGES else name
-        curves.setdefault(title, {})[_STAGES.get(stage, "")] = curve
-    # What counts comes first; learning rates and speeds come last.
-    return dict(sorted(curves.items(), key=lambda item: ("validation" not in item[1], item[0] != "loss")))
-
-
-def _axis_text(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # What fits beside the axis.
-
-
-def curve_svg(title: str, curves: Mapping[str, Curve]) -> str:
-    """The curves of one score as SVG, in the page's font and its colours of text and lines."""
-    points = [point for curve in curves.values() for point in curve]
-    right = max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    lines, legend = [], []
-    for (name, curve), colour in zip(curves.items(), _COLOURS):
-        thinned = [*curve[:: -(-len(curve) // _POINTS)], curve[-1]]  # A single point twice, so that it is drawn.
-        places = " ".join(
-            f"{_LEFT + (_RIGHT - _LEFT) * x / right:.1f},"
-            f"{_BOTTOM - (_BOTTOM - _TOP) * ((y - low) / (high - low) if high > low else 0.5):.1f}"
-            for x, y in thinned
-        )
-        lines.append(f'<polyline points="{places}" stroke="{colour}"/>')
-        legend.append(f'<tspan fill="{colour}"> {escape(name)}</tspan>')
-    return (
-        f'<svg viewBox="0 0 360 200"><g class="axes"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/></g>'
-        f'<text x="{_LEFT}" y="18">{escape(title)}{"".join(legend)}</text>'
-        f'<g text-anchor="end"><text x="{_LEFT - 5}" y="{_TOP + 4}">{_axis_text(high)}</text>'
-        f'<text x="{_LEFT - 5}" y="{_BOTTOM}">{_axis_text(low)}</text>'
-        f'<text x="{_RIGHT}" y="{_BOTTOM + 18}">{right:,.0f} updates</text></g>'
-        f'<g class="curves">{"".join(lines)}</g></svg>'
-    )

@@ -3,29 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from recipes.runner.report import read_curves, write_report
+from recipes.runner.report import write_report
 from tests.support.command_lines import typed
 from tests.support.pages import Page, read_page
 
 HOSTILE = "<script>alert('&amp;')</script>$x^$"
 
 
-METRICS = """epoch,lr,step,train/loss,train/loss_epoch,val/loss,val/accuracy,val/accuracy_class_0,test/loss
-,0.1,4,2.5,,,,,
-0,,9,1.5,2.0,,,,
-0,,9,,,1.5,0.5,0.25,
-1,,19,1.0,1.0,,,,
-1,,19,,,1.75,0.75,0.25,
-2,,19,,,,,,1.5
-"""
-
-
-def page_of(folder: Path, metrics: str = "", **more: Any) -> Page:
-    """The page of a run with these curves and results."""
+def page_of(folder: Path, **more: Any) -> Page:
+    """The page of a run with these results."""
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.csv").write_text(metrics)
     names = "recipe command started_at ended_at host hardware num_nodes best stopped_early"
     results: dict[str, Any] = dict.fromkeys(names.split(), "")
     results |= {"scores": {}, "headline": {}, "versions": {}, "config": {}, "peak_memory_bytes": {}}
@@ -41,7 +28,6 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
     (folder / "test_per_class.csv").write_text("class,f1\ncat,0.125\n" + "dog,0.5\n" * 30)
     page = page_of(
         folder,
-        METRICS,
         recipe="mnist",
         scores={"test/loss": 1.5, "val/accuracy": 0.75, "val/accuracy_class_0": 0.25},
         headline={"val accuracy": "75 %"},
@@ -53,25 +39,14 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
     )
     assert page.text.index("0.125") > page.text.index("test_per_class.csv")
     assert page.text.count("dog") == 24, "a page holds the first rows"
-    assert page.tags.count("svg") == 3  # Accuracy, loss and learning rate, and none of a class.
     for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "2 settings", "1 x cpu"):
         assert text in page.text
     assert "8.5 s, of which start-up 2.0" in page.text
 
 
-def test_curves_are_those_of_epochs_where_there_are_several_and_count_updates(tmp_path: Path) -> None:
-    (tmp_path / "one.csv").write_text(METRICS)
-    (tmp_path / "two.csv").write_text("step,train/loss,train/loss_epoch\n4,3,\n9,2,\n9,,2.5\n")
-    curves = read_curves(tmp_path / "one.csv")
-    assert list(curves) == ["loss", "accuracy", "lr"]
-    assert curves["loss"] == {"training": [(10, 2.0), (20, 1.0)], "validation": [(10, 1.5), (20, 1.75)]}
-    assert read_curves(tmp_path / "two.csv")["loss"] == {"training": [(5, 3.0), (10, 2.0)]}
-
-
 def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
     page = page_of(
         tmp_path / HOSTILE.replace("/", "-"),
-        f'epoch,step,"val/{HOSTILE}"\n0,9,1.0\n',
         recipe=HOSTILE,
         scores={HOSTILE: 0.5},
         headline={HOSTILE: HOSTILE},
@@ -85,11 +60,6 @@ def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) >= 10
 
 
-@pytest.mark.parametrize("metrics", ["", "epoch,step\n", "step,val/loss\n1,nan\n"])
-def test_a_run_without_curves_has_a_page(tmp_path: Path, metrics: str) -> None:
-    assert "There are none" in page_of(tmp_path / "run", metrics).text
-
-
 def test_a_run_writes_its_page_unless_it_cannot(tmp_path: Path) -> None:
     first, bare = typed(
         tmp_path, "--max-epochs 2 --name a --lr 0.5 --logger csv", "--max-epochs 1 --name b --logger none"
@@ -97,11 +67,11 @@ def test_a_run_writes_its_page_unless_it_cannot(tmp_path: Path) -> None:
     assert (first.status, bare.status) == (0, 0), first.err + bare.err
     runs = tmp_path / "runs" / "quadrants"
     page = read_page(runs / "a" / "report.html")
-    assert {"svg", "details"} <= set(page.tags)
+    assert "details" in page.tags
     assert "quadrants: a" in page.text
     assert "\nlr0.5" in page.text
     assert "report" in first.out
-    assert "no metrics.csv" in read_page(runs / "b" / "report.html").text
+    assert "quadrants: b" in read_page(runs / "b" / "report.html").text
     (runs / "a" / "report.html").unlink()
     (runs / "a" / "report.html").mkdir()
     (longer,) = typed(tmp_path, "--max-epochs 3 --name a --resume auto")
