@@ -106,7 +106,9 @@ def _csv(folder: Path, updates: int) -> CSVLogger:
             file.unlink(missing_ok=True)
         elif file.is_file():
             columns, rows = _read(file)
-            write_rows(file, [row for row in rows if int(row["step"]) < updates], columns)
+            # A machine that went down may have cut the last row.
+            kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < updates]
+            write_rows(file, kept, columns)
     return _CSV(str(folder), name="", version="")
 
 
