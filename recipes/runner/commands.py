@@ -204,6 +204,11 @@ def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> str | None:
     return next((str(path) for path in (best, last) if path and Path(path).is_file()), None)
 
 
+def _merged(of_loaders: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The scores of all loaders of an evaluation; Lightning puts the number of the loader behind their names."""
+    return {name: value for scores in of_loaders for name, value in scores.items()}
+
+
 def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch) -> Outcome:
     """Train, then score the best checkpoint as validate and test do."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.point.checkpoint
@@ -225,11 +230,9 @@ def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | 
     with _interruptible(trainer, experiment, folder), _within_memory(trainer, experiment):
         if experiment.validates:
             with _without_points(trainer):
-                validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
-            scores |= validated[0] if validated else {}
+                scores |= _merged(trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False))
         if tests:
-            tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
-            scores |= tested[0] if tested else {}
+            scores |= _merged(trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False))
     # A recipe that only trains has no others.
     return Outcome(scores or last, best, stopped, epochs)
 
@@ -242,14 +245,15 @@ def _evaluate(experiment: Experiment) -> None:
     trainer.precision_plugin.convert_module(recipe)
     if run.ckpt is None:
         load_initial_weights(recipe, exact=True)
-    rows: Sequence[dict[str, object]]
+    rows: Sequence[dict[str, Any]]
     with _interruptible(trainer, experiment, None), _restoring(run.ckpt), _within_memory(trainer, experiment):
         if command == "predict":
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = all_rows(recipe, outputs or [], data_contract(data))
         else:
             evaluate = trainer.validate if command == "validate" else trainer.test
-            rows = [dict(s) for s in evaluate(recipe, data, ckpt_path=run.ckpt, weights_only=True, verbose=False)]
+            found = evaluate(recipe, data, ckpt_path=run.ckpt, weights_only=True, verbose=False)
+            rows = [_merged(found)] if found else []
     if not rows:
         raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
     if not trainer.is_global_zero:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from recipes.runner.console import escape_output
 from recipes.runner.report import print_rows
 from tests.support.command_lines import typed
+from tests.support.minimal_recipe import Line, Points
 from tests.support.ranks import run_ranks
 from tests.support.stock_data import Quadrants
 
@@ -148,6 +149,25 @@ def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Pat
         " keeps the samples of an update (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
     assert "with batch_size=5: pass a smaller one; a larger `accumulate`, or" in given.err
+
+
+class TwoParts(Points):
+    def val_dataloader(self) -> list[Any]:
+        return [self.train_dataloader(), self.train_dataloader()]
+
+
+class Scored(Line):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val/loss", 1.0 + dataloader_idx, add_dataloader_idx=dataloader_idx > 0)
+
+
+def test_the_scores_of_all_loaders_are_kept(tmp_path: Path):
+    validate = "validate --ckpt runs/line/one/checkpoints/last.ckpt --output scores.json"
+    commands = ("--name one --max-epochs 1 --logger none", validate)
+    typed(tmp_path, *commands, recipe=f"{__name__}:Scored", data=f"{__name__}:TwoParts")
+    expected = {"val/loss": 1.0, "val/loss/dataloader_idx_1": 2.0}
+    assert json.loads((tmp_path / "runs/line/one/results.json").read_text())["scores"] == expected
+    assert json.loads((tmp_path / "scores.json").read_text()) == expected
 
 
 def test_a_name_in_another_encoding_is_printed_with_escapes(monkeypatch):
