@@ -256,6 +256,9 @@ def _evaluate(experiment: Experiment) -> None:
             rows = [_merged(found)] if found else []
     if not rows:
         raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
+    if not any(rows):
+        step = _NEEDS[command][0]
+        raise UserError(f"{step} of {type(recipe).__name__} logs no score; call self.log(NAME, VALUE) in it")
     if not trainer.is_global_zero:
         return
     problem, tables, files = None, recipe.tables, {}

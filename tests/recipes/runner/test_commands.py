@@ -152,6 +152,8 @@ def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Pat
 
 
 class TwoParts(Points):
+    test_dataloader = Points.train_dataloader
+
     def val_dataloader(self) -> list[Any]:
         return [self.train_dataloader(), self.train_dataloader()]
 
@@ -160,14 +162,20 @@ class Scored(Line):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val/loss", 1.0 + dataloader_idx, add_dataloader_idx=dataloader_idx > 0)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
-def test_the_scores_of_all_loaders_are_kept(tmp_path: Path):
-    validate = "validate --ckpt runs/line/one/checkpoints/last.ckpt --output scores.json"
-    commands = ("--name one --max-epochs 1 --logger none", validate)
-    typed(tmp_path, *commands, recipe=f"{__name__}:Scored", data=f"{__name__}:TwoParts")
-    expected = {"val/loss": 1.0, "val/loss/dataloader_idx_1": 2.0}
-    assert json.loads((tmp_path / "runs/line/one/results.json").read_text())["scores"] == expected
-    assert json.loads((tmp_path / "scores.json").read_text()) == expected
+
+def test_the_scores_of_all_loaders_are_kept_and_an_evaluation_that_logs_none_says_so(tmp_path: Path):
+    ckpt = "--ckpt runs/line/one/checkpoints/last.ckpt"
+    commands = ("--name one --max-epochs 1 --logger none", f"validate {ckpt} --output scores.json", f"test {ckpt}")
+    *_, tested = typed(tmp_path, *commands, recipe=f"{__name__}:Scored", data=f"{__name__}:TwoParts")
+    results = json.loads((tmp_path / "runs/line/one/results.json").read_text())["scores"]
+    assert results == json.loads((tmp_path / "scores.json").read_text())
+    assert results == {"val/loss": 1.0, "val/loss/dataloader_idx_1": 2.0}
+    assert (tested.status, tested.err) == (
+        2,
+        "error: test_step of Scored logs no score; call self.log(NAME, VALUE) in it\n",
+    )
 
 
 def test_a_name_in_another_encoding_is_printed_with_escapes(monkeypatch):
