@@ -10,8 +10,11 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, SequentialSampler
+
+from datamodules.notes import warn
 
 
 class _AsIs:
@@ -29,24 +32,35 @@ class _AsIs:
 
 
 def share_of(loader: Any, rank: int, world_size: int) -> Any:
-    """This rank's batches of a DataLoader in order; another loader, or one with too few batches, is returned as it is.
+    """This rank's batches of a DataLoader in order; another loader, or one with too few samples, is returned as it is.
 
-    Whole batches go to the ranks in turn, as those of `datamodules.EvaluationLoader`.
+    Whole batches go to the ranks in turn, as those of `datamodules.EvaluationLoader`; of fewer batches than ranks the
+    samples do.
     """
     if not isinstance(loader, DataLoader):
         return loader
     if world_size == 1:
         return _AsIs(loader)
-    batches = loader.batch_sampler if type(loader) is DataLoader else None
-    if batches is None or not isinstance(loader.sampler, SequentialSampler) or len(loader) < world_size:
+    in_order = type(loader) is DataLoader and isinstance(loader.sampler, SequentialSampler)
+    batches = list(loader.batch_sampler or ()) if in_order else []
+    if len(batches) < world_size:
+        samples = [number for batch in batches for number in batch]
+        batches = [samples[first::world_size] for first in range(min(len(samples), world_size))]
+    if len(batches) < world_size:
+        if batches:
+            warn(f"warning: of fewer samples ({len(batches)}) than devices ({world_size}) some are evaluated twice")
         return loader
     share = copy(loader)
-    vars(share)["batch_sampler"] = list(batches)[rank::world_size]  # A DataLoader refuses to have it set.
+    vars(share)["batch_sampler"] = batches[rank::world_size]  # A DataLoader refuses to have it set.
     return _AsIs(share)
 
 
 def _shared(make: Callable[[], Any], rank: int, world_size: int) -> Any:
-    return share_of(make(), rank, world_size)
+    """The shares of all loaders that are in what a method of a data module returns."""
+    loaders = make()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
+    combined.flattened = [share_of(loader, rank, world_size) for loader in combined.flattened]
+    return loaders if combined is loaders else combined.iterables
 
 
 def evaluate_each_sample_once(data: pl.LightningDataModule, rank: int, world_size: int) -> None:

@@ -1,17 +1,31 @@
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from recipes.runner.stock_loaders import share_of
+from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
+
+
+class Several(pl.LightningDataModule):
+    def val_dataloader(self):
+        return [DataLoader(range(11), 4), {"few": DataLoader(range(4), 4)}]
+
+    def test_dataloader(self):
+        return CombinedLoader(DataLoader(range(11), 4), "sequential")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_sample_is_evaluated_once_in_whole_batches(world_size):
-    loader = DataLoader(range(11), 4)
-    shares = [[batch.tolist() for batch in share_of(loader, rank, world_size)] for rank in range(world_size)]
-    whole = [batch.tolist() for batch in loader]
-    assert shares == [whole[rank::world_size] for rank in range(world_size)]
-    assert [len(share_of(loader, rank, world_size)) for rank in range(world_size)] == list(map(len, shares))
+def test_every_sample_of_every_loader_is_evaluated_once_in_whole_batches(world_size):
+    shares = []
+    for rank in range(world_size):
+        evaluate_each_sample_once(data := Several(), rank, world_size)
+        (one, two), combined = data.val_dataloader(), data.test_dataloader().iterables
+        shares.append([[batch.tolist() for batch in loader] for loader in (one, combined, two["few"])])
+        assert [len(one), len(combined), len(two["few"])] == list(map(len, shares[-1]))
+    whole = [batch.tolist() for batch in DataLoader(range(11), 4)]
+    of_rank = [whole[rank::world_size] for rank in range(world_size)]
+    assert shares == [[of_rank[rank], of_rank[rank], [list(range(rank, 4, world_size))]] for rank in range(world_size)]
 
 
 def test_a_share_keeps_how_batches_are_made():
@@ -29,6 +43,6 @@ class Stream(IterableDataset):
 
 def test_loaders_whose_order_is_their_own_are_left_to_lightning():
     weighted = DataLoader(range(8), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8))
-    short, unbatched = DataLoader(range(3), batch_size=2), DataLoader(range(8), batch_size=None)
+    short, unbatched = DataLoader(range(2), batch_size=2), DataLoader(range(8), batch_size=None)
     for loader in (weighted, short, unbatched, DataLoader(Stream(), batch_size=2), [1, 2]):
         assert share_of(loader, 0, 3) is loader
