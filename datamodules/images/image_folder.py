@@ -166,18 +166,22 @@ class ImageFolderDataModule(ImageDataModule):
     def _mixing(self) -> bool:
         return bool(self.hparams.mixup or self.hparams.cutmix)
 
-    @cached_property
+    @property
     @override
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean and the standard deviation of each channel that images are normalised with."""
-        given = self.hparams.pixel_mean, self.hparams.pixel_std
-        known = self._restored.get("statistics") or (self.info.mean, self.info.std)
-        if None in given and not self._restored and self.dataset == "folder" and is_small(self.image_size):
-            files = self._source("train")[0]
-            if isinstance(files, FileTable):
-                known = reading.pixel_statistics(files, self.image_size)
-        mean, std = (tuple(mine or found) for mine, found in zip(given, known))
-        return mean, std
+        mean, std = self.hparams.pixel_mean, self.hparams.pixel_std
+        if mean is None or std is None:
+            known = self._restored.get("statistics") or self._statistics_of_files or (self.info.mean, self.info.std)
+            mean, std = mean or known[0], std or known[1]
+        return tuple(mean), tuple(std)
+
+    @cached_property
+    def _statistics_of_files(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Those of a folder's files, where they are small."""
+        small = not self._restored and self.dataset == "folder" and is_small(self.image_size)
+        files = self._source("train")[0] if small else None
+        return reading.pixel_statistics(files, self.image_size) if isinstance(files, FileTable) else None
 
     @override
     def _choices(self) -> dict[str, Any]:
@@ -352,7 +356,6 @@ class ImageFolderDataModule(ImageDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
         check_choice("dataset", saved, tuple(self._sets))
-        self.__dict__.pop("pixel_statistics", None)
         self._restored = dict(state_dict)
         if not self._sources and self._own is None:
             # Prediction needs no data set: the class names and the size of an image are those of the run.

@@ -200,8 +200,9 @@ def _resolve_data(
     if saved is not None:
         found, asked = {name: value for name, value in saved.items() if name not in classes.free_parameters}, False
     else:
-        options = _fill(options, recipe.settings_for_data())
-        _set_arguments(data, options)
+        wanted = recipe.settings_for_data()
+        options = _fill(options, wanted)
+        _set_arguments(data, {**wanted, **options})  # A data module that was passed to `fit` has no options.
         found = share(connection, "settings of the data", data_contract(data).resolve)
         asked = connection is None or connection.launch.rank == 0
     resolved = _fill(options, found)

@@ -424,7 +424,9 @@ def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_au
 
 
 def test_statistics_that_are_given_are_used_and_a_checkpoint_keeps_those_of_its_run(tree):
-    mine = _data(tree, image_size=32, pixel_mean=[0.5, 0.5, 0.5], pixel_std=[0.25, 0.25, 0.25])
+    mine = _data(tree, image_size=32)
+    assert mine.pixel_statistics[0] != (0.5, 0.5, 0.5), "they were looked at before"
+    mine.hparams.update(pixel_mean=[0.5, 0.5, 0.5], pixel_std=[0.25, 0.25, 0.25])
     white = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)
     assert torch.equal(mine.normalise(white), torch.full((1, 3, 4, 4), 2.0))
     again = ImageFolderDataModule()

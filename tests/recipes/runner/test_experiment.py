@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules import DataContract
 from datamodules.contract import data_contract
-from recipes import Classifier
+from recipes import Classifier, fit
 from recipes.optim import is_lbfgs
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
@@ -109,6 +109,14 @@ def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_
     assert checkpoint["datamodule_hyper_parameters"]["shade"] == "grey"
     assert run_ranks(_typed, 1, ["validate", "--ckpt", last], str(tmp_path))[0][0] == 0
     assert run_ranks(_typed, 1, ["--resume", last, "--max-epochs", "2", "--shade", "auto"], str(tmp_path))[0][0] == 0
+
+
+def test_what_the_recipe_wants_of_the_data_is_set_in_a_data_module_that_is_passed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Points3, "settings_for_data", lambda _: {"shade": "white"})
+    passed = [Points(shade=shade) for shade in ("auto", "black")]
+    for data in passed:
+        fit(Points3, data, run_dir=tmp_path, verbose=False, logger="none")
+    assert [data.hparams.shade for data in passed] == ["white", "black"]
 
 
 def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_resume_keeps_it(tmp_path: Path) -> None:
