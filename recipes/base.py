@@ -172,7 +172,7 @@ class Recipe(pl.LightningModule):
 
         Args:
             data: before its `setup`.
-            settings: the arguments of the constructor as they were given, and ``max_epochs`` of the run.
+            settings: the constructor's arguments as they were given, and ``max_epochs`` and ``max_steps`` of the run.
         """
         return {}
 

@@ -255,7 +255,7 @@ def build_experiment(
         data = classes.build_data(of_data)
         # Before the data are read, so that wrong flags are refused before a download.
         if before is None and not run.ckpt:
-            given = {**of_recipe, "max_epochs": values["max_epochs"]}
+            given = {**of_recipe, **{name: values[name] for name in ("max_epochs", "max_steps")}}
             of_recipe = _fill(of_recipe, classes.recipe.settings_from_data(data, **given))
         recipe = classes.recipe(**of_recipe)
         if not run.ckpt:

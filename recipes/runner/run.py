@@ -214,6 +214,9 @@ class CommandLine:
             keep_help(self.program, self.args, text.getvalue())
             return None
         namespace = self.parser.parse(args)
+        if command == "fit" and namespace.max_steps != -1 and self.parser.typed(args).get("max_epochs") is None:
+            # The recipe's default could end it before.
+            namespace = self._with_settings({"max_epochs": -1}, args)
         self._check("fit" if command == "verify" else command, namespace)
         if namespace.ckpt and any(arg.partition("=")[0] == "--weights" for arg in args):
             raise UserError("--ckpt and --weights are two sources of weights; leave one of them out")
@@ -232,7 +235,7 @@ class CommandLine:
         if self._point.checkpoint:
             self._check_experiment(self._point.checkpoint, namespace)
         if self._point.finished:
-            longer = "--max-epochs (or --patience, where it was stopped early)"
+            longer = "--max-epochs or --max-steps (or --patience, where it was stopped early)"
             rank_zero_print(
                 f"the run in {shown(self._point.folder or '')} has finished, and stays as it is; pass a larger {longer}"
                 " to train longer"
@@ -374,9 +377,10 @@ class CommandLine:
         """Refuse to train longer than the run was to, and say where it resumes."""
         saved = read_run(checkpoint)
         if self._point.given and saved.is_finished(namespace.max_epochs, namespace.max_steps):
+            flag, done = ("steps", saved.updates) if namespace.max_epochs == -1 else ("epochs", saved.epochs)
             raise UserError(
-                f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass --max-epochs"
-                f" {2 * max(1, saved.epochs)} to train longer"
+                f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass --max-{flag}"
+                f" {2 * max(1, done)} to train longer"
             )
         if not self._point.given:
             rank_zero_print(f"resuming from {shown(checkpoint)}, after {saved.updates:,} updates")

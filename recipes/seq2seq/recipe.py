@@ -32,7 +32,7 @@ from recipes.seq2seq.transformer import TransformerNet
 NetworkName = Literal["rnn", "transformer"]
 
 
-def rate_of_run(network: str, samples: int, epochs: int) -> float:
+def rate_of_run(network: str, samples: int, epochs: float) -> float:
     """The peak learning rate where none is given: 0.001 for a Transformer, else by the length of the run.
 
     That is 0.2 over the square root of the updates that it would make in batches of 64; 0.006 at most. Adam moves the
@@ -189,6 +189,8 @@ class Seq2SeqTranslator(Recipe):
             source, target = data.vocabularies()
             found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
         samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
+        if samples and epochs == -1:
+            epochs = settings.get("max_steps", -1) * cls.base_batch_size / samples
         if samples and epochs and epochs > 0 and not is_lbfgs(settings.get("optimizer", "")):
             found["lr"] = rate_of_run(settings.get("network", "rnn"), samples, epochs)
         return found

@@ -144,6 +144,12 @@ def learned(tmp_path_factory) -> tuple[str, Path, dict[str, float]]:
     return file, folder, run.test(recipe, module, verbose=False)[0]
 
 
+def test_the_rate_is_that_of_the_updates_that_the_epochs_or_the_steps_make(tmp_path):
+    lengths = {"max_epochs": 64_000}, {"max_epochs": -1, "max_steps": 49_000}  # There are 49 pairs to train on.
+    pairs = data(corpus(tmp_path))
+    assert [Seq2SeqTranslator.settings_from_data(pairs, **length)["lr"] for length in lengths] == [0.0009] * 2
+
+
 def test_it_learns_a_small_grammar_and_translates_sentences_that_it_has_not_seen(learned):
     _, _, scores = learned
     assert scores["test/bleu"] > 70

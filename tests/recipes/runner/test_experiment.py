@@ -130,7 +130,10 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
     assert rate("run", "--resume", "auto", "--max-epochs", "3") == 0.048
     assert rate("given", "--lr", "0.5") == 0.5
     assert rate("lbfgs", "--optimizer", "lbfgs") == 1
-    assert rate("steps", "--max-epochs", "-1", "--max-steps", "2") == Classifier.default_lr
+    # An epoch has 3 updates, and the default is one epoch: steps alone have no bound of epochs.
+    assert rate("steps", "--max-steps", "4") == rate("steps", "--resume", "auto", "--max-steps", "7")
+    saved = torch.load(tmp_path / "runs/points/steps/checkpoints/last.ckpt", weights_only=True)
+    assert (saved["global_step"], saved["config"]["lr"]) == (7, Classifier.default_lr)
 
 
 def test_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_path: Path) -> None:
