@@ -140,6 +140,7 @@ class Recipe(pl.LightningModule):
         if channels_last and not is_lbfgs(optimizer):  # Its vectors are views of contiguous gradients.
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
+        self.left_open: Sequence[str] | None = None
         self.tables: dict[str, Table] = {}
         """What a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation."""
         self.has_weights = False
@@ -243,6 +244,7 @@ class Recipe(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the settings of the command line with the weights; an override has to call it."""
         checkpoint["config"] = self.run_config
+        checkpoint["left_open"] = self.left_open
         checkpoint["recipes"] = self.titles()
 
     @override

@@ -29,7 +29,7 @@ from recipes.runner.launch import Command, Launch, LaunchSettings, rank_zero_pri
 from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import default_threads
 from recipes.runner.resume import ResumePoint
-from recipes.runner.saved_run import read_run
+from recipes.runner.saved_run import is_open, read_run
 from recipes.runner.settings import RunSettings, run_callbacks
 
 # Settings of the command that are no parameters.
@@ -168,13 +168,9 @@ def _set_threads(command: str, asked: int | None, launch: Launch, connection: Fa
     return threads
 
 
-def _is_open(value: Any) -> bool:
-    return value is None or value == "auto"
-
-
 def _fill(options: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Options with those that were left open replaced."""
-    filled = {name: value for name, value in found.items() if name in options and _is_open(options[name])}
+    filled = {name: value for name, value in found.items() if name in options and is_open(options[name])}
     return {**options, **{name: value for name, value in filled.items() if value is not None}}
 
 
@@ -244,6 +240,7 @@ def build_experiment(
     before = read_run(point.checkpoint) if point.checkpoint else None
     if before and before.devices not in (None, launch.world_size):
         rank_zero_print(f"devices: {before.devices} before, {launch.world_size} now; the updates and their order stay")
+    left_open = before.left_open if before else [name for name, value in config.items() if is_open(value)]
     threads = _set_threads(command, run.threads, launch, connection)
     run = replace(run, threads=threads)
     for settings in (values, config):
@@ -262,7 +259,7 @@ def build_experiment(
             saved = before.config if before else None
             data, of_data = _resolve_data(of_data, saved, classes, data, recipe, connection)
         # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
-        recipe.run_config = _fill(_fill(config, recipe.hparams), of_data)
+        recipe.run_config, recipe.left_open = _fill(_fill(config, recipe.hparams), of_data), left_open
     return Experiment(
         command=command,
         run=run,

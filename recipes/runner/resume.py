@@ -3,14 +3,14 @@
 ``--resume FILE`` takes the checkpoint, ``--resume auto`` the newest valid one of the run, and ``--resume none`` starts
 fresh, which is the default but in a job that Slurm or torchrun may start again. Such a job finds its run by the name of
 the job. Typed again with ``--resume FILE``, it resumes from its own newest checkpoint: the run's ``lineage.json`` says
-which job began at which file.
+which job began at which file. No further run of a process is one of those before.
 """
 
 import json
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -34,6 +34,9 @@ _VARIABLE = "LIGHTNING_RECIPES_RESUME_POINT"
 _LINEAGE = "lineage.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
 _RESTARTS_WITHOUT_PROGRESS = 5
+
+_used: set[str | None] = set()
+"""The folders of the runs of this process; one of them that was removed counts, so that a restart counts as it did."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,14 @@ def find_resume_point(
         UserError: `resume` is not a valid checkpoint, or nothing names the job.
     """
 
-    def is_same(folder: Path) -> bool:
-        """Whether the run in a folder is this experiment, or says nothing of its own."""
+    def resume_same(folder: Path) -> ResumePoint | None:
+        """Resume in a folder whose run is this experiment, or says nothing of its own."""
         file = folder / "config.yaml"
-        return not file.is_file() or not describe_differences(read_settings(file), config, free)
+        if file.is_file() and describe_differences(read_settings(file), config, free):
+            return None
+        point = _resume_in(folder, typed)
+        run = read_run(point.checkpoint) if point.checkpoint else None
+        return None if run and describe_differences(run.config, config, free, run.left_open) else point
 
     if _VARIABLE in os.environ and not is_rank_zero():
         return ResumePoint(**json.loads(os.environ[_VARIABLE]))
@@ -86,12 +93,17 @@ def find_resume_point(
         point = _from_file(resume, name, parent, typed)
     elif resume == "none" or (resume is None and launch_name(os.environ, name) is None):
         point = ResumePoint()
-    elif name is not None:
+    elif name is not None and (resume or str(parent / name) not in _used):
         point = _resume_in(parent / name, typed)
-    elif job := launch_name(os.environ):
-        point = _of_this_job(parent / job, is_same, typed)
+    elif job := launch_name(os.environ, name):
+        further = (path for path in numbered(parent / (name or job)) if str(path) not in _used)
+        point = next(filter(None, map(resume_same, further)))
     else:
-        point = _unfinished(parent, is_same, typed)
+        folders = [path.parent for path in parent.glob("*/config.yaml")]
+        newest = sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
+        points = filter(None, map(resume_same, newest))
+        point = next((each for each in points if each.checkpoint and not each.finished), ResumePoint())
+    _used.add(point.folder)
     os.environ[_VARIABLE] = json.dumps(vars(point))
     return point
 
@@ -127,36 +139,16 @@ def numbered(folder: Path) -> Iterator[Path]:
     yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
 
 
-def _of_this_job(folder: Path, is_same: Callable[[Path], bool], typed: Mapping[str, Any]) -> ResumePoint:
-    """The run that this job has made with these settings, in the folder of its name or a numbered one."""
-    for path in numbered(folder):
-        if not path.exists():
-            break
-        if is_same(path):
-            return _resume_in(path, typed)
-    return ResumePoint(str(path))
-
-
-def _unfinished(parent: Path, is_same: Callable[[Path], bool], typed: Mapping[str, Any]) -> ResumePoint:
-    """The newest unfinished run with these settings."""
-    folders = [path.parent for path in parent.glob("*/config.yaml")]
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
-        if is_same(folder):
-            point = _resume_in(folder, typed)
-            if point.checkpoint and not point.finished:
-                return point
-    return ResumePoint()
-
-
 def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any]) -> ResumePoint:
     """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
     home = Path(resume).resolve().parent
     in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
     folder = home.parent if in_run else None
     if job := launch_name(os.environ, name):
-        folders = [home.parent] if in_run else numbered(parent / (name or job))
+        folders = [home.parent] if in_run else (p for p in numbered(parent / (name or job)) if str(p) not in _used)
         folder = next(path for path in folders if in_run or not path.exists() or _lineage(path).get(job) == resume)
-        if _lineage(folder).get(job) == resume and (own := _resume_in(folder, typed)).checkpoint:
+        began_here = _lineage(folder).get(job) == resume and str(folder) not in _used
+        if began_here and (own := _resume_in(folder, typed)).checkpoint:
             return own
     try:
         read_run(resume)

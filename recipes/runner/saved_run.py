@@ -32,6 +32,7 @@ class SavedRun:
         epoch: in which it was saved, from 1.
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
         environment: what may have changed the bits, see `recipes.runner.results.environment`.
+        left_open: the settings that its first command left to it; None where they are not known.
     """
 
     config: dict[str, Any]
@@ -42,6 +43,7 @@ class SavedRun:
     epoch: int = 1
     recipes: tuple[str, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
+    left_open: tuple[str, ...] | None = None
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
         """Whether the run has reached these bounds; -1 and None are no bound."""
@@ -97,6 +99,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
         1 + _count("epoch", checkpoint.get("epoch", 0)),
         tuple(map(str, checkpoint.get("recipes", ()))),
         dict(checkpoint.get("environment", {})),
+        None if (names := checkpoint.get("left_open")) is None else tuple(map(str, names)),
     )
 
 
@@ -144,6 +147,11 @@ def newest_valid_checkpoint(folder: Path, warn: bool = True) -> Path | None:
     return valid
 
 
+def is_open(value: Any) -> bool:
+    """Whether a setting is left to the run."""
+    return value is None or value == "auto"
+
+
 def _same(old: Any, new: Any) -> bool:
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         return len(old) == len(new) and all(map(_same, old, new))
@@ -154,17 +162,21 @@ def _same(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str]) -> list[str]:
+def describe_differences(
+    saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str], left_open: Collection[str] | None = None
+) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 
     A setting that is left open (None, "auto") has been resolved in the saved run.
 
     Args:
         free: settings that may differ.
+        left_open: those that the saved run has resolved; by default any that are open.
     """
     lines = []
     for name, new in config.items():
-        if name in free or name not in saved or new in (None, "auto") or _same(saved[name], new):
+        resolved = is_open(new) and (left_open is None or name in left_open)
+        if name in free or name not in saved or resolved or _same(saved[name], new):
             continue
         lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines

@@ -109,6 +109,21 @@ def test_classes_come_from_the_labels_and_settings_go_where_they_belong(tmp_path
     run_ranks(_named, 1, str(tmp_path))
 
 
+def _folds(folder: str) -> list[tuple[str, float]]:
+    os.chdir(folder)
+    digits = load_digits()
+    folds = [(digits.images[start : start + 500] / 16, digits.target[start : start + 500]) for start in (0, 500)]
+    return [(run.folder.name, run.scores["val/loss"]) for run in [fit("mnist", fold, **FEW) for fold in folds]]
+
+
+def test_the_runs_of_a_job_are_each_trained_and_found_again_in_their_order(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
+    (runs,), (again,) = (run_ranks(_folds, 1, str(tmp_path), env=job) for _ in range(2))
+    assert [name for name, _ in runs] == ["slurm-7", "slurm-7-2"]
+    assert runs[0][1] != runs[1][1]
+    assert again == runs
+
+
 def _interactive(folder: str) -> float:
     os.chdir(folder)
     names = {"__name__": "__main__", "MNISTClassifier": MNISTClassifier}

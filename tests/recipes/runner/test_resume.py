@@ -22,17 +22,21 @@ from recipes.runner.saved_run import newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
 
 FREE = Classes(MNISTClassifier, MNISTDataModule, tuple).free_settings
-find_resume_point = partial(rule.find_resume_point, free=FREE)
 describe_differences = partial(saved_run.describe_differences, free=FREE)
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
 
 
-def save(path: Path, updates: int, epochs: int = 0, config: dict = CONFIG, items: Any = 64) -> Path:
+def find_resume_point(*args: Any, **options: Any) -> ResumePoint:
+    rule._used.clear()  # As in a process that has made no run.
+    return rule.find_resume_point(*args, **options, free=FREE)
+
+
+def save(path: Path, updates: int, epochs: int = 0, config: dict = CONFIG, items: Any = 64, **more: Any) -> Path:
     """A file with what `read_run` looks at."""
     loops = {"fit_loop": {"epoch_progress": {"current": {"processed": epochs}}}}
     content = {"state_dict": {"w": torch.ones(500)}, "loops": loops, "global_step": updates, "config": config}
     content |= {"devices": 1, "callbacks": {"GradientAccumulation": {"items": items}}}
-    write_checkpoint(content | {"pytorch-lightning_version": "2.6.6"}, path)
+    write_checkpoint(content | {"pytorch-lightning_version": "2.6.6"} | more, path)
     return path
 
 
@@ -203,22 +207,25 @@ def test_a_run_that_was_stopped_early_or_by_its_time_stays_finished_until_it_may
     assert not finished("timed", max_epochs=9)
 
 
-def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_path):
+def test_a_requeued_slurm_job_finds_its_own_runs_also_where_the_data_have_moved_and_no_other_jobs(outside, tmp_path):
     other = CONFIG | {"seed": 2}
     for job in ("7", "8"):
         become_job(outside, job)
         for config, name in ((CONFIG, f"slurm-{job}"), (other, f"slurm-{job}-2")):
-            assert find_resume_point(None, None, tmp_path, config, {}) == ResumePoint(str(tmp_path / name))
-            path = make_run(tmp_path, name, config=config)
-            assert find_resume_point(None, None, tmp_path, config, {}) == ResumePoint(str(tmp_path / name), str(path))
+            moved = config | {"data_dir": "/scratch/2"}
+            assert find_resume_point(None, None, tmp_path, moved, {}) == ResumePoint(str(tmp_path / name))
+            path = make_run(tmp_path, name, config=config | {"data_dir": "/scratch/1"})
+            assert find_resume_point(None, None, tmp_path, moved, {}) == ResumePoint(str(tmp_path / name), str(path))
     assert find_resume_point("none", None, tmp_path, CONFIG, {}) == ResumePoint()
 
 
-def test_a_requeued_job_resumes_where_its_data_have_moved(outside, tmp_path):
+def test_a_run_of_this_process_and_one_whose_setting_was_typed_and_is_not_now_are_others(outside, tmp_path):
     become_job(outside, "7")
-    path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
-    moved = CONFIG | {"data_dir": "/scratch/2"}
-    assert find_resume_point(None, None, tmp_path, moved, {}) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
+    save(make_run(tmp_path, "slurm-7"), 5, left_open=["dataset"])
+    rule._used.clear()
+    runs = ({"lr": None}, None), ({"dataset": "auto"}, None), ({"dataset": "auto"}, None), ({}, "slurm-7")
+    points = [rule.find_resume_point(None, name, tmp_path, CONFIG | now, {}, FREE) for now, name in runs]
+    assert [Path(point.folder).name for point in points] == ["slurm-7-2", "slurm-7", "slurm-7-3", "slurm-7-4"]
 
 
 def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(outside, tmp_path):
