@@ -58,7 +58,7 @@ from recipes.runner.quick_imports import keep_help, program_name
 from recipes.runner.report import check_output, shown
 from recipes.runner.results import process_age
 from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss
-from recipes.runner.saved_run import describe_differences, read_run
+from recipes.runner.saved_run import describe_differences, is_open, read_run
 from recipes.runner.settings import RunSettings
 from recipes.runner.strategies import check_strategy
 from recipes.runner.verify import find_interval
@@ -90,6 +90,7 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They take weights alone, too.
 _SCORING = ("validate", "test")
 _OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
+_ENDED_BY_NULL = {"ema"}  # A resumed run goes on without.
 
 
 def run(
@@ -350,10 +351,18 @@ class CommandLine:
         return find_resume_point(resume, namespace.name, parent, config, typed, self.classes.free_settings)
 
     def _with_settings(self, saved: Mapping[str, Any], args: list[str], keeps: Sequence[str] = ()) -> Namespace:
-        """Parse again, with saved settings as defaults, but those of the machine, unless `keeps` names them."""
+        """Parse again, with saved settings as defaults, but those of the machine, unless `keeps` names them.
+
+        A null or "auto" that was typed stands for what the run has resolved it to.
+        """
         other = (self._not_saved | _OF_THE_MACHINE) - set(keeps)
         self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
-        return self.parser.parse(args)
+        namespace, defaults = self.parser.parse(args), self.parser.parse([])
+        resolved = read_run(self._point.checkpoint).left_open if self._point.checkpoint else None
+        for name in vars(namespace).keys() & saved.keys() - self.classes.free_settings - _ENDED_BY_NULL:
+            if is_open(namespace[name]) and (resolved is None or name in resolved):
+                namespace[name] = defaults[name]
+        return namespace
 
     def _with_settings_of(self, checkpoint: str, args: list[str]) -> Namespace:
         saved, own = read_run(checkpoint), self.classes.recipe.titles()
@@ -366,8 +375,9 @@ class CommandLine:
 
     def _check_experiment(self, checkpoint: str, namespace: Namespace) -> None:
         """Refuse settings of another experiment than the one to resume."""
-        saved = read_run(checkpoint).config
-        if differences := describe_differences(saved, self._config(namespace), self.classes.free_settings):
+        saved, config = read_run(checkpoint), self._config(namespace)
+        free = self.classes.free_settings | {name for name in _ENDED_BY_NULL if config[name] is None}
+        if differences := describe_differences(saved.config, config, free, saved.left_open):
             raise UserError(
                 f"{shown(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or start"
                 " fresh: pass another --name, and --weights FILE for a warm start"

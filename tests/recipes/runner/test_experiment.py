@@ -107,8 +107,10 @@ def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_
     checkpoint = torch.load(tmp_path / last, weights_only=True)
     assert checkpoint["config"] == settings
     assert checkpoint["datamodule_hyper_parameters"]["shade"] == "grey"
-    assert run_ranks(_typed, 1, ["validate", "--ckpt", last], str(tmp_path))[0][0] == 0
-    assert run_ranks(_typed, 1, ["--resume", last, "--max-epochs", "2", "--shade", "auto"], str(tmp_path))[0][0] == 0
+    # What a file of settings leaves open, as --print-config prints it, is what the run has resolved.
+    (tmp_path / "open.yaml").write_text("num_classes: null\nthreads: null\nlr: null\nshade: auto\n")
+    for line in (["validate", "--ckpt", last], ["--resume", last, "--max-epochs", "2"]):
+        assert run_ranks(_typed, 1, [*line, "--config", "open.yaml"], str(tmp_path))[0][0] == 0
 
 
 def test_what_the_recipe_wants_of_the_data_is_set_in_a_data_module_that_is_passed(tmp_path: Path, monkeypatch) -> None:
@@ -127,8 +129,9 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
         return checkpoint["config"]["lr"]
 
     assert rate("run", "--max-epochs", "2") == 0.048
-    assert rate("run", "--resume", "auto", "--max-epochs", "3") == 0.048
+    assert rate("run", "--resume", "auto", "--max-epochs", "3", "--lr", "null") == 0.048
     assert rate("given", "--lr", "0.5") == 0.5
+    assert run_ranks(_typed, 1, ["--name", "given", "--resume", "auto", "--lr", "null"], str(tmp_path))[0][0] == 2
     assert rate("lbfgs", "--optimizer", "lbfgs") == 1
     # An epoch has 3 updates, and the default is one epoch: steps alone have no bound of epochs.
     assert rate("steps", "--max-steps", "4") == rate("steps", "--resume", "auto", "--max-steps", "7")
