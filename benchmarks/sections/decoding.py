@@ -50,7 +50,7 @@ def plain_search(network: TranslationNetwork, source: Tensor, limit: int) -> lis
     places = BEAM
     for length in range(1, limit + 1):
         last = torch.tensor([tokens[-1] if tokens else SOS for _, tokens in running])
-        readouts, state, _ = network.step(last, state, encoded.select(torch.zeros_like(last)))
+        readouts, state = network.step(last, state, encoded.select(torch.zeros_like(last)))
         scores = network.logits(readouts).float().index_fill(1, torch.tensor([PAD, SOS]), -torch.inf).log_softmax(1)
         if length == limit:
             scores = scores.index_fill(1, torch.tensor([*range(EOS), *range(EOS + 1, scores.shape[1])]), -torch.inf)

@@ -109,7 +109,7 @@ def beam_search(
     hypotheses = torch.full((batch, longest), PAD, device=device)
     rows_encoded = encoded
     for time in range(longest):
-        readouts, state, _ = network.step(tokens, state, rows_encoded)
+        readouts, state = network.step(tokens, state, rows_encoded)
         # The best of a sentence are among the best of its rows.
         values, choices = _likeliest(network, readouts, limits[sentence] == time + 1, beam)
         values = total.unsqueeze(1) + values

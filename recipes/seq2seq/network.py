@@ -68,15 +68,14 @@ class TranslationNetwork(nn.Module):
         """
         raise NotImplementedError
 
-    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Decode one token.
 
         Args:
             tokens: the last token of each sentence, of shape (batch,).
 
         Returns:
-            The readouts of the next token, of shape (batch, readout), for `logits`; the state after it; and the
-            attention weights, of shape (batch, source).
+            The readouts of the next token, of shape (batch, readout), for `logits`; and the state after it.
         """
         raise NotImplementedError
 
@@ -175,24 +174,21 @@ class Encoder(nn.Module):
         return states, torch.stack(ends)
 
 
-def attend(queries: Tensor, keys: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The means of the memory, weighted by the inner products of each query with the keys (Luong et al., 2015).
+def attend(queries: Tensor, encoded: Encoded) -> Tensor:
+    """The queries, and their means of the memory, weighted by inner products with the keys (Luong et al., 2015).
 
     Args:
         queries: of shape (batch, time, hidden); with one query it is a decoder's step, with all of them the whole
             sequence in one batched product.
-        keys, memory: of shape (batch, source, hidden); here both are the encoder's states.
-        mask: True where the source has a token, of shape (batch, source).
 
     Returns:
-        Contexts of shape (batch, time, hidden), and weights of shape (batch, time, source): float32 at least, exactly
-        0 on padding.
+        Of shape (batch, time, 2 x hidden).
     """
-    scores = torch.bmm(queries, keys.transpose(1, 2))
+    scores = torch.bmm(queries, encoded.keys.transpose(1, 2))
     # float32 at least: bf16 has too few digits for a softmax.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    weights = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(2)
-    return torch.bmm(weights.to(memory.dtype), memory), weights
+    weights = scores.masked_fill(~encoded.mask.unsqueeze(1), -torch.inf).softmax(2)
+    return torch.cat((queries, torch.bmm(weights.to(encoded.memory.dtype), encoded.memory)), 2)
 
 
 class Seq2SeqNet(TranslationNetwork):
@@ -255,24 +251,18 @@ class Seq2SeqNet(TranslationNetwork):
         outputs, hidden = self.decoder(inputs, state.to(inputs.dtype).contiguous())
         return outputs, hidden
 
-    def _attend(self, outputs: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        """The decoder's outputs, of shape (batch, time, hidden), with their contexts; and the attention weights."""
-        contexts, weights = attend(outputs, encoded.keys, encoded.memory, encoded.mask)
-        return torch.cat((outputs, contexts), 2), weights
-
     def _read_out(self, attended: Tensor) -> Tensor:
         """Attentional vectors."""
         readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)))
         return readouts
 
     @override
-    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         inputs = self.dropout(self.target_embedding(tokens))
         outputs, after = self._recur(inputs.unsqueeze(1), state)
-        attended, weights = self._attend(outputs, encoded)
-        return self._read_out(attended.squeeze(1)), after, weights.squeeze(1)
+        return self._read_out(attend(outputs, encoded).squeeze(1)), after
 
     @override
     def decode(self, inputs: Tensor, state: Tensor, encoded: Encoded, positions: Tensor) -> Tensor:
         outputs, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
-        return self._read_out(self._attend(outputs, encoded)[0].flatten(0, 1)[positions])
+        return self._read_out(attend(outputs, encoded).flatten(0, 1)[positions])

@@ -58,10 +58,6 @@ class _Heads:
             found = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal)
         return found.transpose(1, 2).flatten(2)
 
-    def weights(self, queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """The weights of `attend`, the mean over the heads: of shape (batch, time, source)."""
-        return self._weights(self.split(queries), self.split(keys), mask[:, None, None, :], causal=False).mean(1)
-
 
 class _Layer(nn.Module):
     """What layers of encoder and decoder share: self-attention and a feed-forward network, on residual paths."""
@@ -102,7 +98,7 @@ class _DecoderLayer(_Layer):
         self.source_output = nn.Linear(width, width)
 
     @override
-    def forward(self, x: Tensor, past: Tensor | None, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, past: Tensor | None, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Of whole sentences, or of one token after those in `past`.
 
         Args:
@@ -111,23 +107,22 @@ class _DecoderLayer(_Layer):
             encoded: the values and keys of the source in this layer.
 
         Returns:
-            The next layer's input; keys and values of the tokens in `x`; and the queries to the source.
+            The next layer's input, and keys and values of the tokens in `x`.
         """
         queries, new = self.query_key_value(self.self_norm(x)).split((x.shape[2], 2 * x.shape[2]), 2)
         keys, values = (new if past is None else torch.cat((past.to(new.dtype), new), 1)).chunk(2, 2)
         x = x + self.dropout(self.self_output(self.heads.attend(queries, keys, values, causal=past is None)))
-        asked = self.source_query(self.source_norm(x))
-        found = self.heads.attend(asked, encoded.keys, encoded.memory, encoded.mask)
-        return self._feed_forward(x + self.dropout(self.source_output(found))), new, asked
+        queries = self.source_query(self.source_norm(x))
+        found = self.heads.attend(queries, encoded.keys, encoded.memory, encoded.mask)
+        return self._feed_forward(x + self.dropout(self.source_output(found))), new
 
 
 class TransformerNet(TranslationNetwork):
     """Encoder and decoder of attention layers, for sentences of any length.
 
     Dropout is on the embeddings and on each layer's residual paths, not on the attention weights, which
-    `torch.nn.functional.scaled_dot_product_attention` does not hold. Positions are sinusoids. The attention weights of
-    a step are those of the last layer, the mean over its heads. The output layer shares its weights with the target
-    embedding (Press and Wolf, 2017).
+    `torch.nn.functional.scaled_dot_product_attention` does not hold. Positions are sinusoids. The output layer shares
+    its weights with the target embedding (Press and Wolf, 2017).
 
     Args:
         source_vocab_size: tokens in the source vocabulary.
@@ -159,7 +154,7 @@ class TransformerNet(TranslationNetwork):
         super().__init__()
         if hidden_size % heads:
             raise UserError(f"hidden_size={hidden_size} cannot be split into heads={heads} of equal width")
-        self.width, self.layers, self.heads = hidden_size, num_layers, _Heads(heads)
+        self.width, self.layers = hidden_size, num_layers
         self.dropout = Dropout(dropout)
         self.source_embedding = nn.Embedding(source_vocab_size, hidden_size)
         self.target_embedding = nn.Embedding(target_vocab_size, hidden_size)
@@ -199,27 +194,26 @@ class TransformerNet(TranslationNetwork):
         encoded = Encoded(self.source_values(x), self.source_keys(x), mask)
         return encoded, encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width)
 
-    def _decode(self, tokens: Tensor, cache: Tensor | None, encoded: Encoded) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Of tokens (batch, time): the decoder's output, their keys and values in each layer, the last queries."""
+    def _decode(self, tokens: Tensor, cache: Tensor | None, encoded: Encoded) -> tuple[Tensor, list[Tensor]]:
+        """Of tokens (batch, time): the decoder's output, and their keys and values in each layer."""
         x = self._embed(self.target_embedding, tokens, 0 if cache is None else cache.shape[1])
         past = [None] * self.layers if cache is None else cache.chunk(self.layers, 2)
         sides = zip(encoded.memory.chunk(self.layers, 2), encoded.keys.chunk(self.layers, 2), strict=True)
         new = []
         for layer, before, (values, keys) in zip(self.decoder, past, sides, strict=True):
-            x, own, queries = layer(x, before, Encoded(values, keys, encoded.mask))
+            x, own = layer(x, before, Encoded(values, keys, encoded.mask))
             new.append(own)
-        return x, new, queries
+        return x, new
 
     @override
-    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
-        x, new, queries = self._decode(tokens.unsqueeze(1), state, encoded)
-        weights = self.heads.weights(queries, encoded.keys[:, :, -self.width :], encoded.mask)
+    def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        x, new = self._decode(tokens.unsqueeze(1), state, encoded)
         added = torch.cat(new, 2)
         after = torch.cat((state.to(added.dtype), added), 1)
-        return self.decoder_norm(x).squeeze(1), after, weights.squeeze(1)
+        return self.decoder_norm(x).squeeze(1), after
 
     @override
     def decode(self, inputs: Tensor, state: Tensor, encoded: Encoded, positions: Tensor) -> Tensor:
-        x, _, _ = self._decode(inputs, None, encoded)
+        x, _ = self._decode(inputs, None, encoded)
         readouts: Tensor = self.decoder_norm(x.flatten(0, 1)[positions])
         return readouts

@@ -48,7 +48,7 @@ def step_by_step(net: TranslationNetwork, source: Tensor, lengths: Tensor, targe
     encoded, state = net.encode(source, lengths)
     readouts = []
     for tokens in target[:, :-1].unbind(1):
-        readout, state, _ = net.step(tokens, state, encoded)
+        readout, state = net.step(tokens, state, encoded)
         readouts.append(readout)
     return net.logits(torch.stack(readouts, 1).flatten(0, 1)[positions])
 
@@ -104,18 +104,18 @@ def test_positions_are_the_sinusoids_of_vaswani_et_al_wherever_decoding_has_come
 
 
 def test_explicit_attention_in_bf16_gives_what_torch_gives_which_computes_that_of_long_sentences(monkeypatch):
-    net = network(**TRANSFORMER)
+    heads = network(**TRANSFORMER).encoder[0].heads
     generator = torch.Generator().manual_seed(3)
     x = [torch.randn(3, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
     mask = position_mask(torch.tensor([5, 2, 3]), 5)
     for options in ({"mask": mask}, {"causal": True}, {}):
-        expected = net.heads.attend(*x, **options)
-        found = net.heads.attend(*(each.bfloat16() for each in x), **options)
+        expected = heads.attend(*x, **options)
+        found = heads.attend(*(each.bfloat16() for each in x), **options)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0)
-    monkeypatch.delattr(type(net.heads), "_weights")
+    monkeypatch.delattr(type(heads), "_weights")
     long = torch.randn(1, 600, 8, dtype=torch.bfloat16)
-    assert net.heads.attend(long, long, long, causal=True).shape == long.shape
+    assert heads.attend(long, long, long, causal=True).shape == long.shape
 
 
 def test_dropout_acts_between_the_layers_of_the_encoder_and_not_before_the_first():
@@ -185,7 +185,7 @@ def test_a_beam_of_one_takes_the_likeliest_token_each_time(settings):
             encoded, state = net.encode(source[i : i + 1, : lengths[i]], lengths[i : i + 1])
             tokens = [SOS]
             while tokens[-1] != EOS:
-                readout, state, _ = net.step(torch.tensor(tokens[-1:]), state, encoded)
+                readout, state = net.step(torch.tensor(tokens[-1:]), state, encoded)
                 allowed = net.output(readout)[0].index_fill(0, torch.tensor(NEVER), -torch.inf)
                 tokens.append(int(allowed.argmax()) if len(tokens) < length_limits(lengths[i]) else EOS)
         translated.append(tokens[1:])
