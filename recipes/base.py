@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -16,8 +17,16 @@ from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import CheckOptimizer, check_optimizer, default_rate, is_lbfgs
-from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
+from recipes.optim import (
+    CheckOptimizer,
+    build_optimizer,
+    check_optimizer,
+    default_rate,
+    is_lbfgs,
+    may_be_fused,
+    parameter_groups,
+)
+from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings, build_schedule
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
 
@@ -36,14 +45,14 @@ def _all_parameters(kind: type) -> inspect.Signature:
 
 
 class Recipe(pl.LightningModule):
-    """The base of every recipe: a recipe adds `build_network`, `training_step` and `configure_optimizers`.
+    """The base of every recipe: a recipe adds `build_network` and `training_step`.
 
     `training_step` returns ``{"loss": mean, "count": targets behind that mean}``, and may add ``correct``, how many of
     them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
     step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
-    A recipe may override `headline` for the closing table, `prediction_rows` for predict, and `named_outputs` and
-    `export_metadata` for export.
+    A recipe may override `parameter_groups` for learning rates and weight decay by layer, `headline` for the closing
+    table, `prediction_rows` for predict, and `named_outputs` and `export_metadata` for export.
 
     Args:
         optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
@@ -197,6 +206,17 @@ class Recipe(pl.LightningModule):
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = call_network(self.network, inputs)
         return outputs
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The parameters as torch.optim takes them, in groups; here those with weight decay, and norms and biases."""
+        return parameter_groups(self.parameters(), self.hparams.weight_decay)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimiser and the schedule that the parameters name, over the `parameter_groups`."""
+        options = self.hparams
+        arguments = options.momentum, may_be_fused(self), options.optimizer_args
+        return build_schedule(build_optimizer(options.optimizer, self.parameter_groups(), options.lr, *arguments), self)
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -13,7 +13,7 @@ from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
 from recipes.calls import call_network
 from recipes.inputs import in_dtype_of
-from recipes.labels import CheckLabels, as_classes
+from recipes.labels import CheckLabels, as_classes, count_correct, mean_cross_entropy
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables
 
@@ -21,7 +21,7 @@ from recipes.tables import EvaluationTables
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.
 
-    A recipe adds `build_network`, `training_step` and `configure_optimizers`; see `MNISTClassifier`.
+    A recipe adds `build_network`; see `MNISTClassifier`.
 
     Images may be float32, float64 or whole numbers, and labels whole numbers of any type. In training the labels may be
     soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. A label of -100 leaves its sample out
@@ -98,6 +98,13 @@ class Classifier(Recipe):
         if stage == "fit":
             # Those of a checkpoint take their place later.
             self.class_weights = data_contract(self.data_module()).class_weights
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        inputs, targets = batch
+        logits = self(inputs)
+        loss, count = mean_cross_entropy(logits, targets, self.class_weights, self.label_smoothing)
+        return {"loss": loss, "count": count, "correct": count_correct(logits, targets)}
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:

@@ -3,16 +3,13 @@
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
 from datamodules.images.mnist import MNISTDataModule
 from recipes.classifier import Classifier
-from recipes.labels import count_correct, mean_cross_entropy
 from recipes.mnist.network import NETWORKS, NetworkName
-from recipes.optim import build_optimizer, may_be_fused, parameter_groups
-from recipes.schedules import ScheduleName, build_schedule
+from recipes.schedules import ScheduleName
 
 
 class MNISTClassifier(Classifier):
@@ -55,23 +52,3 @@ class MNISTClassifier(Classifier):
     def build_network(self) -> nn.Module:
         """Maps floats of shape (batch, 1, 28, 28) to logits of shape (batch, num_classes)."""
         return NETWORKS[self.hparams.network](num_classes=self.hparams.num_classes)
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        images, targets = batch
-        logits = self(images)
-        loss, count = mean_cross_entropy(logits, targets, self.class_weights, self.label_smoothing)
-        return {"loss": loss, "count": count, "correct": count_correct(logits, targets)}
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        options = self.hparams
-        optimizer = build_optimizer(
-            options.optimizer,
-            parameter_groups(self.parameters(), options.weight_decay),
-            options.lr,
-            options.momentum,
-            may_be_fused(self),
-            options.optimizer_args,
-        )
-        return build_schedule(optimizer, self)

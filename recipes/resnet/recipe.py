@@ -4,7 +4,6 @@ from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -19,13 +18,12 @@ from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
-from recipes.labels import count_correct, mean_cross_entropy
-from recipes.optim import build_optimizer, default_rate, layer_groups, may_be_fused
+from recipes.optim import default_rate, layer_groups
 from recipes.resnet.feature_cache import FeatureCache
 from recipes.resnet.layers import Layer, last_block_of, layers_line, layers_of, parameters_of_layers
 from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network
 from recipes.resnet.pretrained import published_weights, weights_statistics
-from recipes.schedules import ScheduleName, build_schedule
+from recipes.schedules import ScheduleName
 from recipes.weights import read_settings_beside
 
 _IMAGE_SIZE = 224
@@ -165,26 +163,10 @@ class ResNetFineTuner(Classifier):
         return logits
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        images, targets = batch
-        logits = self(images)
-        loss, count = mean_cross_entropy(logits, targets, self.class_weights, self.label_smoothing)
-        return {"loss": loss, "count": count, "correct": count_correct(logits, targets)}
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        options = self.hparams
-        groups = layer_groups(
-            parameters_of_layers(self, self.layers()),
-            options.weight_decay,
-            options.lr,
-            options.layer_lr_decay,
-            options.head_lr_factor,
-        )
-        optimizer = build_optimizer(
-            options.optimizer, groups, options.lr, options.momentum, may_be_fused(self), options.optimizer_args
-        )
-        return build_schedule(optimizer, self)
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        options, layers = self.hparams, parameters_of_layers(self, self.layers())
+        rates = options.lr, options.layer_lr_decay, options.head_lr_factor
+        return layer_groups(layers, options.weight_decay, *rates)
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:

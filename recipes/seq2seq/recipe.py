@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, get_args
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,8 +21,8 @@ from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
-from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
-from recipes.schedules import ScheduleName, build_schedule
+from recipes.optim import is_lbfgs
+from recipes.schedules import ScheduleName
 from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
 from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
@@ -221,15 +220,6 @@ class Seq2SeqTranslator(Recipe):
     def _zero_loss(self) -> Tensor:
         """Zero that reaches every parameter: a rank without sentences takes part in the reduction of gradients."""
         return sum((p.sum() * 0 for p in self.network.parameters()), torch.zeros((), device=self.device))
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        options = self.hparams
-        groups = parameter_groups(self.parameters(), options.weight_decay)
-        optimizer = build_optimizer(
-            options.optimizer, groups, options.lr, options.momentum, may_be_fused(self), options.optimizer_args
-        )
-        return build_schedule(optimizer, self)
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -24,11 +24,11 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from recipes import Recipe
 from recipes.mnist import MNISTClassifier
 from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
 from recipes.schedules import Schedule, ScheduleName
 from tests.support import optimizers
-from tests.support.own_training import TrainedRecipe
 from tests.support.tables import quiet_trainer
 
 EPOCHS, UPDATES, LR = 4, 6, 0.1
@@ -45,7 +45,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Line(TrainedRecipe):
+class Line(Recipe):
     """Least squares in float64, whose score on the validation set is 1, 2, 3, 1 and so on, so it never gets better."""
 
     def __init__(self, schedule: Any, optimizer: str = "sgd", **kwargs: Any) -> None:
@@ -234,6 +234,8 @@ def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> Non
     assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False
     by_default = build("SGD").defaults
     assert (by_default["nesterov"], by_default["momentum"], by_default["lr"]) == (True, 0.9, 0.1)
+    of_recipe = Line("constant", momentum=0.5, optimizer_args={"nesterov": False}).configure_optimizers()["optimizer"]
+    assert (of_recipe.defaults["nesterov"], of_recipe.defaults["momentum"]) == (False, 0.5)
     own = build("tests.support.optimizers.Counting", 0.2, arguments={"scale": 3.0})
     assert type(own) is optimizers.Counting
     assert [(group["scale"], group["weight_decay"]) for group in own.param_groups] == [(3.0, 0.2), (3.0, 0.0)]

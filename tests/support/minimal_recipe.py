@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from datamodules import UserError
-from recipes import run
-from tests.support.own_training import TrainedRecipe
+from recipes import Recipe, run
 
 
-class Line(TrainedRecipe):
+class Line(Recipe):
     """A straight line."""
 
     title = "line"

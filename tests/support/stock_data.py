@@ -5,11 +5,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes import run
-from tests.support.own_training import TrainedClassifier
+from recipes import Classifier, run
 
 
-class Quadrants(TrainedClassifier):
+class Quadrants(Classifier):
     """Tells in which of two pairs of quadrants a point lies."""
 
     title = "quadrants"

@@ -15,7 +15,6 @@ from datamodules import DataContract
 from datamodules.contract import data_contract
 from recipes import Classifier, fit
 from recipes.optim import is_lbfgs
-from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 
 
@@ -56,7 +55,7 @@ class Points(pl.LightningDataModule, DataContract):
     val_dataloader = test_dataloader = train_dataloader
 
 
-class Points3(TrainedClassifier):
+class Points3(Classifier):
     """A linear classifier."""
 
     title = "points"
