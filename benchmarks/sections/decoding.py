@@ -117,7 +117,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     title, texts = multi30k_texts(options.data_dir, "test_2016_flickr", count)
     vocabularies = [Vocabulary.of(sorted({word for line in side for word in line.split()})) for side in texts]
     sources, targets = (
-        [torch.tensor(vocabulary.encode(line)) for line in side]
+        [torch.tensor([*(vocabulary.spell(word)[0] for word in line.split()), EOS]) for line in side]
         for vocabulary, side in zip(vocabularies, texts, strict=True)
     )
     limits = [len(target) for target in targets]

@@ -107,7 +107,6 @@ class OrderedStatistics:
     Args:
         module: layers are looked for in it.
         world_size: the number of processes that share an update.
-        group: these processes; by default all.
 
     Example:
         >>> layer = nn.BatchNorm1d(1)
@@ -122,8 +121,8 @@ class OrderedStatistics:
         tensor([0.7800])
     """
 
-    def __init__(self, module: nn.Module, world_size: int = 1, group: Any = None) -> None:
-        self.world_size, self.group = world_size, group
+    def __init__(self, module: nn.Module, world_size: int = 1) -> None:
+        self.world_size = world_size
         self._candidates = [layer for layer in own_batch_layers(module) if layer.running_mean is not None]
         self._layers: list[_BatchNorm] = []
         self._collected: list[Tensor] = []
@@ -190,7 +189,7 @@ class OrderedStatistics:
         self._by_rank, self._work = [mine], None
         if self.world_size > 1:
             self._by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
-            self._work = dist.all_gather(self._by_rank, mine, group=self.group, async_op=True)
+            self._work = dist.all_gather(self._by_rank, mine, async_op=True)
 
     def finish(self, steps: int) -> None:
         """Make the moving average over the micro-batches of an update, in the order of ranks and of each one's steps.

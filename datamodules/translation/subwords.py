@@ -68,10 +68,6 @@ class SubwordVocabulary:
             self._ids[word] = self._processor.encode(word)
         return self._ids[word]
 
-    def encode(self, sentence: str) -> list[int]:
-        """The numbers of a sentence's tokens, and `EOS`."""
-        return [*(number for word in sentence.split() for number in self.spell(word)), EOS]
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of numbers up to the first `EOS`, as it is written, in one line with single spaces."""
         # A network may choose the bytes of a line feed.

@@ -160,10 +160,6 @@ class Vocabulary:
         """The number of a word, as a list of one; `UNK` where it is outside the vocabulary."""
         return [self._ids.get(word, UNK)]
 
-    def encode(self, sentence: str) -> list[int]:
-        """The numbers of a normalised sentence's tokens, and `EOS`."""
-        return [*(self._ids.get(token, UNK) for token in sentence.split()), EOS]
-
     def decode(self, ids: Iterable[int]) -> str:
         """The tokens of numbers up to the first `EOS`, with spaces between them."""
         return " ".join(self.tokens[number] for number in before_the_end(ids))
