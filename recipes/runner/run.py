@@ -4,13 +4,11 @@
 process of the run this one is and wait for the others, build the experiment, and carry out the command.
 """
 
-import io
 import os
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,7 @@ from recipes.runner.machine import (
     stop_gpu_search,
     tune_allocator,
 )
-from recipes.runner.quick_imports import keep_help, program_name
+from recipes.runner.quick_imports import program_name
 from recipes.runner.report import check_output, shown
 from recipes.runner.results import process_age
 from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss
@@ -209,10 +207,7 @@ class CommandLine:
         command, args = self._command()
         folder = Path(args.pop(0)) if command == "verify" and args and not args[0].startswith("-") else None
         if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
-            with redirect_stdout(io.StringIO()) as text:
-                self._print_help(everything=any(arg.endswith("all") for arg in asked))
-            print(text.getvalue(), end="")  # noqa: T201
-            keep_help(self.program, self.args, text.getvalue())
+            self._print_help(everything=any(arg.endswith("all") for arg in asked))
             return None
         namespace = self.parser.parse(args)
         if command == "fit" and namespace.max_steps != -1 and self.parser.typed(args).get("max_epochs") is None:

@@ -5,14 +5,8 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-
-from recipes.runner import quick_imports
-
-ROOT = Path(__file__).parents[3]
-CALL = ("python -m recipes.mnist", ["--help"])
 
 SCRIPT = """
     import gc
@@ -86,47 +80,8 @@ def test_nothing_is_said_as_a_command_ends_but_of_a_broken_import() -> None:
     assert (done.returncode, done.stderr) == (2, "error: there is no flag --helo; did you mean --help?\n")
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a help text that is kept for a recipe's call."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", type("Spec", (), {"name": "recipes.mnist.__main__"}))
-    quick_imports.keep_help(*CALL, "some help\n")
-    return tmp_path / "lightning-recipes" / "help"
-
-
-def test_a_text_is_printed_again_unless_call_width_version_or_source_are_others(kept, monkeypatch):
-    (path,) = kept.iterdir()
-    assert (quick_imports._kept_help(*CALL), path.read_text()) == (path, "some help\n")
-    for program, args in (
-        ("python mine.py", ["--help"]),
-        (CALL[0], ["--help-all"]),
-        (CALL[0], ["--help", "--lr", "1"]),
-    ):
-        assert quick_imports._kept_help(program, args) != path
-    with monkeypatch.context() as changed:
-        changed.setenv("COLUMNS", "61")
-        assert quick_imports._kept_help(*CALL) != path
-    main = sys.modules["__main__"]
-    others = [(quick_imports, "version", str.upper), (quick_imports, "_PACKAGES", ()), (main, "__spec__", None)]
-    for place, name, value in others:
-        with monkeypatch.context() as changed:
-            changed.setattr(place, name, value)
-            assert quick_imports._kept_help(*CALL) != path
-
-
-def test_help_is_the_same_twice_without_tensorboard_and_the_second_time_without_imports(tmp_path: Path) -> None:
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"}
-    command = [sys.executable, "-m", "recipes.mnist", "--help"]
-    first, second = (subprocess.run(command, env=env, capture_output=True, text=True, check=True) for _ in range(2))
-    assert first.stdout == second.stdout
-    assert "--max-epochs" in second.stdout
-    assert "| torch\n" in first.stderr
-    assert not re.search(r"\| +tensorboard$", first.stderr, re.MULTILINE)
-    assert "torch" not in second.stderr
-
-
-def test_a_folder_that_cannot_be_written_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", type("Spec", (), {"name": "recipes.mnist.__main__"}))
-    quick_imports.keep_help(*CALL, "some help")
+def test_help_imports_no_tensorboard() -> None:
+    done = _python("-X", "importtime", "-m", "recipes.mnist", "--help")
+    assert "--max-epochs" in done.stdout
+    assert "| torch\n" in done.stderr
+    assert not re.search(r"\| +tensorboard$", done.stderr, re.MULTILINE)
