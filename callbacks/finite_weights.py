@@ -4,15 +4,18 @@ One update with a NaN in its gradient makes every weight NaN. The loss says so o
 checkpoint replaces the last good one.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.lib.hooks import log_interval
-from datamodules.errors import RunFailedError
+from datamodules.errors import RunFailedError, UserError
 
 
 def first_not_finite(module: nn.Module) -> str | None:
@@ -37,15 +40,39 @@ def first_not_finite(module: nn.Module) -> str | None:
     return next((name for name, value in named if not bool(value.isfinite().all())), None)
 
 
+def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+    """For a convolution in bf16 on a CPU, before its forward pass.
+
+    oneDNN, as PyTorch 2.14 and 2.15 have it, computes the gradient of its weights from memory that holds anything where
+    the input is narrower than the stride: another one in each run, at times NaN.
+
+    Raises:
+        UserError: it is narrower.
+
+    Example:
+        >>> refuse_narrow_input("conv", nn.Conv2d(1, 1, 3, stride=2, padding=1), (torch.ones(1, 1, 1, 1),))
+        Traceback (most recent call last):
+        datamodules.errors.UserError: conv has a stride of 2 over an input of width 1, ...
+    """
+    width, stride = inputs[0].shape[-1], layer.stride[-1]
+    if width < stride and layer.weight.requires_grad and layer.padding_mode == "zeros":
+        raise UserError(
+            f"{name} has a stride of {stride} over an input of width {width}, and PyTorch computes the gradient of its"
+            ' weights wrongly in bf16 on a CPU: pass larger images, or precision="32-true"'
+        )
+
+
 class FiniteWeights(pl.Callback):
     """Stops a run whose weights are no longer finite, and keeps them out of its checkpoints.
 
-    A loss that is NaN once does no harm where GradScaler skips the update, so weights and running statistics decide.
+    A loss that is NaN once does no harm where GradScaler skips the update, so weights and running statistics decide. In
+    bf16 on a CPU the first batch shows whether PyTorch computes all gradients rightly, see `refuse_narrow_input`.
 
-    Runs on: `on_train_batch_end`, once per ``log_every_n_steps`` updates, `on_train_end`, and before each checkpoint;
-    one pass over the weights.
+    Runs on: `on_train_start`; `on_train_batch_end`, once per ``log_every_n_steps`` updates, `on_train_end`, and before
+    each checkpoint; one pass over the weights.
 
     Raises:
+        UserError: a convolution would have wrong gradients.
         RunFailedError: a weight is NaN or infinite.
 
     Example:
@@ -53,15 +80,31 @@ class FiniteWeights(pl.Callback):
     """
 
     _checked_step = 0
+    _handles: Sequence[RemovableHandle] = ()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._checked_step = trainer.global_step
+        if pl_module.device.type == "cpu" and "bf16" in str(trainer.precision):
+            self._handles = [
+                layer.register_forward_pre_hook(partial(refuse_narrow_input, name))
+                for name, layer in pl_module.named_modules()
+                if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+                and min(layer.kernel_size[-1], layer.stride[-1]) > 1
+            ]
+
+    def _release(self, *args: Any, **kwargs: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+    on_exception = _release
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._release()
         every = log_interval(trainer)
         if every and trainer.global_step // every != self._checked_step // every:
             self._check(trainer, pl_module)

@@ -21,8 +21,6 @@ from recipes.optim import (
     CheckOptimizer,
     build_optimizer,
     check_optimizer,
-    default_rate,
-    is_lbfgs,
     may_be_fused,
     parameter_groups,
 )
@@ -55,9 +53,9 @@ class Recipe(pl.LightningModule):
     table, `prediction_rows` for predict, and `named_outputs` and `export_metadata` for export.
 
     Args:
-        optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
+        optimizer: an optimiser of torch.optim, such as sgd or adamw, or any class by its import path, such as
             lion_pytorch.Lion.
-        lr: peak learning rate; by default 0.001, and 1 for lbfgs.
+        lr: peak learning rate; by default 0.001.
         weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
         momentum: momentum, if the optimiser has it.
         schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
@@ -132,7 +130,7 @@ class Recipe(pl.LightningModule):
         weights_skip: Rare[str | Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
-        lr = default_rate(optimizer, self.default_lr) if lr is None else lr
+        lr = self.default_lr if lr is None else lr
         # Refused here, not when training begins.
         check_ranges(
             lr=(lr, RATE),
@@ -146,7 +144,7 @@ class Recipe(pl.LightningModule):
         self.settle(lr=lr)
         network = self.build_network()
         self.network = network if network.training else network.train()
-        if channels_last and not is_lbfgs(optimizer):  # Its vectors are views of contiguous gradients.
+        if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
         self.left_open: Sequence[str] | None = None

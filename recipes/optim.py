@@ -53,6 +53,8 @@ def optimizer_class(name: str) -> type[Optimizer]:
             f"optimizer={name!r}: it trains other weights than it is to be scored and saved with, and moving between"
             " them rounds, so that no resumed run would be exact; pass `ema` with another optimizer"
         )
+    if issubclass(found, LBFGS):
+        raise UserError(f"optimizer={name!r}: it evaluates the loss several times in an update; pass another one")
     if not _accepts(found, "lr"):
         raise UserError(f"optimizer={name!r}: it has no parameter lr, which schedules and the warm-up multiply")
     fitting: type[Optimizer] = found
@@ -81,16 +83,6 @@ def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
     for key in arguments:
         if not _accepts(cls, key) or key == "params":
             raise UserError(f"`optimizer_args`: {cls.__name__} has no {key}; it takes {', '.join(names)}")
-
-
-def is_lbfgs(name: str) -> bool:
-    """Whether an optimiser, by its name or import path, is LBFGS, whose steps need no rate and no weight decay."""
-    return name.rpartition(".")[2].lower() == "lbfgs"
-
-
-def default_rate(name: str, lr: float) -> float:
-    """The learning rate where none is given: that of the recipe, and 1 for LBFGS as in torch."""
-    return 1.0 if is_lbfgs(name) else lr
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -164,10 +156,6 @@ def build_optimizer(
         if any(group.get("weight_decay") for group in groups):
             warn("%s has no weight decay, so none is applied", cls.__name__)
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-    if issubclass(cls, LBFGS):  # It has one group.
-        if len(rates := {group.get("lr", lr) for group in groups}) > 1:
-            raise UserError("optimizer='lbfgs' has one learning rate, and the layers of this recipe have several")
-        groups, lr = [{"name": "all", "params": [p for group in groups for p in group["params"]]}], rates.pop()
     accepted = inspect.signature(cls).parameters
     options: dict[str, Any] = {"lr": lr}
     if "momentum" in accepted:
@@ -209,12 +197,7 @@ def may_be_fused(module: pl.LightningModule) -> bool | None:
 def learning_rate_scale(
     rule: Literal["auto", "none", "linear", "sqrt"], optimizer: str
 ) -> Literal["linear", "sqrt"] | None:
-    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers.
-
-    None for LBFGS, whose steps do not depend on the size of the gradient.
-    """
-    if rule == "auto" and is_lbfgs(optimizer):
-        return None
+    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers."""
     if rule == "auto":
         return "linear" if optimizer.rpartition(".")[2].lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule

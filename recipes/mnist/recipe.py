@@ -17,7 +17,7 @@ class MNISTClassifier(Classifier):
 
     Args:
         network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example.
-        lr: peak learning rate; by default 0.01, and 1 for lbfgs.
+        lr: peak learning rate; by default 0.01.
     """
 
     title = "mnist"

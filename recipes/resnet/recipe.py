@@ -18,7 +18,7 @@ from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
-from recipes.optim import default_rate, layer_groups
+from recipes.optim import layer_groups
 from recipes.resnet.feature_cache import FeatureCache
 from recipes.resnet.layers import Layer, last_block_of, layers_line, layers_of, parameters_of_layers
 from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network
@@ -52,7 +52,7 @@ class ResNetFineTuner(Classifier):
             without weights.
         unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
         bn: BatchNorm of layers that train: by the batch (train), or by fixed statistics (eval).
-        lr: peak learning rate of the last block; by default 0.0003, 0.001 without weights, and 1 for lbfgs.
+        lr: peak learning rate of the last block; by default 0.0003, 0.001 without weights.
         head_lr_factor: how much faster the head learns; by default 10, and 1 without weights.
         layer_lr_decay: how much slower each layer learns than the one above it, as in 0.5.
         cache_features: while only the head trains, compute its inputs once; needs ``augment="none"``.
@@ -93,7 +93,7 @@ class ResNetFineTuner(Classifier):
         new = weights == "none"
         if small_images is None:
             small_images = new and is_small(image_size) and arch in (*RESNETS, *SMALL_NETWORKS)
-        lr = lr if lr is not None else default_rate(optimizer, 0.001 if new else 0.0003)
+        lr = lr if lr is not None else 0.001 if new else 0.0003
         head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),

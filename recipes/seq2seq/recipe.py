@@ -21,7 +21,6 @@ from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
-from recipes.optim import is_lbfgs
 from recipes.schedules import ScheduleName
 from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
 from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
@@ -112,7 +111,7 @@ class Seq2SeqTranslator(Recipe):
         bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "char" for
             other scripts without spaces, "13a" for all else.
         lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`), 0.006 at
-            most, and 1 for lbfgs.
+            most.
     """
 
     title = "seq2seq"
@@ -190,7 +189,7 @@ class Seq2SeqTranslator(Recipe):
         samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
         if samples and epochs == -1:
             epochs = settings.get("max_steps", -1) * cls.base_batch_size / samples
-        if samples and epochs and epochs > 0 and not is_lbfgs(settings.get("optimizer", "")):
+        if samples and epochs and epochs > 0:
             found["lr"] = rate_of_run(settings.get("network", "rnn"), samples, epochs)
         return found
 

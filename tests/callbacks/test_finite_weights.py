@@ -53,6 +53,19 @@ def test_a_nan_whose_update_is_skipped_stops_nothing() -> None:
     assert first_not_finite(trainer.lightning_module) is None
 
 
+def test_a_convolution_whose_gradient_is_wrong_in_bf16_is_refused_in_the_first_batch() -> None:
+    def narrow(width: int) -> Tiny:
+        layers = torch.nn.AdaptiveAvgPool2d((4, width)), torch.nn.Conv2d(1, 10, 3, 2, 1)
+        return Tiny(torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), torch.optim.SGD)
+
+    bf16 = precision_on("cpu", "bf16-mixed")
+    with pytest.raises(UserError, match=r"network\.1 has a stride of 2 over an input of width 1,.*32-true"):
+        fit(narrow(1), **bf16)
+    for module, options in ((narrow(2), bf16), (narrow(1), {})):
+        fit(module, **options)
+        assert not module.network[1]._forward_pre_hooks  # type: ignore[index]
+
+
 def test_sums_that_overflow_are_no_divergence() -> None:
     layer = torch.nn.Linear(4, 2)
     layer.weight.data.fill_(3e38)

@@ -334,14 +334,14 @@ def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(
     for file in stripes.rglob("*.png"):
         place = folder / file.relative_to(stripes)
         place.parent.mkdir(parents=True, exist_ok=True)
-        Image.open(file).resize((16, 16)).save(place)
+        Image.open(file).resize((24, 24)).save(place)
     args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20"]
     status, _, err = type_in(tmp_path, *args, "--name", "small")
     assert status == 0, err
-    assert "images of 16 pixels as the files have, augment='light' (shifts and mirroring), pixels normalised" in err
+    assert "images of 24 pixels as the files have, augment='light' (shifts and mirroring), pixels normalised" in err
     config = yaml.safe_load((tmp_path / "runs" / "resnet" / "small" / "config.yaml").read_text())
     chosen = {name: config[name] for name in ("image_size", "augment", "weights", "small_images")}
-    assert chosen == {"image_size": 16, "augment": "light", "weights": "none", "small_images": True}
+    assert chosen == {"image_size": 24, "augment": "light", "weights": "none", "small_images": True}
     # Another run that begins with its weights normalises as it did, and the test of its checkpoint, too.
     recipe = ResNetFineTuner("resnet20", 2, weights=str(tmp_path / "runs/resnet/small/checkpoints/best.ckpt"))
     assert recipe.settings_for_data() == {name: config[name] for name in ("pixel_mean", "pixel_std")}

@@ -26,7 +26,7 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes import Recipe
 from recipes.mnist import MNISTClassifier
-from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
+from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import Schedule, ScheduleName
 from tests.support import optimizers
 from tests.support.tables import quiet_trainer
@@ -249,6 +249,7 @@ def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> Non
         ("adamw", {"params": []}, "`optimizer_args`: AdamW has no params"),
         ("adamw", {"betas": [2, 3]}, "optimizer='adamw': Invalid beta parameter at index 0: 2"),
         ("muon", {}, "Muon only supports 2D parameters whereas we found a parameter with size: torch.Size([2])"),
+        ("lbfgs", {}, "evaluates the loss several times in an update; pass another one"),
         ("elsewhere.Lion", {}, "elsewhere is not imported; write `import elsewhere` before"),
         ("tests.support.optimizers.Any", {}, "it is no subclass of torch.optim.Optimizer"),
         ("tests.support.optimizers.Lion", {}, "tests.support.optimizers has no class Lion"),
@@ -273,19 +274,6 @@ def test_a_recipe_refuses_at_once_and_imports_nothing() -> None:
     assert "antigravity" not in sys.modules
     with pytest.raises(UserError, match="antigravity is not imported"):
         MNISTClassifier(optimizer="antigravity.Lion").configure_optimizers()
-
-
-def test_lbfgs_has_one_group_a_rate_of_1_and_no_decay(caplog: pytest.LogCaptureFixture) -> None:
-    recipe = MNISTClassifier(optimizer="lbfgs", schedule="constant", optimizer_args={"max_iter": 4})
-    (group,) = recipe.configure_optimizers()["optimizer"].param_groups
-    assert (group["lr"], group["max_iter"], "weight_decay" in group) == (1.0, 4, False)
-    assert len(group["params"]) == len(list(recipe.parameters()))
-    assert caplog.messages == ["LBFGS has no weight decay, so none is applied"]
-    assert MNISTClassifier(optimizer="LBFGS", lr=0.5).hparams.lr == 0.5
-    assert learning_rate_scale("auto", "lbfgs") is None
-    rates = [{"params": [p], "lr": lr} for lr, p in zip((1.0, 0.5), nn.Linear(2, 2).parameters(), strict=True)]
-    with pytest.raises(UserError, match="has one learning rate"):
-        build_optimizer("lbfgs", rates, lr=1.0)
 
 
 class Lion(torch.optim.SGD):
@@ -319,7 +307,6 @@ def test_another_optimiser_than_the_parameters_name_is_told(caplog: pytest.LogCa
     ("name", "arguments"),
     [
         ("tests.support.optimizers.Counting", {"scale": 0.5}),
-        ("lbfgs", {"max_iter": 2, "history_size": 3}),
         ("adafactor", {}),
         ("rprop", {}),
     ],

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from datamodules import DataContract
 from datamodules.contract import data_contract
 from recipes import Classifier, fit
-from recipes.optim import is_lbfgs
 from tests.support.ranks import run_ranks
 
 
@@ -70,7 +69,7 @@ class Points3(Classifier):
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
         found = super().settings_from_data(data, **settings)
-        if settings["max_epochs"] == -1 or is_lbfgs(settings["optimizer"]):
+        if settings["max_epochs"] == -1:
             return found
         return found | {"lr": data_contract(data).sizes["train"] * settings["max_epochs"] / 1000}
 
@@ -131,7 +130,6 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
     assert rate("run", "--resume", "auto", "--max-epochs", "3", "--lr", "null") == 0.048
     assert rate("given", "--lr", "0.5") == 0.5
     assert run_ranks(_typed, 1, ["--name", "given", "--resume", "auto", "--lr", "null"], str(tmp_path))[0][0] == 2
-    assert rate("lbfgs", "--optimizer", "lbfgs") == 1
     # An epoch has 3 updates, and the default is one epoch: steps alone have no bound of epochs.
     assert rate("steps", "--max-steps", "4") == rate("steps", "--resume", "auto", "--max-steps", "7")
     saved = torch.load(tmp_path / "runs/points/steps/checkpoints/last.ckpt", weights_only=True)
