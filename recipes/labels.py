@@ -208,9 +208,10 @@ class CheckLabels(pl.Callback):
             return
         for i, (old, new) in enumerate(zip(pl_module.names_in_checkpoint, names)):
             if old != new:
+                head = [*pl_module.network.state_dict()][-1].rpartition(".")[0]
                 raise UserError(
                     f"class {i} is {old!r} in the checkpoint and {new!r} in the data; rename the data's classes to "
-                    "those of the checkpoint, or take only its weights to train on other classes"
+                    f"those of the checkpoint, or train on others with it as `weights` and weights_skip={head!r}"
                 )
         pl_module.class_names = names
 

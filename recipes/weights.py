@@ -24,6 +24,8 @@ from datamodules.notes import warn
 
 # Attributes that hold a whole network: a file and a module may have different ones, or none.
 _WRAPPERS = re.compile(r"^(?:(?:module|model|network|net|backbone)\.)+")
+# What the export command writes into safetensors as JSON, all else as text.
+_JSON = ("config", "hyper_parameters", "class_names", "source_vocabulary", "target_vocabulary")
 
 
 def _read(path: str | Path) -> Mapping[str, Any]:
@@ -39,8 +41,8 @@ def _read(path: str | Path) -> Mapping[str, Any]:
 
             with safe_open(path, "pt") as opened:
                 texts = opened.metadata() or {}
-                settings = {name: json.loads(texts[name]) for name in ("config", "hyper_parameters") if name in texts}
-                return {"state_dict": {name: opened.get_tensor(name) for name in opened.keys()}, **settings}  # noqa: SIM118
+                beside = {name: json.loads(text) if name in _JSON else text for name, text in texts.items()}
+                return {**beside, "state_dict": {name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118
         content = load_plain(path)
     except UserError:
         raise
@@ -52,13 +54,14 @@ def _read(path: str | Path) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def read_settings_beside(path: str | Path) -> dict[str, Any]:
-    """The settings of the run in a file of weights, as the export command writes them; empty where there are none.
+def read_beside(path: str | None) -> Mapping[str, Any]:
+    """What a checkpoint or an exported file holds, such as ``class_names``; nothing of "none" and names of no file."""
+    return _read(path) if path and Path(path).expanduser().is_file() else {}
 
-    Raises:
-        UserError: as `read_weights` does.
-    """
-    found = map(_read(path).get, ("config", "hyper_parameters"))
+
+def read_settings_beside(path: str | None) -> dict[str, Any]:
+    """The settings of the run in a file of weights, as the export command writes them; empty where there are none."""
+    found = map(read_beside(path).get, ("config", "hyper_parameters"))
     return next((dict(settings) for settings in found if isinstance(settings, Mapping) and settings), {})
 
 
@@ -273,6 +276,8 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
     state, source = recipe.pretrained_weights(options.weights)
     report = load_weights(recipe.network, state, source, exact, options.weights_skip)
     warn(report.line())
+    if [*recipe.network.state_dict()][-1] in report.loaded:  # The rows of a classifier's last layer are classes.
+        recipe.names_in_checkpoint = read_beside(options.weights).get("class_names", ())
     return report
 
 

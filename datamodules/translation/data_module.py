@@ -466,7 +466,7 @@ class TranslationDataModule(BaseDataModule):
         if self.normalisation != state_dict["normalisation"]:
             # Lightning calls `setup` before it reads the checkpoint: the corpus has to be normalised again.
             self.normalisation, self._corpus = state_dict["normalisation"], None
-            warn(f"note: the normalisation of the checkpoint is used: {self.normalisation}")
+            warn(f"note: the saved normalisation is used: {self.normalisation}")
         elif self._vocabularies not in (None, saved):
-            warn("note: the vocabularies of the checkpoint are used, which are not those of the training part")
+            warn("note: the saved vocabularies are used, which are not those of the training part")
         self._vocabularies, self._pairs = saved, None

@@ -139,7 +139,7 @@ class ResNetFineTuner(Classifier):
     def settings_for_data(self) -> dict[str, Any]:
         """The mean and the standard deviation of pixels that the weights expect: their run's, or those of `arch`."""
         weights, names = self.hparams.weights, ("pixel_mean", "pixel_std")
-        saved = read_settings_beside(weights) if weights not in ("none", "imagenet") else {}
+        saved = read_settings_beside(weights)
         if all(saved.get(name) for name in names):
             return {name: saved[name] for name in names}
         own = type(self).build_network is not ResNetFineTuner.build_network or self.hparams.small_images

@@ -225,9 +225,8 @@ class CommandLine:
         if checkpoint := self._point.checkpoint or namespace.ckpt:
             namespace = self._with_settings_of(checkpoint, args)
         elif command in _SCORING:
-            saved = read_settings_beside(namespace.weights) if namespace.weights != "imagenet" else {}
             # All tensors of a file of weights have to match.
-            namespace = self._with_settings(dict(saved) | {"weights_skip": None}, args)
+            namespace = self._with_settings(read_settings_beside(namespace.weights) | {"weights_skip": None}, args)
         if self._point.checkpoint:
             self._check_experiment(self._point.checkpoint, namespace)
         if self._point.finished:

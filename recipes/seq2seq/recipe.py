@@ -26,8 +26,10 @@ from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
 from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
+from recipes.weights import read_beside
 
 NetworkName = Literal["rnn", "transformer"]
+_OF_TOKENS = ("source_embedding", "target_embedding", "output")  # Layers with a row for each token.
 
 
 def rate_of_run(network: str, samples: int, epochs: float) -> float:
@@ -47,6 +49,22 @@ def rate_of_run(network: str, samples: int, epochs: float) -> float:
     if network == "transformer":
         return 0.001
     return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / Seq2SeqTranslator.base_batch_size):.2g}"))
+
+
+def take_vocabularies(data: TranslationDataModule, weights: str | None, weights_skip: Any) -> None:
+    """Have the data use the vocabularies in a file of weights, whose embeddings have a row for each of their tokens.
+
+    Those of the data stay where `weights_skip` names source_embedding, target_embedding and output.
+    """
+    saved = read_beside(weights)
+    if "normalisation" in saved and not all(name in str(weights_skip) for name in _OF_TOKENS):
+        source, target = saved.get("vocabularies") or (
+            base64.b64decode(saved[f"{side}_subwords"]) if f"{side}_subwords" in saved else saved[f"{side}_vocabulary"]
+            for side in ("source", "target")
+        )
+        state = {"source_tokens": source, "target_tokens": target, "normalisation": saved["normalisation"]}
+        data.load_state_dict(state)
+        data.setup("fit")
 
 
 class CheckVocabularies(pl.Callback):
@@ -184,6 +202,8 @@ class Seq2SeqTranslator(Recipe):
         """The sizes of the vocabularies, where the data has them, and the rate of a run of a known length."""
         found: dict[str, Any] = {}
         if isinstance(data, TranslationDataModule):
+            data.vocabularies()
+            take_vocabularies(data, settings.get("weights"), settings.get("weights_skip"))
             source, target = data.vocabularies()
             found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
         samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
@@ -319,6 +339,8 @@ class Seq2SeqTranslator(Recipe):
         super().setup(stage)
         data, takes = self.data_module(), stage == "fit" or (stage != "predict" and self.vocabularies is None)
         if takes and isinstance(data, TranslationDataModule):
+            if stage == "fit" and not self.has_weights and self.trainer.ckpt_path is None:
+                take_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
             self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
 
     @override

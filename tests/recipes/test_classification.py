@@ -16,6 +16,7 @@ from recipes.inputs import in_dtype_of
 from recipes.labels import mean_cross_entropy
 from recipes.prediction import prediction_table
 from recipes.scores import ClassificationScores, calibration_error, macro_f1
+from recipes.weights import load_initial_weights
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
@@ -229,6 +230,12 @@ def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpo
         quiet_trainer().test(loaded, data, verbose=False)
     with pytest.raises(UserError, match=message):
         quiet_trainer().fit(Small(), data, ckpt_path=checkpoint, weights_only=True)
+    warm = Small(weights=str(checkpoint))
+    with pytest.raises(UserError, match=f"{message}.* weights_skip='1'"):
+        quiet_trainer().fit(warm, data)
+    load_initial_weights(warm, exact=True)
+    with pytest.raises(UserError, match=message):
+        quiet_trainer().test(warm, data, verbose=False)
     quiet_trainer().test(Small(), Data(), ckpt_path=checkpoint, weights_only=True, verbose=False)
     quiet_trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
 

@@ -17,6 +17,7 @@ from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import UNK, Vocabulary
+from recipes.export import export
 from recipes.prediction import all_rows, predict
 from recipes.runner.results import write_rows
 from recipes.seq2seq.decoding import sentences_of
@@ -294,6 +295,24 @@ def test_data_with_other_vocabularies_is_refused(tmp_path):
     recipe = Seq2SeqTranslator(source_vocab_size=99, target_vocab_size=99, **TINY)
     with pytest.raises(UserError, match="the network has 99 source tokens, and the data has"):
         quiet_trainer(max_epochs=1).fit(recipe, module)
+
+
+def test_a_run_that_begins_with_weights_takes_their_vocabularies(tmp_path):
+    file, one = corpus(tmp_path), {"max_epochs": 1}
+    module = data(file, **SUBWORDS)
+    recipe, run, checkpoint = translator(module), quiet_trainer(**one), str(tmp_path / "a.ckpt")
+    run.fit(recipe, module)
+    run.save_checkpoint(checkpoint)
+    written = [export(translator(module), checkpoint, kind).path for kind in ("safetensors", "state-dict")]
+    for path in (checkpoint, *map(str, written)):
+        by_flags, attached = data(file, **SUBWORDS, seed=2), data(file, **SUBWORDS, seed=2)
+        assert module.vocabularies() != attached.vocabularies()
+        sizes = Seq2SeqTranslator.settings_from_data(by_flags, weights=path)
+        quiet_trainer(**one).fit(Seq2SeqTranslator(**sizes, **TINY, weights=path), attached)
+        assert module.vocabularies() == by_flags.vocabularies() == attached.vocabularies()
+    new, other = ["source_embedding", "target_embedding", "output"], data(file, **SUBWORDS, seed=2)
+    quiet_trainer(**one).fit(translator(other, weights=path, weights_skip=new), other)
+    assert module.vocabularies() != other.vocabularies()
 
 
 # Scores are sacrebleu's, and do not depend on the order of the sentences
