@@ -154,6 +154,8 @@ class Recipe(pl.LightningModule):
         """Whether `weights` have been loaded, or a checkpoint that stands for them."""
         self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The settings and the state of the data module in the checkpoint that was loaded."""
+        self.saved_precision = "32-true"
+        """The precision of the run in the checkpoint that was loaded, as Lightning names it."""
 
     def settle(self, **values: Any) -> None:
         """Save what stands for arguments, such as the ``lr`` for None; a subclass passes its own on as they were."""
@@ -269,6 +271,7 @@ class Recipe(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take what the checkpoint holds of the data module; an override has to call it."""
         self.has_weights = True
+        self.saved_precision = checkpoint.get("config", {}).get("precision", self.saved_precision)
         name = self.data_class.__qualname__ if self.data_class else ""
         if name in checkpoint:
             self.saved_data = checkpoint.get("datamodule_hyper_parameters", {}), checkpoint[name]

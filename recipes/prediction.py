@@ -13,6 +13,7 @@ from datamodules.errors import UserError
 from recipes.base import Recipe
 from recipes.inputs import in_dtype, new_data_module
 
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _RUNNER_UP = re.compile(r"(class|probability)_\d+")
 
 
@@ -71,7 +72,8 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
     """Predict as the predict command does, on the device of a recipe.
 
     The recipe needs to know how its data were prepared: from a checkpoint that it was loaded from, or from the data
-    module of a Trainer that it is attached to.
+    module of a Trainer that it is attached to. A run in bf16-mixed or 16-mixed predicts in it here, too; of one in
+    bf16-true or 64-true, `load_from_checkpoint` has made a recipe in float32, which predicts in that.
 
     Args:
         inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays or
@@ -101,12 +103,14 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
     contract.take_inputs(inputs)
     modes = [(module, module.training) for module in recipe.modules()]
     recipe.eval()
+    dtype = _MIXED.get(recipe.run_config.get("precision", recipe.saved_precision))
     try:
         data.setup("predict")
         outputs = []
         for i, batch in enumerate(data.predict_dataloader()):
             batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, recipe.device, 0), 0)
-            outputs.append(recipe.predict_step(in_dtype(batch, recipe.dtype), i))
+            with torch.autocast(recipe.device.type, dtype, enabled=dtype is not None):
+                outputs.append(recipe.predict_step(in_dtype(batch, recipe.dtype), i))
     finally:
         data.teardown("predict")
         for module, training in modes:

@@ -155,13 +155,16 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
         tmp_path / "other.ckpt",
         max_steps=0,
     )
+    saved = torch.load(digits[0])
+    torch.save(saved | {"config": saved["hyper_parameters"] | {"precision": "bf16-mixed"}}, tmp_path / "bf16.ckpt")
     ckpt = f"predict --ckpt {digits[0]} --top-k 1"
-    mixed, unclear, missing, other = typed(
+    mixed, unclear, missing, other, bf16 = typed(
         tmp_path,
         f"{ckpt} torn.png blank.png good.png --output rows.json",
         f"{ckpt} blank.png",
         f"{ckpt} missing.png",
         "predict --ckpt other.ckpt good.png",
+        "predict --ckpt bf16.ckpt good.png --output bf16.json",
         **MNIST,
     )
     assert mixed.status == 1
@@ -176,6 +179,9 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
     assert "error: missing.png cannot be read as an image: No such file or directory" in missing.err
     assert other.status == 2
     assert "other.ckpt is a checkpoint of the recipe seq2seq, and this is mnist" in other.err
+    assert bf16.status == 0, bf16.err
+    (row,) = predict(MNISTClassifier.load_from_checkpoint(tmp_path / "bf16.ckpt"), tmp_path / "good.png")
+    assert [row | {"file": "good.png"}] == json.loads((tmp_path / "bf16.json").read_text())
 
 
 class _Nothing(pl.LightningDataModule):
