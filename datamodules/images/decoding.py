@@ -1,7 +1,4 @@
-"""An image file of any kind as bytes of pixels: the same in every process, or refused with the reason.
-
-Pixels of more than 8 bits are scaled by a known range and never by the image's own.
-"""
+"""An image file of any kind as bytes of pixels: the same in every process, or refused with the reason."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +8,6 @@ from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, UnidentifiedImageError
@@ -21,11 +17,9 @@ from datamodules.errors import UserError
 
 Source = str | Path | bytes | Image.Image
 
-_RULES = 3  # Of this file, by which the same content has the same pixels.
+_RULES = 4  # Of this file, by which the same content has the same pixels.
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
-_RANGES = {"I;16": (65535,), "I": (255, 65535), "F": (1, 255)}
-"""The full ranges that pixels of 16 bits, of whole numbers of 32 bits and of floats are known to have."""
 
 
 class UnreadableImage(UserError):
@@ -47,51 +41,21 @@ def is_image(file: str | Path) -> bool:
     return ending(file) in _SUFFIXES
 
 
-def _in_bytes(image: Image.Image) -> Image.Image:
-    """Pixels of more than 8 bits scaled to 0 to 255, by a known full range and never by the image's own.
-
-    Raises:
-        UnreadableImage: the brightest pixel is below a quarter of each known range, or others are outside.
-    """
-    tops = _RANGES.get(image.mode[:4])
-    if tops is None:
-        return image
-    values = np.asarray(image)
-    low, high = values.min(), values.max()
-    # NaN fails each comparison.
-    top = next((top for top in tops if high <= top), 0)
-    if not (low >= 0 and (top / 4 < high <= top or high == 0)):
-        known = " or ".join(f"0 to {top}" for top in tops)
+def _refuse_more_than_8_bits(image: Image.Image) -> None:
+    """Scaled by its own range, an image could not be compared with the others; of colours Pillow cuts bits off."""
+    if image.mode[:4] in ("I;16", "I", "F") or any(";16" in str(tile.args) for tile in getattr(image, "tile", ())):
         raise UnreadableImage(
-            f"its pixels are {values.dtype} from {low:g} to {high:g}, expected most of {known}; scale all images of the"
-            " set alike and save them with 8 bits"
+            f"its pixels have more than 8 bits (mode {image.mode}); scale all images of the set by one number, and save"
+            " them with 8 bits"
         )
-    return image.convert("F").point(lambda value: value * (255 / top) + 0)
-
-
-def _check_high_bytes(image: Image.Image) -> None:
-    """Refuse colours of 16 bits, of which Pillow keeps the high byte, where it holds little or nothing."""
-    if image.mode in ("RGB", "RGBA", "LA") and any(";16" in str(tile.args) for tile in getattr(image, "tile", ())):
-        bands = image.split()[: len(image.mode.rstrip("A"))]
-        high = max(int(np.asarray(band).max()) for band in bands)
-        if high < 64:
-            raise UnreadableImage(
-                f"its pixels have 16 bits and are below {256 * (high + 1)}, expected most of 0 to 65535; scale all"
-                " images of the set alike and save them with 8 bits"
-            )
 
 
 def without_alpha(image: Image.Image) -> Image.Image:
-    """An image of any mode with bytes or whole numbers from 0 to 255 as pixels, on white where it is transparent.
-
-    Raises:
-        UnreadableImage: the pixels have more than 8 bits and fill no known range.
-    """
-    image = _in_bytes(image)
+    """An image on white where it is transparent."""
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-    return image.convert("L") if image.mode == "F" else image
+    return image
 
 
 @contextmanager
@@ -105,16 +69,17 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
         name: of the image, in messages.
 
     Raises:
-        UnreadableImage: the file is missing, damaged, too large for Pillow, not an image, or one of another range.
+        UnreadableImage: the file is missing, damaged, too large for Pillow, not an image, or one of more than 8 bits.
     """
     content = b""
     try:
         if isinstance(source, Image.Image):
+            _refuse_more_than_8_bits(source)
             yield source, content
             return
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
         with Image.open(BytesIO(content)) as image:
-            _check_high_bytes(image)
+            _refuse_more_than_8_bits(image)
             yield image, content
         return
     except UnidentifiedImageError:

@@ -26,7 +26,7 @@ def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
         name: of the image, in messages; by default the file's.
 
     Raises:
-        UnreadableImage: the file is missing, damaged, not an image, or one whose pixels fill no known range.
+        UnreadableImage: the file is missing, damaged, not an image, or one of more than 8 bits.
     """
     with open_image(source, name or str(source)) as (image, _):
         grey = without_alpha(ImageOps.exif_transpose(image)).convert("L")

@@ -271,11 +271,8 @@ def test_images_of_any_mode_become_rgb_bytes(tmp_path):
     assert torch.equal(grey, grey[:1].expand(3, 4, 6))
     cmyk = _saved(red.convert("CMYK"), tmp_path / "cmyk.jpg", quality=95)
     assert (cmyk.int() - expected.int()).abs().max() < 12
-    for mode, value, byte in (
-        *(("RGBA", (200, 40, 10, 0), 255), ("LA", (0, 0), 255), ("1", 1, 255), ("I;16", 25_700, 100)),
-        *(("F", 0.4, 102), ("F", 100.0, 100)),  # Of 1, or of 255.
-    ):
-        assert (_saved(Image.new(mode, (6, 4), value), tmp_path / f"x.{'tif' if mode == 'F' else 'png'}") == byte).all()
+    for mode, value in (("RGBA", (200, 40, 10, 0)), ("LA", (0, 0)), ("1", 1)):
+        assert (_saved(Image.new(mode, (6, 4), value), tmp_path / "x.png") == 255).all()
 
 
 RAMP = np.arange(256).reshape(16, 16)
@@ -284,54 +281,26 @@ both_readers = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize(
-    ("values", "shades"),
-    [
-        (np.uint16(RAMP * 257), 256),  # All 16 bits.
-        (np.uint16(RAMP * 0), 1),  # Black is black in every range.
-        (np.int32(RAMP), 256),
-        (np.int32(RAMP * 257), 256),
-        (np.float32(RAMP / 255), 256),
-        (np.float32(RAMP), 256),
-        (np.uint16(RAMP * 16), "uint16 from 0 to 4080, expected most of 0 to 65535; scale all images of the set alike"),
-        (np.uint16(RAMP), "uint16 from 0 to 255, expected most of 0 to 65535"),
-        (np.int32(RAMP * 16 - 1000), "int32 from -1000 to 3080, expected most of 0 to 255 or 0 to 65535"),
-        (np.int32(RAMP * 16), "int32 from 0 to 4080, expected most"),
-        (np.float32(RAMP / 127.5 - 1), "float32 from -1 to 1, expected most of 0 to 1 or 0 to 255"),
-        (np.float32(RAMP * 40), "float32 from 0 to 10200, expected most of 0 to 1 or 0 to 255"),
-        (np.float32(np.where(RAMP, RAMP / 255, np.nan)), "float32 from nan to nan, expected most"),
-        (np.float32(RAMP / 2550), r"float32 from 0 to 0\.1, expected most"),
-    ],
-)
+@pytest.mark.parametrize("values", [np.uint16(RAMP * 257), np.int32(RAMP), np.float32(RAMP / 255)])
 @both_readers
-def test_pixels_of_more_than_8_bits_keep_their_shades_or_are_refused(tmp_path, values, shades, read):
+def test_pixels_of_more_than_8_bits_are_refused(tmp_path, values, read):
     path = tmp_path / "x.tif"
     Image.fromarray(values).save(path)
-    if isinstance(shades, int):
-        assert len(read(path).unique()) >= shades - 3  # Pillow cuts fractions off.
-        return
-    with pytest.raises(UserError, match=rf"x\.tif cannot be read as an image: its pixels are {shades}"):
+    with pytest.raises(UserError, match=r"x\.tif cannot be read as an image: its pixels have more than 8 bits"):
         read(path)
 
 
 @both_readers
-def test_colours_of_16_bits_of_which_little_is_left_are_refused(tmp_path, read):
-    def write(colours: np.ndarray) -> None:
-        rows = [b"\0" + row.astype(">u2").tobytes() for row in np.stack([colours] * 3, 2)]
-        parts = ((b"IHDR", struct.pack(">2I5B", 16, 16, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"".join(rows))))
-        chunks = (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-            for kind, data in (*parts, (b"IEND", b""))
-        )
-        (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
-
-    write(RAMP * 257)
-    assert len(read(tmp_path / "x.png").unique()) == 256
-    for colours, below in ((RAMP, 256), (RAMP * 16, 4096)):
-        write(colours)
-        reason = f"x.png cannot be .*: its pixels have 16 bits and are below {below}, expected"
-        with pytest.raises(UserError, match=reason):
-            read(tmp_path / "x.png")
+def test_colours_of_16_bits_are_refused(tmp_path, read):
+    rows = [b"\0" + row.astype(">u2").tobytes() for row in np.stack([RAMP * 257] * 3, 2)]
+    parts = ((b"IHDR", struct.pack(">2I5B", 16, 16, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"".join(rows))))
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in (*parts, (b"IEND", b""))
+    )
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    with pytest.raises(UserError, match="x.png cannot be .*: its pixels have more than 8 bits"):
+        read(tmp_path / "x.png")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

