@@ -165,7 +165,7 @@ class Classifier(Recipe):
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
         """The rows of the final table with the main scores."""
-        percent = {"accuracy": "accuracy", "macro-F1": "macro_f1", "calibration error": "ece"}
+        percent = {"accuracy": "accuracy", "macro-F1": "macro_f1"}
         part = "test" if "test/accuracy" in scores else "val"
         wanted = {"val accuracy": "val/accuracy"} | {f"{part} {k}": f"{part}/{v}" for k, v in percent.items()}
         return {name: f"{100 * scores[key]:.2f} %" for name, key in wanted.items() if key in scores}

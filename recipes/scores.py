@@ -11,9 +11,6 @@ from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 
-_BINS = 15
-# What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
-_FIXED_POINT = 2**24
 _MOST_CLASSES_LOGGED = 25
 
 
@@ -62,58 +59,36 @@ def macro_f1(confusion: Tensor) -> Tensor:
     return (2 * confusion.diagonal() / either.clamp(min=1)).sum() / (either > 0).sum().clamp(min=1)
 
 
-def calibration_error(counts: Tensor, correct: Tensor, confidence: Tensor) -> Tensor:
-    """Expected calibration error (Guo et al., 2017): how far confidence is from accuracy, over bins of confidence.
-
-    Args:
-        counts: samples in each bin, of shape (bins,).
-        correct: how many of them were right.
-        confidence: the sum of their probabilities of the predicted class.
-
-    Example:
-        >>> calibration_error(torch.tensor([4, 4]), torch.tensor([1, 4]), torch.tensor([1.0, 3.0]))
-        tensor(0.1250, dtype=torch.float64)
-    """
-    return (correct.double() - confidence.double()).abs().sum() / counts.sum().clamp(min=1)
-
-
 class _Counts(Metric):
-    """The confusion matrix, samples by bins of confidence, and hits among the five likeliest classes, as integers.
+    """The confusion matrix and hits among the five likeliest classes, as integers.
 
     Nothing here waits for the device: torchmetrics' confusion matrix does, in its bincount.
     """
 
     full_state_update = False
     confusion: Tensor
-    bins: Tensor
     top5: Tensor
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        for name, shape in (("confusion", (num_classes, num_classes)), ("bins", (3, _BINS)), ("top5", ())):
+        for name, shape in (("confusion", (num_classes, num_classes)), ("top5", ())):
             self.add_state(name, torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
 
     @override
     def update(self, logits: Tensor, targets: Tensor) -> None:
         classes = self.confusion.shape[0]
-        confidence, predicted = logits.softmax(1).max(1)
-        confidence = confidence.nan_to_num(0.0)  # Of a network that has diverged.
-        counts = (targets >= 0).long()
-        self.confusion.view(-1).index_add_(0, targets.clamp(min=0) * classes + predicted, counts)
-        # The bins are ]0, 1/15], ]1/15, 2/15] and so on.
-        bins = (confidence * _BINS).ceil().long().sub(1).clamp(0, _BINS - 1)
-        fixed_point = (confidence * _FIXED_POINT).round().long() * counts
-        self.bins.index_add_(1, bins, torch.stack((counts, (predicted == targets).long(), fixed_point)))
+        places = targets.clamp(min=0) * classes + logits.argmax(1)
+        self.confusion.view(-1).index_add_(0, places, (targets >= 0).long())
         if classes > 5:
             self.top5 += (logits.topk(5, 1).indices == targets.unsqueeze(1)).sum()
 
     @override
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.confusion.cpu(), self.bins.cpu(), self.top5.cpu()
+    def compute(self) -> tuple[Tensor, Tensor]:
+        return self.confusion.cpu(), self.top5.cpu()
 
 
 class ClassificationScores(torch.nn.Module):
-    """Loss, accuracy, macro-F1, calibration error and the confusion matrix of one pass over a set.
+    """Loss, accuracy, macro-F1 and the confusion matrix of one pass over a set.
 
     With more than five classes there is the top-5 accuracy too, and with up to 25 classes the accuracy of each (0
     without samples). All but the loss come from integer counts, so they are the same on any number of
@@ -132,14 +107,13 @@ class ClassificationScores(torch.nn.Module):
 
     def compute(self) -> tuple[dict[str, Tensor], Tensor]:
         """The scalars by name, and the confusion matrix of shape (classes, classes): true class by predicted."""
-        matrix, bins, top5 = self.counts.compute()
+        matrix, top5 = self.counts.compute()
         present, correct = matrix.sum(1), matrix.diagonal().double()
         samples = present.sum().clamp(min=1)
         scores = {
             "loss": self.loss.compute(),
             "accuracy": correct.sum() / samples,
             "macro_f1": macro_f1(matrix),
-            "ece": calibration_error(bins[0], bins[1], bins[2].double() / _FIXED_POINT),
         }
         if len(matrix) > 5:
             scores["top5_accuracy"] = top5 / samples

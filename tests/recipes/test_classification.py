@@ -15,7 +15,7 @@ from recipes import Classifier
 from recipes.inputs import in_dtype_of
 from recipes.labels import mean_cross_entropy
 from recipes.prediction import prediction_table
-from recipes.scores import ClassificationScores, calibration_error, macro_f1
+from recipes.scores import ClassificationScores, macro_f1
 from recipes.weights import load_initial_weights
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
@@ -48,19 +48,6 @@ def test_scores_are_those_of_scikit_learn():
     assert values["accuracy"] < values["top5_accuracy"] < 1
 
 
-def test_the_calibration_error_is_the_one_of_its_definition():
-    values, _ = scores_of(LOGITS, TARGETS)
-    probability, predicted = LOGITS.double().softmax(1).max(1)
-    expected = 0.0
-    for i in range(15):
-        inside = (probability > i / 15) & (probability <= (i + 1) / 15)
-        if inside.any():
-            accuracy = (predicted == TARGETS)[inside].double().mean()
-            expected += inside.double().mean() * (accuracy - probability[inside].mean()).abs()
-    assert values["ece"].item() == pytest.approx(expected.item(), abs=1e-7)
-    assert expected > 0.01
-
-
 def test_empty_batches_and_diverged_networks_have_scores():
     scores = ClassificationScores(CLASSES)
     scores.update(LOGITS[:0], TARGETS[:0])
@@ -70,15 +57,12 @@ def test_empty_batches_and_diverged_networks_have_scores():
     values, matrix = scores_of(torch.full_like(LOGITS, torch.nan), TARGETS)
     assert matrix.sum() == len(TARGETS)
     assert values["accuracy"] < 0.5
-    assert 0 <= values["ece"] <= 1
     assert macro_f1(torch.zeros(3, 3, dtype=torch.int64)) == 0
-    zeros = torch.zeros(15, dtype=torch.int64)
-    assert calibration_error(zeros, zeros, zeros) == 0
 
 
 def test_many_classes_are_not_logged_one_by_one():
     assert "accuracy_class_24" in scores_of(torch.randn(9, 25), torch.arange(9))[0]
-    few = {"accuracy", "ece", "loss", "macro_f1", "top5_accuracy"}
+    few = {"accuracy", "loss", "macro_f1", "top5_accuracy"}
     assert scores_of(torch.randn(9, 26), torch.arange(9))[0].keys() == few
     assert "top5_accuracy" not in scores_of(torch.randn(9, 5), torch.arange(9) % 5)[0]
 
@@ -156,7 +140,7 @@ def test_soft_labels_train_and_hard_labels_are_scored():
     assert step["count"] == 5
     fit = quiet_trainer(precision="bf16-mixed")
     fit.fit(module, data)
-    assert {"val/accuracy", "val/macro_f1", "val/ece", "val/accuracy_class_2"} <= set(fit.callback_metrics)
+    assert {"val/accuracy", "val/macro_f1", "val/accuracy_class_2"} <= set(fit.callback_metrics)
 
 
 def test_a_prediction_names_the_likeliest_classes_in_order(checkpoint: Path):
@@ -200,10 +184,10 @@ def test_the_weighted_loss_is_the_sum_of_its_definition(smoothing: float, soft: 
 
 
 def test_the_headline_is_of_the_test_where_there_is_one():
-    scores = {f"{part}/{name}": 0.5 for part in ("val", "test") for name in ("accuracy", "macro_f1", "ece", "loss")}
-    names = ["val accuracy", "test accuracy", "test macro-F1", "test calibration error"]
+    scores = {f"{part}/{name}": 0.5 for part in ("val", "test") for name in ("accuracy", "macro_f1", "loss")}
+    names = ["val accuracy", "test accuracy", "test macro-F1"]
     assert Small().headline(scores) == dict.fromkeys(names, "50.00 %")
-    assert list(Small().headline({"val/accuracy": 1.0, "val/ece": 0.1})) == ["val accuracy", "val calibration error"]
+    assert list(Small().headline({"val/accuracy": 1.0, "val/macro_f1": 0.1})) == ["val accuracy", "val macro-F1"]
 
 
 def test_the_number_of_classes_comes_from_the_data_or_is_required():
