@@ -56,7 +56,7 @@ from recipes.runner.quick_imports import program_name
 from recipes.runner.report import check_output, shown
 from recipes.runner.results import process_age
 from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss
-from recipes.runner.saved_run import describe_differences, is_open, read_run
+from recipes.runner.saved_run import describe_differences, is_open, read_run, same_setting
 from recipes.runner.settings import RunSettings
 from recipes.runner.strategies import check_strategy
 from recipes.runner.verify import find_interval
@@ -403,8 +403,8 @@ class CommandLine:
         config, before = interval.start.config, interval.start.environment
         may_differ = _OF_THE_MACHINE | {"enable_progress_bar"} | self.classes.free_parameters
         free, typed = self._not_saved | may_differ, self.parser.typed(args)
-        if wrong := [flag_of(n) for n, value in typed.items() if n not in free and value != config.get(n)]:
-            raise UserError(f"verify trains with the settings of the run: leave out {', '.join(wrong)}")
+        if wrong := [n for n, value in typed.items() if n not in free and not same_setting(n, config.get(n), value)]:
+            raise UserError(f"verify trains with the settings of the run: leave out {', '.join(map(flag_of, wrong))}")
         # By default on as many devices as the run had.
         chosen = "devices" in typed or "TORCHELASTIC_RUN_ID" in os.environ
         split = {} if chosen else {name: before.get(name) for name in ("devices", "num_nodes")}

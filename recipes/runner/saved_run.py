@@ -152,13 +152,15 @@ def is_open(value: Any) -> bool:
     return value is None or value == "auto"
 
 
-def _same(old: Any, new: Any) -> bool:
+def same_setting(name: str, old: Any, new: Any) -> bool:
+    """Whether two values of a setting ask for the same; files, of settings that end in ``_file``, may lie elsewhere."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
-        return len(old) == len(new) and all(map(_same, old, new))
+        return len(old) == len(new) and all(same_setting(name, *pair) for pair in zip(old, new))
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return {str(k): v for k, v in old.items()} == {str(k): v for k, v in new.items()}
     if isinstance(old, str) and isinstance(new, str) and old != new:
-        return Path(old).expanduser().resolve() == Path(new).expanduser().resolve()
+        a, b = Path(old).expanduser(), Path(new).expanduser()
+        return a.name == b.name if name.endswith("_file") else a.resolve() == b.resolve()
     return bool(old == new)
 
 
@@ -176,7 +178,7 @@ def describe_differences(
     lines = []
     for name, new in config.items():
         resolved = is_open(new) and (left_open is None or name in left_open)
-        if name in free or name not in saved or resolved or _same(saved[name], new):
+        if name in free or name not in saved or resolved or same_setting(name, saved[name], new):
             continue
         lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines

@@ -100,6 +100,8 @@ def test_differences_name_each_setting_and_leave_out_what_may_differ():
     config = {"seed": 2, "lr": 0.1, "dataset": "auto", "batch_size": 8, "max_epochs": 9, "new_flag": 1}
     assert describe_differences(CONFIG, config) == ["--seed is 2, and 1 in the checkpoint"]
     assert describe_differences({"sizes": (1, 2), "path": "data"}, {"sizes": [1, 2], "path": "./data/"}) == []
+    assert describe_differences({"val_file": ["a/x.gz", "y"]}, {"val_file": ["~/b/x.gz", "/y"]}) == []
+    assert len(describe_differences({"val_file": "a/x.gz"}, {"val_file": "a/y.gz"})) == 1
     assert len(describe_differences(CONFIG, CONFIG | {"lr": 0.2, "dataset": "mnist"})) == 2
     assert describe_differences(CONFIG, CONFIG | {"accumulate": 2}) == ["--accumulate is 2, and 1 in the checkpoint"]
 
