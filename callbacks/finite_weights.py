@@ -48,11 +48,6 @@ def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> No
 
     Raises:
         UserError: it is narrower.
-
-    Example:
-        >>> refuse_narrow_input("conv", nn.Conv2d(1, 1, 3, stride=2, padding=1), (torch.ones(1, 1, 1, 1),))
-        Traceback (most recent call last):
-        datamodules.errors.UserError: conv has a stride of 2 over an input of width 1, ...
     """
     width, stride = inputs[0].shape[-1], layer.stride[-1]
     if width < stride and layer.weight.requires_grad and layer.padding_mode == "zeros":

@@ -17,13 +17,7 @@ from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import (
-    CheckOptimizer,
-    build_optimizer,
-    check_optimizer,
-    may_be_fused,
-    parameter_groups,
-)
+from recipes.optim import CheckOptimizer, build_optimizer, check_optimizer, may_be_fused, parameter_groups
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings, build_schedule
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights

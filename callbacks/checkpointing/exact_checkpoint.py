@@ -20,13 +20,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.replay import (
-    files_in,
-    refuse_torchmetrics,
-    replay_epoch,
-    sizes_of_stock_loaders,
-    was_stopped_early,
-)
+from callbacks.checkpointing import replay
 from callbacks.checkpointing.stopping_points import (
     RULES,
     place_after_batch,
@@ -137,7 +131,7 @@ class ExactCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint[_DEVICES], checkpoint[_LOADERS] = trainer.world_size, sizes_of_stock_loaders(trainer)
+        checkpoint[_DEVICES], checkpoint[_LOADERS] = trainer.world_size, replay.sizes_of_stock_loaders(trainer)
         if uncount_cut_epoch(loop := checkpoint["loops"]["fit_loop"]):
             internals.uncount_update(loop)
         if trainer.interrupted or _SUMS in checkpoint:
@@ -164,8 +158,8 @@ class ExactCheckpoint(ModelCheckpoint):
         # One of the run's callbacks of this class is to put its loaders back.
         is_first = resumed and next(e for e in callbacks_of(trainer) if isinstance(e, ExactCheckpoint)) is self
         if resumed and is_first:
-            replay_epoch(trainer, resumed, resumed.get(_DEVICES, trainer.world_size), resumed.get(_LOADERS))
-            trainer.should_stop = trainer.should_stop or was_stopped_early(trainer)
+            replay.replay_epoch(trainer, resumed, resumed.get(_DEVICES, trainer.world_size), resumed.get(_LOADERS))
+            trainer.should_stop = trainer.should_stop or replay.was_stopped_early(trainer)
             internals.drop_early_stop(trainer)
         self._release()
         self._undo = undo = [internals.hold_to_updates(trainer, update_is_whole, validation_is_next)]
@@ -173,7 +167,7 @@ class ExactCheckpoint(ModelCheckpoint):
             self._plateaus = internals.PlateauSteps(trainer)
             undo.append(self._plateaus.remove)
         if resumed and is_first and (sums := resumed.get(_SUMS)) and trainer.fit_loop.restarted_mid_epoch:
-            refuse_torchmetrics(trainer, sums)
+            replay.refuse_torchmetrics(trainer, sums)
             undo.append(internals.continue_epoch_sums(trainer, sums))
         metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
@@ -237,7 +231,7 @@ class ExactCheckpoint(ModelCheckpoint):
             # Rank 0 alone may see the files, and ranks that remember different ones would wait for each other.
             # Names of metrics, and so of files, may hold slashes.
             levels = 1 + max(name.count("/") for name in (self.filename or "", self.CHECKPOINT_NAME_LAST))
-            found = files_in(self.dirpath or ".", self._loaded, self.mode, levels)
+            found = replay.files_in(self.dirpath or ".", self._loaded, self.mode, levels)
             super().load_state_dict(broadcast(trainer.strategy, found))
             self._loaded = None
 

@@ -128,8 +128,7 @@ class Seq2SeqTranslator(Recipe):
         length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
         bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "char" for
             other scripts without spaces, "13a" for all else.
-        lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`), 0.006 at
-            most.
+        lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`).
     """
 
     title = "seq2seq"

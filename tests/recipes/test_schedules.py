@@ -253,11 +253,7 @@ def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> Non
         ("elsewhere.Lion", {}, "elsewhere is not imported; write `import elsewhere` before"),
         ("tests.support.optimizers.Any", {}, "it is no subclass of torch.optim.Optimizer"),
         ("tests.support.optimizers.Lion", {}, "tests.support.optimizers has no class Lion"),
-        (
-            "tests.support.optimizers.WithoutRate",
-            {},
-            "it has no parameter lr, which schedules and the warm-up multiply",
-        ),
+        ("tests.support.optimizers.WithoutRate", {}, "it has no parameter lr, which schedules and the warm-up"),
         ("tests.support.optimizers.TwoModes", {}, "it trains other weights than it is to be scored and saved with"),
     ],
 )

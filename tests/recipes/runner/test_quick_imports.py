@@ -1,7 +1,6 @@
 """Imports without garbage collection, and everything after them with it."""
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -78,10 +77,3 @@ def test_nothing_is_said_as_a_command_ends_but_of_a_broken_import() -> None:
     assert (done.returncode, "No module named 'no_such_module'" in done.stderr) == (1, True)
     done = _python("-W", "ignore", "-m", "recipes.mnist", "--helo")
     assert (done.returncode, done.stderr) == (2, "error: there is no flag --helo; did you mean --help?\n")
-
-
-def test_help_imports_no_tensorboard() -> None:
-    done = _python("-X", "importtime", "-m", "recipes.mnist", "--help")
-    assert "--max-epochs" in done.stdout
-    assert "| torch\n" in done.stderr
-    assert not re.search(r"\| +tensorboard$", done.stderr, re.MULTILINE)
