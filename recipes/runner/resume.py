@@ -3,7 +3,7 @@
 ``--resume FILE`` takes the checkpoint, ``--resume auto`` the newest valid one of the run, and ``--resume none`` starts
 fresh, which is the default but in a job that Slurm or torchrun may start again. Such a job finds its run by the name of
 the job. Typed again with ``--resume FILE``, it resumes from its own newest checkpoint: the run's ``lineage.json`` says
-which job began at which file. No further run of a process is one of those before.
+which job began at which file. A further run of a process is none of those before it.
 """
 
 import json
