@@ -214,8 +214,8 @@ class Watch(pl.Callback):
         self.rates[trainer.global_step] = float(optimizer.param_groups[0]["lr"])
 
 
-def callbacks_of_row(settings: Settings, cut: Cut, folder: Path) -> list[pl.Callback]:
-    """All callbacks of a run but `SeedControl`, which is built before the module."""
+def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, resumed: bool) -> list[pl.Callback]:
+    """All but `SeedControl`, which is built before the module; what `EarlyStopping` has ended goes on without it."""
     steps, global_batch_size = (cut.micro_batches, None) if settings["accumulate"] == "steps" else (1, GLOBAL_BATCH)
     ours: dict[str, Callable[[], pl.Callback]] = {
         "WarmupLR": lambda: WarmupLR(f"{WARMUP} steps"),
@@ -228,7 +228,7 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path) -> list[pl.Call
     found += [make() for name, make in ours.items() if settings[name] == "on"]
     if settings["LeanLoop"] == "on":
         found += [TrainLoss(), RankConsistency(), FiniteWeights()]
-    if settings["stop"] == "EarlyStopping":
+    if settings["stop"] == "EarlyStopping" and not resumed:
         threshold: dict[str, Any] = {"mode": "max", "stopping_threshold": 0.5, "patience": 10**6}
         found.append(EarlyStopping("stop", check_on_train_epoch_end=False, **threshold))
     if settings["resumed"] != "no":
@@ -283,7 +283,7 @@ def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[st
         model = Learner(settings, stops_at)
         trainer = quiet_trainer(
             *seeds,
-            *callbacks_of_row(settings, cut, folder),
+            *callbacks_of_row(settings, cut, folder, resumed),
             watch,
             world_size=cut.processes,
             max_epochs=EPOCHS,
