@@ -9,7 +9,6 @@ from typing_extensions import override
 from datamodules.images.mnist import MNISTDataModule
 from recipes.classifier import Classifier
 from recipes.mnist.network import NETWORKS, NetworkName
-from recipes.schedules import ScheduleName
 
 
 class MNISTClassifier(Classifier):
@@ -29,23 +28,9 @@ class MNISTClassifier(Classifier):
     example_input_array: Tensor
 
     def __init__(
-        self,
-        network: NetworkName = "default",
-        optimizer: str = "adamw",
-        lr: float | None = None,
-        weight_decay: float = 0.05,
-        schedule: ScheduleName = "one_cycle",
-        label_smoothing: float = 0.0,
-        **kwargs: Any,
+        self, network: NetworkName = "default", lr: float | None = None, weight_decay: float = 0.05, **kwargs: Any
     ) -> None:
-        super().__init__(
-            optimizer=optimizer,
-            lr=lr,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            label_smoothing=label_smoothing,
-            **kwargs,
-        )
+        super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
 
     @override

@@ -23,7 +23,6 @@ from recipes.resnet.feature_cache import FeatureCache
 from recipes.resnet.layers import Layer, last_block_of, layers_line, layers_of, parameters_of_layers
 from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network
 from recipes.resnet.pretrained import published_weights, weights_statistics
-from recipes.schedules import ScheduleName
 from recipes.weights import read_settings_beside
 
 _IMAGE_SIZE = 224
@@ -76,13 +75,9 @@ class ResNetFineTuner(Classifier):
         freeze_until: str | None = "auto",
         unfreeze: dict[str, int | str] | None = None,
         bn: Literal["train", "eval"] = "train",
-        optimizer: str = "adamw",
         lr: float | None = None,
         head_lr_factor: float | None = None,
         layer_lr_decay: float = 1.0,
-        weight_decay: float = 0.01,
-        schedule: ScheduleName = "one_cycle",
-        label_smoothing: float = 0.0,
         cache_features: Free[bool] = False,
         **kwargs: Any,
     ) -> None:
@@ -105,16 +100,7 @@ class ResNetFineTuner(Classifier):
                 "compile=True: with cache_features=True the head trains alone, and the network is not called; pass"
                 " compile=False"
             )
-        super().__init__(
-            num_classes=num_classes,
-            optimizer=optimizer,
-            lr=lr,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            label_smoothing=label_smoothing,
-            weights=weights,
-            **kwargs,
-        )
+        super().__init__(num_classes=num_classes, lr=lr, weights=weights, **kwargs)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.cached_head = ""
         if freeze_until == "auto":

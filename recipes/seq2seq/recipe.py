@@ -21,7 +21,6 @@ from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
-from recipes.schedules import ScheduleName
 from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
 from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
@@ -163,8 +162,6 @@ class Seq2SeqTranslator(Recipe):
         bleu_tokenize: Free[BleuTokenizer] = "13a",
         lr: float | None = None,
         weight_decay: float = 0.0,
-        optimizer: str = "adamw",
-        schedule: ScheduleName = "one_cycle",
         **kwargs: Any,
     ) -> None:
         if source_vocab_size is None or target_vocab_size is None:
@@ -189,7 +186,7 @@ class Seq2SeqTranslator(Recipe):
             beam=(beam, Range(1, 1000, whole=True)),
             length_penalty=(length_penalty, Range(-10, 10)),
         )
-        super().__init__(lr=lr, weight_decay=weight_decay, optimizer=optimizer, schedule=schedule, **kwargs)
+        super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
         self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
         self.detokenised = DetokenisedScores()
         self.vocabularies: Vocabularies | None = None
