@@ -17,7 +17,7 @@ from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import CheckOptimizer, build_optimizer, check_optimizer, may_be_fused, parameter_groups
+from recipes.optim import CheckOptimizer, build_optimizer, check_optimizer, parameter_groups
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings, build_schedule
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
@@ -209,7 +209,9 @@ class Recipe(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser and the schedule that the parameters name, over the `parameter_groups`."""
         options = self.hparams
-        arguments = options.momentum, may_be_fused(self), options.optimizer_args
+        # Under AMP a fused one with clipped gradients raises inside Lightning (Lightning-AI/pytorch-lightning#21435).
+        fused = False if getattr(attached_trainer(self), "gradient_clip_val", None) else None
+        arguments = options.momentum, fused, options.optimizer_args
         return build_schedule(build_optimizer(options.optimizer, self.parameter_groups(), options.lr, *arguments), self)
 
     @override

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
 from datamodules.notes import warn
 
@@ -184,14 +183,6 @@ def build_optimizer(
 
     optimizer.register_load_state_dict_post_hook(keep_settings)
     return optimizer
-
-
-def may_be_fused(module: pl.LightningModule) -> bool | None:
-    """What `build_optimizer` takes as ``fused`` for a module: False where its Trainer clips gradients, else None.
-
-    A fused optimiser under AMP with gradient clipping raises inside Lightning (Lightning-AI/pytorch-lightning#21435).
-    """
-    return False if getattr(attached_trainer(module), "gradient_clip_val", None) else None
 
 
 def learning_rate_scale(
