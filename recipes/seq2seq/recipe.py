@@ -66,30 +66,6 @@ def take_vocabularies(data: TranslationDataModule, weights: str | None, weights_
         data.setup("fit")
 
 
-class CheckVocabularies(pl.Callback):
-    """Refuses data whose vocabularies have other sizes than the network's.
-
-    Runs on: the start of a fit, of a validation and of a test.
-
-    Raises:
-        UserError: says what to pass.
-    """
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if pl_module.vocabularies is None:
-            return
-        sizes = pl_module.hparams.source_vocab_size, pl_module.hparams.target_vocab_size
-        for vocabulary, size, side in zip(pl_module.vocabularies, sizes, ("source", "target"), strict=True):
-            if len(vocabulary) != size:
-                raise UserError(
-                    f"the network has {size:,} {side} tokens, and the data has {len(vocabulary):,}; pass the data and "
-                    f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
-                )
-
-    on_validation_start = on_test_start = on_fit_start
-
-
 def known(vocabularies: Vocabularies | None) -> Vocabularies:
     """The vocabularies, which translating needs.
 
@@ -236,10 +212,6 @@ class Seq2SeqTranslator(Recipe):
         """Zero that reaches every parameter: a rank without sentences takes part in the reduction of gradients."""
         return sum((p.sum() * 0 for p in self.network.parameters()), torch.zeros((), device=self.device))
 
-    @override
-    def configure_callbacks(self) -> list[pl.Callback]:
-        return [CheckVocabularies(), *super().configure_callbacks()]
-
     def _evaluation_step(
         self, scores: TranslationScores, batch: TranslationBatch, beam: int, chosen: Tensor | None = None
     ) -> dict[str, Any]:
@@ -338,6 +310,19 @@ class Seq2SeqTranslator(Recipe):
             if stage == "fit" and not self.has_weights and self.trainer.ckpt_path is None:
                 take_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
             self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
+
+    @override
+    def on_fit_start(self) -> None:
+        """Refuse data whose vocabularies have other sizes than the network's."""
+        sizes = self.hparams.source_vocab_size, self.hparams.target_vocab_size
+        for vocabulary, size, side in zip(self.vocabularies or (), sizes, ("source", "target")):
+            if len(vocabulary) != size:
+                raise UserError(
+                    f"the network has {size:,} {side} tokens, and the data has {len(vocabulary):,}; pass the data and "
+                    f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
+                )
+
+    on_validation_start = on_test_start = on_fit_start
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
