@@ -14,7 +14,7 @@ from recipes.runner.run import build_parser
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (10_600, 6_701),
+    "recipes": (10_546, 6_661),
     "callbacks": (6_365, 3_856),
     "datamodules": (7_031, 4_320),
     "tests": (21_995, 16_558),
