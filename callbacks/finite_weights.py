@@ -99,7 +99,8 @@ class FiniteWeights(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._release()
+        if self._handles:
+            self._release()
         every = log_interval(trainer)
         if every and trainer.global_step // every != self._checked_step // every:
             self._check(trainer, pl_module)

@@ -23,7 +23,7 @@ from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
 from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
-from callbacks.lib.updates import loader_batch_size
+from callbacks.lib.updates import loader_batch_size, resumable_loaders
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
 from datamodules.notes import warn
@@ -36,12 +36,6 @@ def describe_second_call(optimizer: Optimizer) -> str:
         " micro-batch per update only: pass devices=1, no accumulation and a `batch_size` that holds the whole"
         " update, or another optimiser"
     )
-
-
-def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
-    """Those of a Trainer's training loaders that deal micro-batches to the ranks by their numbers."""
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
 
 
 def move_place_in_epoch(trainer: pl.Trainer, loader: ResumableLoader[Any]) -> None:

@@ -230,7 +230,7 @@ class Preemption(pl.Callback):
         if isinstance(exception, Preempted):
             # Where the ranks have not agreed to stop, the others wait for this process, and would wait on.
             end_children(trainer, _CHILDREN_EXIT if self._stopping else 0.0)
-        forget_actions(pl_module, "on_train_batch_end")
+        forget_actions(pl_module)
         self._release()
 
     @override

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.gradient_accumulation import resumable_loaders
 from callbacks.lib.exchange import gather
+from callbacks.lib.updates import resumable_loaders
 from datamodules.errors import RunFailedError, UserError
 from datamodules.notes import warn
 
@@ -104,6 +104,8 @@ class RankConsistency(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.world_size == 1:
+            return
         data = gather(trainer.strategy, [loader.data for loader in resumable_loaders(trainer.train_dataloader)])
         for rank, found in enumerate(data):
             if found != data[0]:

@@ -54,6 +54,13 @@ def _read(path: str | Path) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
+def skip_patterns(weights_skip: str | Sequence[str] | None) -> list[str]:
+    """What `load_weights` leaves out, by the names of the network's layers."""
+    # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
+    patterns = [weights_skip] if isinstance(weights_skip, str) else weights_skip or ()
+    return [pattern.removeprefix("network.") for pattern in patterns]
+
+
 def read_beside(path: str | None) -> Mapping[str, Any]:
     """What a checkpoint or an exported file holds, such as ``class_names``; nothing of "none" and names of no file."""
     return _read(path) if path and Path(path).expanduser().is_file() else {}
@@ -231,9 +238,7 @@ def load_weights(
     """
     everything = module.state_dict(keep_vars=True)
     targets = {name: value for name, value in everything.items() if torch.is_tensor(value)}
-    # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
-    patterns = [weights_skip] if isinstance(weights_skip, str) else weights_skip or ()
-    patterns = [pattern.removeprefix("network.") for pattern in patterns]
+    patterns = skip_patterns(weights_skip)
     in_file = (part for name in state for part in accumulate(name.split("."), "{}.{}".format))
     left_out = matching_names(patterns, [*module_names(module), *targets, *in_file])
     not_chosen, head = _counted(name for name in targets if inside(name, left_out)), _part([*targets][-1])

@@ -8,7 +8,6 @@ depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +35,6 @@ from callbacks.lib.hooks import after_own_hook, callbacks_of, forget_actions, re
 from datamodules.errors import UserError
 
 # Entries of a checkpoint.
-_DEVICES = "devices"  # The number of processes that train.
-_LOADERS = "stock_loaders"  # The batch size and the samples of each.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.
 _SCORED = "scored"  # The update after which was validated last, and the names of the scores of that validation.
 _SUMS = "epoch_sums"  # The sums behind the means of the present epoch, by rank.
@@ -131,7 +128,7 @@ class ExactCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint[_DEVICES], checkpoint[_LOADERS] = trainer.world_size, replay.sizes_of_stock_loaders(trainer)
+        checkpoint |= replay.split_of(trainer)
         if uncount_cut_epoch(loop := checkpoint["loops"]["fit_loop"]):
             internals.uncount_update(loop)
         if trainer.interrupted or _SUMS in checkpoint:
@@ -158,7 +155,7 @@ class ExactCheckpoint(ModelCheckpoint):
         # One of the run's callbacks of this class is to put its loaders back.
         is_first = resumed and next(e for e in callbacks_of(trainer) if isinstance(e, ExactCheckpoint)) is self
         if resumed and is_first:
-            replay.replay_epoch(trainer, resumed, resumed.get(_DEVICES, trainer.world_size), resumed.get(_LOADERS))
+            replay.replay_epoch(trainer, resumed)
             trainer.should_stop = trainer.should_stop or replay.was_stopped_early(trainer)
             internals.drop_early_stop(trainer)
         self._release()
@@ -182,7 +179,7 @@ class ExactCheckpoint(ModelCheckpoint):
         if self._plateaus is not None and place in ("update", "before epoch end"):
             self._plateaus.make("step")
         if RULES[place].saves and internals.saves_within_epochs(self):
-            after_own_hook(pl_module, "on_train_batch_end", partial(self._save_at_interval, trainer))
+            after_own_hook(pl_module, "on_train_batch_end", lambda: self._save_at_interval(trainer))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -244,8 +241,7 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         internals.restore_modes(trainer)
-        for name in ("on_train_batch_end", "on_validation_end"):
-            forget_actions(pl_module, name)
+        forget_actions(pl_module)
         self._release()
 
     def _release(self) -> None:

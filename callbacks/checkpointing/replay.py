@@ -86,13 +86,18 @@ def _moves_on(loader: Any) -> str:
     return ""
 
 
-def sizes_of_stock_loaders(trainer: pl.Trainer) -> list[list[int]]:
-    """The batch size and the samples of each loader whose order is drawn as an epoch begins."""
+def split_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """The entries of a checkpoint that say how an epoch is cut.
+
+    They are the number of processes, and the batch size and the samples of each loader whose order is drawn as an epoch
+    begins.
+    """
     loaders: list[Any] = [loader for loader in _without_position(trainer) if _draws_at_epoch_start(loader)]
-    return [[getattr(each.batch_sampler, "batch_size", 1), len(each.dataset)] for each in loaders]
+    sizes = [[getattr(each.batch_sampler, "batch_size", 1), len(each.dataset)] for each in loaders]
+    return {"devices": trainer.world_size, "stock_loaders": sizes}
 
 
-def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int, saved_sizes: list[list[int]] | None) -> None:
+def _pass_over_trained_batches(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Put a loader without position to where the run was saved."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -101,7 +106,8 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int, saved
         raise UserError(f"the checkpoint was saved {rule.reason}, as by OnExceptionCheckpoint: pass another one")
     if not done:
         return
-    without, sizes = _without_position(trainer), sizes_of_stock_loaders(trainer)
+    without, split = _without_position(trainer), split_of(trainer)
+    sizes, saved_sizes = split["stock_loaders"], checkpoint.get("stock_loaders")
     name = type((without or loaders)[0]).__name__
     seeds: Any = next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
     advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
@@ -127,10 +133,10 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int, saved
             f"the run was saved within an epoch of {samples:,} samples in batches of {before}, and this {name} has"
             f" {found:,} in batches of {now}: pass those of before, {advice}"
         )
-    if saved_world_size != trainer.world_size:
+    if (devices := checkpoint.get("devices", trainer.world_size)) != trainer.world_size:
         raise UserError(
-            f"the run was saved within an epoch, with devices={saved_world_size}, and a {name} saves no position that"
-            f" another number of devices can use: pass devices={saved_world_size}, {advice}"
+            f"the run was saved within an epoch, with devices={devices}, and a {name} saves no position that"
+            f" another number of devices can use: pass devices={devices}, {advice}"
         )
     if seeds is None and type(_sampler(without[0])) not in (SequentialSampler, DistributedSampler):
         raise UserError(
@@ -173,15 +179,11 @@ def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
                         loaded[name] = value.to(loaded[name].device)
 
 
-def replay_epoch(
-    trainer: pl.Trainer, checkpoint: Mapping[str, Any], saved_world_size: int, saved_sizes: list[list[int]] | None
-) -> None:
+def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Do what Lightning leaves out; for `on_train_start` of a resumed run.
 
     Args:
         checkpoint: the one that was loaded.
-        saved_world_size: the number of processes that saved it.
-        saved_sizes: what `sizes_of_stock_loaders` was then; None where it is not known.
 
     Raises:
         UserError: the order of the epoch or the state of a loader cannot be repeated, the data are others, or a
@@ -217,7 +219,7 @@ def replay_epoch(
             f" for epoch {epoch - epoch % every + 1}: resume from that epoch or from the end of the one before"
         )
     if within_epoch:
-        _pass_over_trained_batches(trainer, saved_world_size, saved_sizes)
+        _pass_over_trained_batches(trainer, checkpoint)
     elif without:
         iterate_anew(trainer)
 

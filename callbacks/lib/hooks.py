@@ -30,15 +30,22 @@ def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callbac
     return lambda: set_callbacks(trainer, before)
 
 
+def is_idle(owner: Any, name: str, stock: type) -> bool:
+    """Whether a hook is that of Lightning's class, which does nothing."""
+    kind: Any = type(owner)
+    is_plain = isinstance(owner, stock) and kind.__getattribute__ is object.__getattribute__
+    return is_plain and getattr(kind, name, None) is getattr(stock, name) and name not in vars(owner)
+
+
 def after_own_hook(pl_module: pl.LightningModule, name: str, action: Callable[[], None]) -> None:
     """Calls an action as soon as the module's hook has ended, which Lightning calls after those of callbacks.
 
     What the module changes there is then in a checkpoint that the action saves. Without such a hook it is called now.
     """
-    attributes: dict[str, Any] = vars(pl_module)
-    if name not in attributes and getattr(type(pl_module), name) is getattr(pl.LightningModule, name):
+    if is_idle(pl_module, name, pl.LightningModule):
         action()
         return
+    attributes: dict[str, Any] = vars(pl_module)
     hook, own = getattr(pl_module, name), attributes.get(name)
 
     def hook_then_action(*args: Any) -> Any:
@@ -56,10 +63,11 @@ def after_own_hook(pl_module: pl.LightningModule, name: str, action: Callable[[]
     attributes[name].undo = undo
 
 
-def forget_actions(pl_module: pl.LightningModule, name: str) -> None:
+def forget_actions(pl_module: pl.LightningModule) -> None:
     """Drops the actions of `after_own_hook` that an exception of another callback has left."""
-    while undo := getattr(vars(pl_module).get(name), "undo", None):
-        undo()
+    for name in ("on_train_batch_end", "on_validation_end"):
+        while undo := getattr(vars(pl_module).get(name), "undo", None):
+            undo()
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:

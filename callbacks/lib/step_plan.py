@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
+from callbacks.lib.hooks import is_idle
 from callbacks.lib.lightning_internals import RUNNING_HOOK
 
 _RELEASES = ("2.6.6",)
@@ -53,13 +54,6 @@ _STOCK = {
     if hasattr(kind, name)
 }
 """They do what a `StepPlan` does, where there is no GradScaler."""
-
-
-def _is_idle(owner: Any, name: str, stock: type) -> bool:
-    """Whether a hook is that of Lightning's class, which does nothing."""
-    kind: Any = type(owner)
-    is_plain = isinstance(owner, stock) and kind.__getattribute__ is object.__getattribute__
-    return is_plain and getattr(kind, name, None) is getattr(stock, name) and name not in vars(owner)
 
 
 def _call_hook(owner: Any, name: str, *args: Any) -> Any:
@@ -134,8 +128,8 @@ class StepPlan:
         self.callbacks, self.idle = list(self.trainer.callbacks), set()
         for name in _HOOKS:
             places = enumerate(self.callbacks)
-            self.hooked[name] = [(i, each) for i, each in places if not _is_idle(each, name, pl.Callback)]
-            if not self.hooked[name] and _is_idle(self.module, name, pl.LightningModule):
+            self.hooked[name] = [(i, each) for i, each in places if not is_idle(each, name, pl.Callback)]
+            if not self.hooked[name] and is_idle(self.module, name, pl.LightningModule):
                 self.idle.add(name)
 
     def advance(self, data_fetcher: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import CombinedLoader
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
@@ -88,6 +89,12 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
     if duration.unit == "%":
         return duration.to_steps(math.inf, total_updates(trainer))
     return duration.to_steps(_updates_of_epochs(trainer, 1), math.inf)
+
+
+def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
+    """Those of a Trainer's training loaders that deal micro-batches to the ranks by their numbers."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
 
 
 def loader_batch_size(loader: Any) -> int:

@@ -3,6 +3,7 @@
 import base64
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any, ClassVar, Literal, get_args
 
@@ -25,7 +26,7 @@ from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
 from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
-from recipes.weights import read_beside
+from recipes.weights import read_beside, skip_patterns
 
 NetworkName = Literal["rnn", "transformer"]
 _OF_TOKENS = ("source_embedding", "target_embedding", "output")  # Layers with a row for each token.
@@ -55,8 +56,9 @@ def take_vocabularies(data: TranslationDataModule, weights: str | None, weights_
 
     Those of the data stay where `weights_skip` names source_embedding, target_embedding and output.
     """
-    saved = read_beside(weights)
-    if "normalisation" in saved and not all(name in str(weights_skip) for name in _OF_TOKENS):
+    saved, patterns = read_beside(weights), skip_patterns(weights_skip)
+    skipped = [any(fnmatchcase(n, p) for p in patterns for n in (name, f"{name}.weight")) for name in _OF_TOKENS]
+    if "normalisation" in saved and not all(skipped):
         source, target = saved.get("vocabularies") or (
             base64.b64decode(saved[f"{side}_subwords"]) if f"{side}_subwords" in saved else saved[f"{side}_vocabulary"]
             for side in ("source", "target")

@@ -14,10 +14,10 @@ from recipes.runner.run import build_parser
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (10_546, 6_661),
-    "callbacks": (6_365, 3_856),
+    "recipes": (10_553, 6_665),
+    "callbacks": (6_369, 3_858),
     "datamodules": (7_031, 4_320),
-    "tests": (21_995, 16_558),
+    "tests": (21_996, 16_559),
     "benchmarks": (4_381, 3_208),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
