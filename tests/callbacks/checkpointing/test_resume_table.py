@@ -166,10 +166,7 @@ class Kill(pl.Callback):
 
 
 class Row(NamedTuple):
-    """A resumed run; `refused` is why it is not resumed after its last cut; `makes_loader` makes the loader early.
-
-    `saved_with` is the loader of the run that was cut, where it was another.
-    """
+    """A run cut with the loader `saved_with`, and resumed; `refused` is why not; `makes_loader` makes it early."""
 
     cuts: tuple[int, ...]
     loader: Callable[[], Any] = shuffled

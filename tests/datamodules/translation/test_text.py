@@ -85,7 +85,8 @@ def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() 
 
 def test_a_special_token_in_a_text_is_an_ordinary_word() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<pad>"])
-    assert spellings(vocabulary, [*SPECIAL_TOKENS, "<pad>", "le", "<eos>"]) == [[0], [1], [2], [3], [UNK], [4], [UNK]]
+    tokens = [*SPECIAL_TOKENS, "<pad>", "<sos>", "le", "<eos>"]
+    assert spellings(vocabulary, tokens) == [[0], [1], [2], [3], [UNK], [UNK], [4], [UNK]]
     assert vocabulary.mark_unknown("<eos> le") == "[<eos>] le"
 
 
