@@ -31,7 +31,7 @@ from benchmarks.harness.tiny_recipes import ThinResNet
 from datamodules import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
-from recipes.optim import build_optimizer, parameter_groups
+from recipes.optim import optimizer_by_name, parameter_groups
 from recipes.seq2seq.network import target_positions
 
 __all__ = ["WORKLOADS", "Workload", "images", "main"]
@@ -130,7 +130,7 @@ def plain_seconds(workload: Workload, device: torch.device, steps: int, compiled
     torch.manual_seed(1)
     network: Any = workload.build().network
     network = network.to(device).to(memory_format=torch.channels_last)
-    optimizer = build_optimizer("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
+    optimizer = optimizer_by_name("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
     forward: Callable[..., Tensor] = torch.compile(network) if compiled else network
     batch, start = workload.on(device), 0.0
     for step in range(SETTLING + steps):

@@ -17,8 +17,8 @@ from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import CheckOptimizer, build_optimizer, check_optimizer, parameter_groups
-from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings, build_schedule
+from recipes.optim import CheckOptimizer, check_optimizer
+from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
 
@@ -37,19 +37,22 @@ def _all_parameters(kind: type) -> inspect.Signature:
 
 
 class Recipe(pl.LightningModule):
-    """The base of every recipe: a recipe adds `build_network` and `training_step`.
+    """The base of every recipe: a recipe adds `build_network`, `training_step` and `configure_optimizers`.
 
     `training_step` returns ``{"loss": mean, "count": targets behind that mean}``, and may add ``correct``, how many of
     them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
     step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
-    A recipe may override `parameter_groups` for learning rates and weight decay by layer, `headline` for the closing
-    table, `prediction_rows` for predict, and `named_outputs` and `export_metadata` for export.
+    `configure_optimizers` calls `build_optimizer` and `build_schedule`, which read the parameters below. A recipe whose
+    defaults differ repeats them in its constructor, and passes them on.
+
+    A recipe may override `headline` for the closing table, `prediction_rows` for predict, and `named_outputs` and
+    `export_metadata` for export.
 
     Args:
         optimizer: an optimiser of torch.optim, such as sgd or adamw, or any class by its import path, such as
             lion_pytorch.Lion.
-        lr: peak learning rate; by default 0.001.
+        lr: peak learning rate.
         weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
         momentum: momentum, if the optimiser has it.
         schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
@@ -73,9 +76,6 @@ class Recipe(pl.LightningModule):
     monitor = "val/loss"
     """The score that decides which checkpoint is the best, and whether more is better."""
     monitor_mode: Literal["min", "max"] = "min"
-
-    default_lr = 0.001
-    """The peak learning rate where none is given."""
 
     base_batch_size = 256
     """The global batch size to which the learning rate refers: the command line scales it with the batch of the run."""
@@ -112,7 +112,7 @@ class Recipe(pl.LightningModule):
     def __init__(
         self,
         optimizer: str = "adamw",
-        lr: float | None = None,
+        lr: float = 0.001,
         weight_decay: float = 0.01,
         momentum: Rare[float] = 0.9,
         schedule: ScheduleName = "one_cycle",
@@ -124,7 +124,6 @@ class Recipe(pl.LightningModule):
         weights_skip: Rare[str | Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
-        lr = self.default_lr if lr is None else lr
         # Refused here, not when training begins.
         check_ranges(
             lr=(lr, RATE),
@@ -135,7 +134,6 @@ class Recipe(pl.LightningModule):
         check_optimizer(optimizer, optimizer_args or {})
         ScheduleSettings(schedule, lr, schedule_args or {})
         self.save_hyperparameters()
-        self.settle(lr=lr)
         network = self.build_network()
         self.network = network if network.training else network.train()
         if channels_last:
@@ -152,7 +150,7 @@ class Recipe(pl.LightningModule):
         """The precision of the run in the checkpoint that was loaded, as Lightning names it."""
 
     def settle(self, **values: Any) -> None:
-        """Save what stands for arguments, such as the ``lr`` for None; a subclass passes its own on as they were."""
+        """Save what stands for arguments, such as a rate for None; a subclass passes its own on as they were."""
         self._settled = self._settled | values
         self.hparams.update(values)
 
@@ -201,18 +199,13 @@ class Recipe(pl.LightningModule):
         outputs: Tensor = call_network(self.network, inputs)
         return outputs
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """The parameters as torch.optim takes them, in groups; here those with weight decay, and norms and biases."""
-        return parameter_groups(self.parameters(), self.hparams.weight_decay)
-
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser and the schedule that the parameters name, over the `parameter_groups`."""
-        options = self.hparams
-        # Under AMP a fused one with clipped gradients raises inside Lightning (Lightning-AI/pytorch-lightning#21435).
-        fused = False if getattr(attached_trainer(self), "gradient_clip_val", None) else None
-        arguments = options.momentum, fused, options.optimizer_args
-        return build_schedule(build_optimizer(options.optimizer, self.parameter_groups(), options.lr, *arguments), self)
+        """The optimiser and its schedule, which a recipe builds itself."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has to override configure_optimizers(), as in:"
+            " optimizer = build_optimizer(self.parameters(), self); return build_schedule(optimizer, self)"
+        )
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:

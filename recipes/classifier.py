@@ -13,7 +13,7 @@ from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
 from recipes.calls import call_network
 from recipes.inputs import in_dtype_of
-from recipes.labels import CheckLabels, as_classes, count_correct, mean_cross_entropy
+from recipes.labels import CheckLabels, as_classes
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables
 
@@ -21,7 +21,7 @@ from recipes.tables import EvaluationTables
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.
 
-    A recipe adds `build_network`; see `MNISTClassifier`.
+    A recipe adds `build_network`, `training_step` and `configure_optimizers`; see `MNISTClassifier`.
 
     Images may be float32, float64 or whole numbers, and labels whole numbers of any type. In training the labels may be
     soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. A label of -100 leaves its sample out
@@ -33,7 +33,8 @@ class Classifier(Recipe):
     Where the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
     number, and not by their weights as in torch's mean: so an update is the same on any split, and rare classes weigh
     the same in each batch. The weights are saved in the checkpoint, with which a run resumes. The losses of validation
-    and test are cross-entropy without weights.
+    and test are cross-entropy without weights. `mean_cross_entropy` is that loss: `training_step` passes it
+    `class_weights` and ``label_smoothing``.
 
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
@@ -67,7 +68,6 @@ class Classifier(Recipe):
             raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
         check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
-        self.label_smoothing = label_smoothing
         self.register_buffer("class_weights", None, persistent=False)
         self.top_k = top_k
         self.val_scores, self.test_scores = ClassificationScores(num_classes), ClassificationScores(num_classes)
@@ -98,13 +98,6 @@ class Classifier(Recipe):
         if stage == "fit":
             # Those of a checkpoint take their place later.
             self.class_weights = data_contract(self.data_module()).class_weights
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        inputs, targets = batch
-        logits = self(inputs)
-        loss, count = mean_cross_entropy(logits, targets, self.class_weights, self.label_smoothing)
-        return {"loss": loss, "count": count, "correct": count_correct(logits, targets)}
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Optimisers by name, torch's and those of any module that is imported; and the parameters in their groups."""
+"""The optimiser of a recipe: by name, torch's or that of any module that is imported, over groups of parameters."""
 
 import inspect
 import sys
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
 from datamodules.notes import warn
 
@@ -128,7 +129,29 @@ def layer_groups(
     return [group for part in reversed(groups) for group in part]
 
 
-def build_optimizer(
+def build_optimizer(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], recipe: Any) -> Optimizer:
+    """The optimiser that the parameters of a recipe name, for its `configure_optimizers`.
+
+    Args:
+        parameters: of the network, which `parameter_groups` splits; or groups, whose rate and weight decay are the
+            recipe's where they have none of their own.
+        recipe: its ``hparams`` are those of `Recipe`: optimizer, lr, weight_decay, momentum and optimizer_args.
+
+    Raises:
+        UserError: as `optimizer_by_name` does.
+    """
+    options = recipe.hparams
+    groups: list[Any] = list(parameters)
+    if groups and not isinstance(groups[0], dict):
+        groups = parameter_groups(groups, options.weight_decay)
+    groups = [{"weight_decay": options.weight_decay, **group} for group in groups]
+    # Under AMP a fused one with clipped gradients raises inside Lightning (Lightning-AI/pytorch-lightning#21435).
+    clips = getattr(attached_trainer(recipe), "gradient_clip_val", None)
+    fused = False if clips else None
+    return optimizer_by_name(options.optimizer, groups, options.lr, options.momentum, fused, options.optimizer_args)
+
+
+def optimizer_by_name(
     name: str,
     groups: Iterable[dict[str, Any]],
     lr: float,
@@ -136,7 +159,7 @@ def build_optimizer(
     fused: bool | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """An optimiser by name over parameter groups.
+    """An optimiser by name over parameter groups, without a recipe.
 
     A checkpoint restores its moments only: rates, decay and kernels are those of the arguments, so a resumed run can
     change them, or the device.
@@ -208,7 +231,7 @@ class CheckOptimizer(pl.Callback):
             path = kind.lower() if module.startswith("torch.optim") else f"{module}.{kind}"
             warn(
                 "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
-                " rate; call build_optimizer(), or pass optimizer=%r",
+                " rate; call build_optimizer(parameters, self), or pass optimizer=%r",
                 *(kind, name, path),
             )
         elif built and not trainer.lr_scheduler_configs:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer
 from datamodules.images.known_sets import DATASETS
-from recipes.optim import build_optimizer, parameter_groups
+from recipes.optim import optimizer_by_name, parameter_groups
 
 __all__ = ["Job", "LapClock", "Laps", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]
 
@@ -95,7 +95,7 @@ class Job:
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """The recipe's: AdamW in one kernel."""
-        return build_optimizer("adamw", parameter_groups(module.parameters(), WEIGHT_DECAY), LR)
+        return optimizer_by_name("adamw", parameter_groups(module.parameters(), WEIGHT_DECAY), LR)
 
     def autocast(self) -> Any:
         """What a plain loop does for the precision."""

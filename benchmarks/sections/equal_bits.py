@@ -25,7 +25,7 @@ from callbacks import GradientSum, OrderedStatistics
 from callbacks.lib.exact_sums import tree_nodes
 from datamodules.loading.sampling import range_of_rank
 from recipes import ResNetFineTuner
-from recipes.optim import build_optimizer, parameter_groups
+from recipes.optim import optimizer_by_name, parameter_groups
 from recipes.runner.machine import resolve_precision
 
 __all__ = ["bytes_sent", "run"]
@@ -81,7 +81,7 @@ class _Way:
     def __init__(self, job: Job, workload: Workload, ordered: bool) -> None:
         torch.manual_seed(1)
         network: nn.Module = workload.build().network.to(memory_format=torch.channels_last)
-        self.optimizer = build_optimizer("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
+        self.optimizer = optimizer_by_name("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
         self.workload, self.batch = workload, workload.on(torch.device("cpu"))
         self.count, self.steps = job.micro_batches, job.micro_batches // job.world_size
         self.low = torch.bfloat16 if job.precision == "bf16-mixed" else None

@@ -1,8 +1,5 @@
-"""How much code there may be: growth is a decision. Whoever needs more lines or flags says in the change what goes."""
+"""How long a file and how many flags there may be: growth is a decision."""
 
-import ast
-import io
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -12,50 +9,50 @@ from recipes.runner.experiment import Classes
 from recipes.runner.run import build_parser
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {
-    # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (10_553, 6_665),
-    "callbacks": (6_369, 3_858),
-    "datamodules": (7_031, 4_320),
-    "tests": (22_000, 16_562),
-    "benchmarks": (4_381, 3_208),
+PACKAGES = ("recipes", "callbacks", "datamodules", "benchmarks", "tests")
+LIMIT = 350
+"""Lines of a source file: what a reader takes in at one sitting."""
+
+LONGER = {
+    "recipes/runner/join.py": 560,
+    "tests/callbacks/test_lean_loop.py": 546,
+    "tests/datamodules/translation/test_translation_data.py": 544,
+    "benchmarks/faults.py": 493,
+    "recipes/runner/run.py": 482,
+    "datamodules/translation/data_module.py": 472,
+    "tests/datamodules/images/test_mnist.py": 471,
+    "tests/datamodules/images/test_image_folder.py": 448,
+    "recipes/runner/launch.py": 423,
+    "tests/callbacks/test_gradient_accumulation.py": 417,
+    "callbacks/lib/lightning_internals.py": 394,
+    "tests/recipes/test_resnet.py": 384,
+    "recipes/runner/commands.py": 375,
+    "tests/recipes/test_recipe.py": 371,
+    "datamodules/images/image_folder.py": 367,
+    "tests/recipes/test_seq2seq_recipe.py": 366,
+    "datamodules/loading/worker_loaders.py": 361,
+    "callbacks/gradient_accumulation.py": 358,
+    "benchmarks/harness/measurements.py": 354,
+    "recipes/runner/flags.py": 352,
+    "tests/rehearsal/stand_in.py": 351,
 }
+"""The files that were longer when the limit was set, with their length of then: they may shrink, and none may join."""
+
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
 FLAGS = Path(__file__).with_name("flags.txt")
 """The flags of the recipes that are not the Trainer's, a line for each, with the recipes that have it."""
 
-_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
-
-def _lines_of_code(text: str) -> int:
-    held: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            held.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        body = getattr(node, "body", None)
-        for child in body if isinstance(body, list) else ():
-            if (
-                isinstance(child, ast.Expr)
-                and isinstance(child.value, ast.Constant)
-                and isinstance(child.value.value, str)
-            ):
-                held.difference_update(range(child.lineno, (child.end_lineno or 0) + 1))
-    return len(held)
-
-
-def test_lines_that_hold_no_code_are_not_counted_as_code() -> None:
-    text = '"""A module\n\nof one function."""\n\n# why\ndef f():\n    """It."""\n    return """a\nb"""\n'
-    assert _lines_of_code(text) == 3
-
-
-@pytest.mark.parametrize("package", BUDGETS)
-def test_a_package_keeps_to_its_budget_of_lines(package: str) -> None:
-    texts = [path.read_text() for path in (ROOT / package).rglob("*.py")]
-    lines, code = sum(len(text.splitlines()) for text in texts), sum(map(_lines_of_code, texts))
-    most, most_code = BUDGETS[package]
-    assert lines <= most, f"{package} has {lines} lines: {most} at most; which go?"
-    assert code <= most_code, f"{package} has {code} lines of code: {most_code} at most; which go?"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_source_file_keeps_to_the_limit_of_lines(package: str) -> None:
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+    too_long = {path: lines for path, lines in lengths.items() if lines > LONGER.get(path, LIMIT)}
+    assert not too_long, f"longer than {LIMIT} lines, or than LONGER has them; split what does two things"
+    short = [path for path, lines in lengths.items() if path in LONGER and lines <= LIMIT]
+    assert not short, "no longer above the limit; remove them from LONGER"
 
 
 def test_the_flags_are_those_that_were_decided_on() -> None:

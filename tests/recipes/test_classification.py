@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules import UserError
 from datamodules.loading.sampling import evaluation_spans
-from recipes import Classifier
 from recipes.inputs import in_dtype_of
 from recipes.labels import mean_cross_entropy
 from recipes.prediction import prediction_table
 from recipes.scores import ClassificationScores, macro_f1
 from recipes.weights import load_initial_weights
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
@@ -85,7 +85,7 @@ def test_one_and_three_ranks_agree_to_the_last_digit():
         assert found == one
 
 
-class Small(Classifier):
+class Small(TrainedClassifier):
     """A linear network over images of 8 x 8."""
 
     def __init__(self, num_classes: int | None = 3, **kwargs: Any) -> None:

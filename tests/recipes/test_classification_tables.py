@@ -18,11 +18,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, Te
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
 from datamodules.loading.loaders import EvaluationLoader, sample_numbers
-from recipes import Classifier
 from recipes.runner.results import write_rows
 from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.tables import class_table
 from tests.support.command_lines import MNIST, typed
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import on_ranks, quiet_trainer
 
@@ -35,7 +35,7 @@ class Brightness(nn.Module):
         return torch.stack((-brightness, brightness), 1)
 
 
-class Bright(Classifier):
+class Bright(TrainedClassifier):
     def build_network(self) -> nn.Module:
         return Brightness()
 

@@ -20,7 +20,6 @@ import recipes.compilation
 from callbacks import ExactCheckpoint, FreezeLayers, GradientAccumulation, SeedControl, SyncBN, WeightAveraging
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from recipes import Classifier
 from recipes.compilation import CompileNetwork, compile_network, restore_network
 from recipes.dropout import Dropout
 from recipes.mnist import MNISTClassifier
@@ -31,6 +30,7 @@ from recipes.runner.strategies import build_strategy
 from recipes.seq2seq.network import Seq2SeqNet, target_positions
 from recipes.seq2seq.transformer import TransformerNet
 from tests.support.command_lines import MNIST, typed
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import CLASSES, noisy_images, quiet_trainer
 
@@ -93,7 +93,7 @@ def test_a_network_is_one_graph_for_all_sizes_and_draws_the_same_noise(name: str
     restore_network(network)
 
 
-class Noisy(Classifier):
+class Noisy(TrainedClassifier):
     """Convolution, BatchNorm, dropout and a head, for images of 5 x 5."""
 
     def build_network(self) -> nn.Module:

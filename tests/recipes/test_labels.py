@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from callbacks import GradientAccumulation
 from datamodules import RunFailedError, TrainLoader, UserError
-from recipes import Classifier
 from recipes.labels import LabelCheck
 from recipes.scores import ClassificationScores
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import on_ranks, quiet_trainer
 
@@ -28,7 +28,7 @@ PARTLY = LABELS.clone()
 PARTLY[torch.tensor([0, 1, 2, 3, 5, 9, 13, 14, 15])] = IGNORED
 
 
-class Linear(Classifier):
+class Linear(TrainedClassifier):
     def __init__(self, num_classes: int = CLASSES, **kwargs: Any) -> None:
         torch.manual_seed(1)
         plain = {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.0, "schedule": "constant"}

@@ -26,20 +26,20 @@ from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
-from recipes import Recipe
 from recipes.calls import call_network
 from recipes.mnist import MNISTClassifier
 from recipes.optim import learning_rate_scale, parameter_groups
 from recipes.resnet import ResNetFineTuner
 from recipes.runner.machine import resolve_precision
 from recipes.seq2seq import Seq2SeqTranslator
+from tests.support.own_training import TrainedRecipe
 from tests.support.ranks import run_ranks
 from tests.support.tables import on_ranks, quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 
 
-class Line(Recipe):
+class Line(TrainedRecipe):
     """y = 2x by least squares; batches are (x, y)."""
 
     def build_network(self) -> nn.Module:

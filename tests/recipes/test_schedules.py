@@ -26,9 +26,10 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes import Recipe
 from recipes.mnist import MNISTClassifier
-from recipes.optim import build_optimizer, parameter_groups
+from recipes.optim import build_optimizer, optimizer_by_name, parameter_groups
 from recipes.schedules import Schedule, ScheduleName
 from tests.support import optimizers
+from tests.support.own_training import TrainedRecipe
 from tests.support.tables import quiet_trainer
 
 EPOCHS, UPDATES, LR = 4, 6, 0.1
@@ -45,7 +46,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Line(Recipe):
+class Line(TrainedRecipe):
     """Least squares in float64, whose score on the validation set is 1, 2, 3, 1 and so on, so it never gets better."""
 
     def __init__(self, schedule: Any, optimizer: str = "sgd", **kwargs: Any) -> None:
@@ -226,7 +227,7 @@ def test_the_schedule_steps_as_lambda_lr_to_the_bit() -> None:
 
 
 def build(name: str, weight_decay: float = 0.0, **options: Any) -> torch.optim.Optimizer:
-    return build_optimizer(name, parameter_groups(nn.Linear(2, 2).parameters(), weight_decay), lr=0.1, **options)
+    return optimizer_by_name(name, parameter_groups(nn.Linear(2, 2).parameters(), weight_decay), lr=0.1, **options)
 
 
 def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> None:
@@ -234,11 +235,28 @@ def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> Non
     assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False
     by_default = build("SGD").defaults
     assert (by_default["nesterov"], by_default["momentum"], by_default["lr"]) == (True, 0.9, 0.1)
-    of_recipe = Line("constant", momentum=0.5, optimizer_args={"nesterov": False}).configure_optimizers()["optimizer"]
-    assert (of_recipe.defaults["nesterov"], of_recipe.defaults["momentum"]) == (False, 0.5)
     own = build("tests.support.optimizers.Counting", 0.2, arguments={"scale": 3.0})
     assert type(own) is optimizers.Counting
     assert [(group["scale"], group["weight_decay"]) for group in own.param_groups] == [(3.0, 0.2), (3.0, 0.0)]
+
+
+def test_a_recipes_optimiser_has_its_rate_momentum_and_arguments_in_every_group() -> None:
+    recipe = Line("constant", momentum=0.5, weight_decay=0.2, optimizer_args={"nesterov": False})
+    weight, bias = recipe.parameters()
+    split = build_optimizer([weight, bias], recipe)
+    assert [(group["lr"], group["weight_decay"]) for group in split.param_groups] == [(LR, 0.2), (LR, 0.0)]
+    grouped = build_optimizer([{"params": [weight], "lr": 0.7}, {"params": [bias]}], recipe)
+    assert [(group["lr"], group["weight_decay"]) for group in grouped.param_groups] == [(0.7, 0.2), (LR, 0.2)]
+    for optimizer in (split, grouped):
+        assert (optimizer.defaults["nesterov"], optimizer.defaults["momentum"]) == (False, 0.5)
+
+
+def test_a_recipe_without_configure_optimizers_is_told_what_to_write() -> None:
+    class Forgetful(Line):
+        configure_optimizers = Recipe.configure_optimizers
+
+    with pytest.raises(NotImplementedError, match=r"optimizer = build_optimizer\(self.parameters\(\), self\)"):
+        fit(Forgetful("constant"))
 
 
 @pytest.mark.parametrize(

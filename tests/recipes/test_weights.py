@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from recipes import Recipe
 from recipes.resnet import ResNetFineTuner, pretrained
 from recipes.resnet.pretrained import download_weights
 from recipes.weights import load_initial_weights, load_weights, read_weights
+from tests.support.own_training import TrainedRecipe
 
 
 class Net(nn.Module):
@@ -235,7 +235,7 @@ def test_values_that_are_not_finite_are_refused_by_name_and_nothing_is_touched(v
     _assert_equal(_copy(network), before)
 
 
-class _NetRecipe(Recipe):
+class _NetRecipe(TrainedRecipe):
     """A recipe that trains `Net`."""
 
     def build_network(self) -> nn.Module:

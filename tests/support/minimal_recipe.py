@@ -1,4 +1,4 @@
-"""The smallest recipe: a network and a training step, without validation, test or example input."""
+"""The smallest recipe: network, step and optimiser, without validation, test or example input."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from datamodules import UserError
-from recipes import Recipe, run
+from recipes import Recipe, build_optimizer, build_schedule, run
 
 
 class Line(Recipe):
@@ -22,6 +22,10 @@ class Line(Recipe):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         return F.mse_loss(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self.parameters(), self)
+        return build_schedule(optimizer, self)
 
 
 class Points(pl.LightningDataModule):

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes import Classifier, run
+from recipes import run
+from tests.support.own_training import TrainedClassifier
 
 
-class Quadrants(Classifier):
+class Quadrants(TrainedClassifier):
     """Tells in which of two pairs of quadrants a point lies."""
 
     title = "quadrants"

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules import DataContract
 from datamodules.contract import data_contract
-from recipes import Classifier, fit
+from recipes import fit
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 
 
@@ -54,14 +55,16 @@ class Points(pl.LightningDataModule, DataContract):
     val_dataloader = test_dataloader = train_dataloader
 
 
-class Points3(Classifier):
+class Points3(TrainedClassifier):
     """A linear classifier."""
 
     title = "points"
     trainer_defaults = {"max_epochs": 1}  # noqa: RUF012
 
-    def __init__(self, num_classes: int | None = None, **kwargs: Any) -> None:
-        super().__init__(num_classes=num_classes, **kwargs)
+    def __init__(self, num_classes: int | None = None, lr: float | None = None, **kwargs: Any) -> None:
+        if lr is None:
+            lr = 0.004
+        super().__init__(num_classes=num_classes, lr=lr, **kwargs)
 
     def build_network(self) -> nn.Module:
         return nn.Linear(4, self.hparams.num_classes)
@@ -133,7 +136,7 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
     # An epoch has 3 updates, and the default is one epoch: steps alone have no bound of epochs.
     assert rate("steps", "--max-steps", "4") == rate("steps", "--resume", "auto", "--max-steps", "7")
     saved = torch.load(tmp_path / "runs/points/steps/checkpoints/last.ckpt", weights_only=True)
-    assert (saved["global_step"], saved["config"]["lr"]) == (7, Classifier.default_lr)
+    assert (saved["global_step"], saved["config"]["lr"]) == (7, 0.004)
 
 
 def test_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""The vocabularies of a translator: where they come from, and how a checkpoint and an exported file hold them."""
+
+import base64
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from datamodules.errors import UserError
+from datamodules.translation.data_module import TranslationDataModule
+from datamodules.translation.subwords import SubwordVocabulary
+from datamodules.translation.text import Normalisation
+from recipes.seq2seq.decoding import Vocabularies
+from recipes.weights import read_beside, skip_patterns
+
+_SIDES = ("source", "target")
+_LAYERS = ("source_embedding", "target_embedding", "output")
+"""The layers with a row for each token."""
+
+
+def take_vocabularies(data: TranslationDataModule, weights: str | None, weights_skip: Any) -> None:
+    """Have the data use the vocabularies in a file of weights, whose embeddings have a row for each of their tokens.
+
+    Those of the data stay where `weights_skip` names source_embedding, target_embedding and output.
+    """
+    saved = read_beside(weights)
+    if "normalisation" not in saved or all(_is_skipped(layer, weights_skip) for layer in _LAYERS):
+        return
+    source, target = saved.get("vocabularies") or [_exported_vocabulary(saved, side) for side in _SIDES]
+    state = {"source_tokens": source, "target_tokens": target, "normalisation": saved["normalisation"]}
+    data.load_state_dict(state)
+    data.setup("fit")
+
+
+def _is_skipped(layer: str, weights_skip: Any) -> bool:
+    names = (layer, f"{layer}.weight")
+    return any(fnmatchcase(name, pattern) for pattern in skip_patterns(weights_skip) for name in names)
+
+
+def _exported_vocabulary(saved: Mapping[str, Any], side: str) -> Any:
+    """A vocabulary as `vocabulary_metadata` has written it."""
+    if f"{side}_subwords" in saved:
+        return base64.b64decode(saved[f"{side}_subwords"])
+    return saved[f"{side}_vocabulary"]
+
+
+def vocabulary_metadata(vocabularies: Vocabularies, normalisation: Normalisation) -> dict[str, Any]:
+    """What exported files say of the vocabularies: their tokens, and of subwords sentencepiece's own files."""
+    metadata: dict[str, Any] = {"normalisation": normalisation}
+    for side, vocabulary in zip(_SIDES, vocabularies, strict=True):
+        metadata[f"{side}_vocabulary"] = vocabulary.tokens
+        if isinstance(vocabulary, SubwordVocabulary):
+            metadata[f"{side}_subwords"] = base64.b64encode(vocabulary.model).decode()
+    return metadata
+
+
+def known(vocabularies: Vocabularies | None) -> Vocabularies:
+    """The vocabularies, which translating needs.
+
+    Raises:
+        UserError: there are none; it says where they come from.
+    """
+    if vocabularies is None:
+        raise UserError(
+            "the network has no vocabularies yet; train it on a TranslationDataModule, load a checkpoint, or set "
+            "recipe.vocabularies = (source, target)"
+        )
+    return vocabularies
+
+
+def check_sizes(vocabularies: Vocabularies | None, source_size: int, target_size: int) -> None:
+    """Refuse data whose vocabularies have other sizes than the network's.
+
+    Raises:
+        UserError: a size differs.
+    """
+    for vocabulary, size, side in zip(vocabularies or (), (source_size, target_size), _SIDES):
+        if len(vocabulary) != size:
+            raise UserError(
+                f"the network has {size:,} {side} tokens, and the data has {len(vocabulary):,}; pass the data and "
+                f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
+            )
