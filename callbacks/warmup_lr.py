@@ -1,13 +1,15 @@
 """Warm-up and batch-size scaling of the learning rate, on top of any schedule.
 
-Chained schedulers move on when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break
-when a parameter group is added. Here the rate is multiplied only while the optimiser steps, so no schedule notices.
+The schedules of the recipes take both as factors of the rate of an update (`callbacks.lib.rates`). Other schedulers
+know no warm-up: chained ones move on when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759),
+and break when a parameter group is added. Their rate is multiplied only while the optimiser steps, so none notices.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +20,7 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import log_after_update, log_interval
+from callbacks.lib.rates import UpdateSchedule, schedule_of
 from callbacks.lib.updates import duration_to_updates, global_batch_size, total_updates, updates_made
 from datamodules.errors import UserError
 from datamodules.notes import warn
@@ -147,7 +150,8 @@ class RateFactor:
 class _Fit:
     """What `WarmupLR` keeps for one fit."""
 
-    factors: Sequence[RateFactor] = ()
+    rates: Sequence[RateFactor | UpdateSchedule] = ()
+    """What sets the rates of each optimiser while it steps."""
     logged_step: int | None = None
 
 
@@ -156,16 +160,19 @@ class WarmupLR(pl.Callback):
 
     Runs on: each optimiser step that really happens, through the optimiser's own hooks.
 
-    The n-th update uses the schedule's rate times ``warmup_factor(n / length)``, in every parameter group, whenever it
-    was added. An update that float16 skipped is not counted. Where a module optimises by hand, those of each optimiser
-    are counted. The rates used are logged as ``lr`` (further groups as ``lr/<name or number>``) every
-    `log_every_n_steps` updates; they are in `trainer.callback_metrics` without a logger too. The optimiser and its
-    checkpoint keep the schedule's own rate.
+    The n-th update uses the schedule's rate times ``warmup_factor(n / length)``. The rates used are logged as ``lr``
+    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are in
+    `trainer.callback_metrics` without a logger too.
+
+    A recipe's schedule takes the factor, at the Trainer's number of the update, so that a resumed run has the rates of
+    one run of its present length. The rate of any other scheduler, or of none, is multiplied while the optimiser steps,
+    in every parameter group, whenever it was added; the optimiser and its checkpoint keep the scheduler's own rate. An
+    update that float16 skipped is not counted then, and where a module optimises by hand, those of each optimiser are.
 
     Args:
         duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. When a resumed run has other epochs or another
-            end, because devices, accumulation or `max_epochs` changed, a warm-up in epochs or per cent continues at the
-            fraction it had reached.
+            end, because devices, accumulation or `max_epochs` changed, a warm-up in epochs or per cent on top of
+            another scheduler than a recipe's continues at the fraction it had reached.
         scale: how the rate follows the global batch: loader's batch size x devices x accumulated micro-batches.
         base_batch_size: the global batch that the rate is stated for; needed with `scale`.
 
@@ -199,14 +206,17 @@ class WarmupLR(pl.Callback):
     @property
     def updates(self) -> list[float]:
         """Updates made so far, by optimiser."""
-        return [factor.updates for factor in self._fit.factors] or self._updates
+        return [rate.updates for rate in self._fit.rates] or self._updates
 
-    def factor(self, trainer: pl.Trainer, updates: float) -> float:
-        """What the schedule's rate is multiplied with at the update that follows `updates` others."""
-        warmup = warmup_factor(updates / self.length) if updates < self.length else 1.0
+    def warmup(self, updates: float) -> float:
+        """The factor of the warm-up at the update that follows `updates` others."""
+        return warmup_factor(updates / self.length) if updates < self.length else 1.0
+
+    def batch_scale(self, trainer: pl.Trainer) -> float:
+        """The factor of the global batch size."""
         if self.base_batch_size is None:
-            return warmup
-        return warmup * batch_size_scale(global_batch_size(trainer), self.base_batch_size, self.scale)
+            return 1.0
+        return batch_size_scale(global_batch_size(trainer), self.base_batch_size, self.scale)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -220,7 +230,9 @@ class WarmupLR(pl.Callback):
                 f'WarmupLR("{self.duration}") needs the length of the run in steps, and {type(pl_module).__name__}'
                 ' optimises manually: write the warm-up in steps of each optimiser, such as "500 steps"'
             )
-        length, updates, count = duration_to_updates(self.duration, trainer), self.updates, len(trainer.optimizers)
+        length = duration_to_updates(self.duration, trainer)
+        updates = self.updates
+        count = len(trainer.optimizers)
         if self.scale is not None:
             global_batch_size(trainer)  # A loader without batch size is refused here, not by the first step.
         if self.duration.unit != "steps" and self.length not in (0, length):
@@ -238,11 +250,20 @@ class WarmupLR(pl.Callback):
                 f" learning rate reaches {warmup_factor(end / length):.1%} of its schedule's; pass a shorter warm-up or"
                 " more epochs"
             )
-        factors = [
-            RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
-            for optimizer, done in zip(trainer.optimizers, updates, strict=True)
-        ]
-        self._fit = _Fit(factors)
+        pairs = zip(trainer.optimizers, updates, strict=True)
+        self._fit = _Fit([self._rate_of(optimizer, done, trainer) for optimizer, done in pairs])
+
+    def _rate_of(self, optimizer: Optimizer, updates: float, trainer: pl.Trainer) -> RateFactor | UpdateSchedule:
+        """Hand the factors to a recipe's schedule, or multiply the rate of another one."""
+        schedule = schedule_of(optimizer, trainer)
+        if schedule is not None:
+            schedule.warm_up(self.warmup, partial(self.batch_scale, trainer))
+            return schedule
+
+        def factor(update: float) -> float:
+            return self.warmup(update) * self.batch_scale(trainer)
+
+        return RateFactor(optimizer, factor, updates, self.length)
 
     @override
     def on_train_batch_end(
@@ -253,19 +274,19 @@ class WarmupLR(pl.Callback):
         if not (ends_interval or trainer.is_last_batch or fit.logged_step is None):
             return
         step = trainer.global_step
-        if step == fit.logged_step or not any(factor.used for factor in fit.factors):
+        if step == fit.logged_step or not any(rate.used for rate in fit.rates):
             return
         fit.logged_step = step
         rates: dict[str, float] = {}
-        for index, factor in enumerate(fit.factors):
-            rates |= rates_by_name(factor.optimizer.param_groups, factor.used, f"lr{index or ''}")
+        for index, rate in enumerate(fit.rates):
+            rates |= rates_by_name(rate.optimizer.param_groups, rate.used, f"lr{index or ''}")
         trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
         log_after_update(trainer, rates)
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
         self._updates = self.updates
-        for factor in self._fit.factors:
-            factor.remove()
+        for rate in self._fit.rates:
+            rate.remove()
         self._fit = _Fit()
 
     on_exception = teardown = _release

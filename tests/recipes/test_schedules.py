@@ -3,7 +3,6 @@
 Optimisers by name and by import path: what is refused, and exact resumes with state in unusual places.
 """
 
-import copy
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LambdaLR
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -27,7 +25,7 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes import Recipe
 from recipes.mnist import MNISTClassifier
 from recipes.optim import build_optimizer, optimizer_by_name, parameter_groups
-from recipes.schedules import Schedule, ScheduleName
+from recipes.schedules import ScheduleName
 from tests.support import optimizers
 from tests.support.own_training import TrainedRecipe
 from tests.support.tables import quiet_trainer
@@ -202,25 +200,6 @@ def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_be
 def test_what_does_not_apply_or_cannot_be_read_is_refused(schedule, arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
         Line(schedule, schedule_args=arguments)
-
-
-def test_the_schedule_steps_as_lambda_lr_to_the_bit() -> None:
-    def rates(kind: type[LambdaLR]) -> tuple[list[list[float]], dict[str, Any]]:
-        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.03)]
-        optimizer = torch.optim.AdamW(groups)
-        scheduler = kind(optimizer, lambda step: 1 / (1 + step / 7))
-        found = []
-        for _ in range(5):
-            optimizer.step()
-            scheduler.step()
-            found.append([float(group["lr"]) for group in optimizer.param_groups])
-            assert [float(rate) for rate in scheduler.get_last_lr()] == found[-1]
-        return found, copy.deepcopy(scheduler.state_dict())
-
-    (ours, our_state), (expected, state) = rates(Schedule), rates(LambdaLR)
-    assert ours == expected
-    assert {key: our_state[key] for key in ("last_epoch", "_step_count")} == {"last_epoch": 5, "_step_count": 6}
-    assert our_state.keys() - {"_stale"} == state.keys() - {"_get_lr_called_within_step"}
 
 
 # Optimisers

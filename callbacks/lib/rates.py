@@ -1,0 +1,123 @@
+"""The learning rate of an update: one pure function, and the one place that sets it.
+
+A scheduler that multiplies the rate before it, or counts its own steps, has to be put right after a resume, a run of
+another length or a skipped step. Here the number of the update says all: lr(update) = base x batch scale x
+warm-up(update) x curve(update).
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.updates import updates_made
+
+Rate: TypeAlias = float | Tensor
+
+
+def learning_rate(base: Rate, batch_scale: float, warmup: float, curve: float) -> Rate:
+    """The learning rate of an update.
+
+    Args:
+        base: peak rate of the parameter group, at the base batch size.
+        batch_scale: how much the rate grows with the global batch.
+        warmup: factor of the warm-up at the update.
+        curve: factor of the schedule at the update.
+
+    Example:
+        >>> learning_rate(0.1, batch_scale=2.0, warmup=0.5, curve=0.75)
+        0.07500000000000001
+    """
+    # The order decides the last bit.
+    return (base * curve) * (warmup * batch_scale)
+
+
+def _no_warmup(update: int) -> float:
+    return 1.0
+
+
+def _no_scale() -> float:
+    return 1.0
+
+
+class UpdateSchedule(LRScheduler):
+    """Sets the learning rates of an optimiser from the number of the update, which is the Trainer's.
+
+    The rates are set as the optimiser steps, so that they are right whatever happened before: a resume, another length
+    of the run, another rate in the checkpoint. `step` sets them for the update that follows, for callbacks and loggers
+    that read them in between. There is no state.
+
+    Args:
+        optimizer: any; the rates of its groups are the peaks.
+        module: trains with the optimiser.
+        curve: the factor on the rates at an update, from its number; that of update 0 needs no Trainer.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: pl.LightningModule, curve: Callable[[int], float]) -> None:
+        self.used: list[Rate] = []
+        """The rates of the last step, by group."""
+        self._module = module
+        self._curve = curve
+        self.remove()
+        super().__init__(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    def updates(self) -> int:
+        """The number of the update whose rates are set, and so of those that were made before it."""
+        return self.last_epoch
+
+    def warm_up(self, warmup: Callable[[int], float], batch_scale: Callable[[], float]) -> None:
+        """Take two more factors: of the number of the update, and of the global batch."""
+        self._warmup = warmup
+        self._batch_scale = batch_scale
+
+    def remove(self) -> None:
+        """Leave the factors of `warm_up` out again."""
+        self.warm_up(_no_warmup, _no_scale)
+
+    def set_rates(self, update: int) -> None:
+        """Set the rates of the update that follows so many others."""
+        self.last_epoch = update
+        curve = self._curve(update)
+        warmup = self._warmup(update)
+        batch_scale = self._batch_scale()
+        groups = self.optimizer.param_groups
+        for group, base in zip(groups, self.base_lrs, strict=True):
+            group["lr"] = learning_rate(base, batch_scale, warmup, curve)
+        self._last_lr = [group["lr"] for group in groups]
+
+    def _before_step(self, *_: Any) -> None:
+        trainer = attached_trainer(self._module)
+        # Lightning's Tuner puts a scheduler of its own in this one's place.
+        if trainer is not None and any(config.scheduler is self for config in trainer.lr_scheduler_configs):
+            self.set_rates(updates_made(trainer))
+            self.used = self._last_lr
+
+    @override
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next update."""
+        self._step_count += 1
+        self.set_rates(self.last_epoch + 1)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the Trainer saves the number of updates."""
+        return {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: the length of the run is not known yet, and the first update sets its rates."""
+
+
+def schedule_of(optimizer: Optimizer, trainer: pl.Trainer) -> UpdateSchedule | None:
+    """The schedule that sets an optimiser's rates; None where it has another one, or none."""
+    for config in trainer.lr_scheduler_configs:
+        if isinstance(config.scheduler, UpdateSchedule) and config.scheduler.optimizer is optimizer:
+            return config.scheduler
+    return None
