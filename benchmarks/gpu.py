@@ -163,7 +163,7 @@ def recipe_seconds(workload: Workload, device: torch.device, steps: int, compile
     used = [callbacks.SeedControl(1), callbacks.WarmupLR(0), callbacks.GradientAccumulation()]
     used += [callbacks.FiniteWeights(), callbacks.RankConsistency(), callbacks.Preemption()]
     trainer = bare_trainer(
-        [*used, callbacks.TrainingMonitor(), callbacks.TrainLoss(), callbacks.LeanLoop(), clock],
+        [*used, callbacks.TrainingMonitor(), callbacks.TrainLoss(), clock],
         accelerator="gpu" if device.type == "cuda" else "cpu",
         precision="bf16-mixed",
         max_steps=SETTLING + steps,

@@ -4,7 +4,6 @@ from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpoin
 from .finite_weights import FiniteWeights as FiniteWeights
 from .freezing import FreezeLayers as FreezeLayers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation
-from .lean_loop import LeanLoop as LeanLoop
 from .lib.batch_norm import OrderedStatistics as OrderedStatistics
 from .lib.freezing import freeze_layers as freeze_layers
 from .lib.gradient_sum import GradientSum as GradientSum
@@ -20,6 +19,8 @@ from .sync_bn import restore_batchnorm as restore_batchnorm
 from .sync_bn import sync_batchnorm as sync_batchnorm
 from .train_loss import TrainLoss as TrainLoss
 from .training_monitor import TrainingMonitor as TrainingMonitor
+from .update_loop import UpdateLoop as UpdateLoop
+from .update_loop import install_update_loop as install_update_loop
 from .warmup_lr import RateFactor as RateFactor
 from .warmup_lr import WarmupLR as WarmupLR
 from .warmup_lr import batch_size_scale as batch_size_scale

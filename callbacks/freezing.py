@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
@@ -121,6 +122,12 @@ class FreezeLayers(pl.Callback):
                 ' train: pass strategy="ddp", or call requires_grad_(False) in configure_model instead'
             )
         self._release()
+        unbuilt = [name for name, parameter in pl_module.named_parameters() if is_lazy(parameter)]
+        if unbuilt:
+            raise UserError(
+                f"{unbuilt[0]} is built with the first batch, and FreezeLayers has to know its parameters before: call"
+                " the network once with an input of the right shape in the module's constructor"
+            )
         known = [*module_names(pl_module), *parameter_names(pl_module)]
         starts = {name if name == "*" else find_name(name, known): start for name, start in self._starts.items()}
         names = names_before(pl_module, self.until) | (starts.keys() - {"*"})

@@ -19,16 +19,15 @@ from callbacks.checkpointing.stopping_points import (
     RULES,
     Place,
     move_counters,
-    place_after_batch,
+    place_after_update,
     trains,
-    update_is_whole,
-    validation_is_next,
 )
 from callbacks.lib.exchange import FlagAllReduce
-from callbacks.lib.hooks import after_own_hook, callbacks_of, forget_actions, refuse_dataloader_iter, surround_callbacks
-from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
+from callbacks.lib.hooks import callbacks_of, surround_callbacks
+from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers, save_last
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
+from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.notes import warn
 
 _CHILDREN_EXIT = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
@@ -88,6 +87,16 @@ def end_children(trainer: pl.Trainer, patience: float) -> None:
             child.wait()
 
 
+def _watch_in_place_of(loop: UpdateLoop) -> Callable[[], None]:
+    """Keeps the loop from asking all ranks for SIGTERM in each update; returns how to undo it."""
+    loop.watches_sigterm = False
+
+    def undo() -> None:
+        loop.watches_sigterm = True
+
+    return undo
+
+
 class Preemption(pl.Callback):
     """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
@@ -125,8 +134,6 @@ class Preemption(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            refuse_dataloader_iter(self, pl_module)
         self._release()
         what = "saving after this update" if stage == "fit" else "ending after this batch"
         self._flag.on_interrupt = f"Ctrl-C: {what}; press it again to end at once" if trainer.is_global_zero else ""
@@ -141,10 +148,8 @@ class Preemption(pl.Callback):
         )
         # Lightning would put its own handlers around ours, and SIGTERM's runs a collective.
         self._undo = [surround_callbacks(trainer, first, self), keep_signal_handlers(trainer)]
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._undo.append(hold_to_updates(trainer, update_is_whole, validation_is_next))
+        if stage == "fit":
+            self._undo.append(_watch_in_place_of(install_update_loop(trainer)))
 
     def _over_ranks(self, trainer: pl.Trainer) -> FlagAllReduce:
         if self._ranks is None:
@@ -174,16 +179,14 @@ class Preemption(pl.Callback):
         if self._stop_requested:
             self._stop(trainer, "validation start" if trains(trainer) else "evaluation")
 
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not update_is_whole(trainer):
+    def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop here if a signal came, unless the update is an epoch's last, whose next hook is the exact place."""
+        place = place_after_update(trainer)
+        if place == "within update":
             return
         self._stop_requested |= self._over_ranks(trainer).start(bool(self._flag.received))
-        # At an epoch's end, or before a validation, the next hook is the exact place.
-        if self._stop_requested and RULES[place := place_after_batch(trainer)].saves:
-            after_own_hook(pl_module, "on_train_batch_end", lambda: self._stop(trainer, place))
+        if self._stop_requested and not trainer.is_last_batch:
+            self._stop(trainer, place)
 
     def _end_evaluation_batch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._common_batches -= 1
@@ -230,7 +233,6 @@ class Preemption(pl.Callback):
         if isinstance(exception, Preempted):
             # Where the ranks have not agreed to stop, the others wait for this process, and would wait on.
             end_children(trainer, _CHILDREN_EXIT if self._stopping else 0.0)
-        forget_actions(pl_module)
         self._release()
 
     @override

@@ -23,6 +23,7 @@ from callbacks.lib.batch_norm import (
     own_batch_layers,
     running_statistics,
 )
+from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 
 
@@ -127,6 +128,8 @@ class _Synchronised(_BatchNorm):
 
     original: ClassVar[type[_BatchNorm]]
     process_group: ClassVar[None] = None  # For torch's `forward`.
+    is_stand_in = False
+    """Whether the micro-batch is one that does not count; see `stand_in`."""
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     @override
@@ -135,6 +138,12 @@ class _Synchronised(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
+        if self.is_stand_in:
+            # Without samples it takes part in the collective calls, forwards and backwards.
+            return input + self._normalise(input[:0]).sum() * 0
+        return self._normalise(input)
+
+    def _normalise(self, input: Tensor) -> Tensor:
         if input.device.type != "cpu":
             # torch's layer sends the statistics of an empty half-precision batch in half, the other ranks in float32.
             empty = input.float() if input.numel() == 0 and input.dtype != torch.float64 else input
@@ -243,6 +252,12 @@ class SyncBN(pl.Callback):
 
     def __init__(self) -> None:
         self._ddp: Any = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.world_size > 1:
+            # Each rank calls the layers as often as the others, whatever its number of micro-batches.
+            install_update_loop(trainer)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -5,7 +5,6 @@ and does not make the device wait.
 """
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 from callbacks.lib.hooks import log_after_update, log_interval
-from callbacks.lib.targets import count_targets, observe_steps
+from callbacks.lib.targets import count_targets, micro_batch_outputs
 from datamodules.errors import RunFailedError
 
 _FOLD = 64
@@ -102,10 +101,8 @@ class TrainLoss(pl.Callback):
         """Of this rank since the last log, and in this epoch."""
         self._batches: list[tuple[Tensor, int | Tensor, int | float | Tensor | None]] = []
         """Mean loss, count and number of right targets of each batch that is not summed up yet."""
-        self._loss: Tensor | None = None
         self._interval = _Interval(0)
         self._saved: dict[str, Any] | None = None
-        self._undo: list[Callable[[], None]] = []
 
     def _fold(self) -> None:
         if self._batches:
@@ -121,19 +118,6 @@ class TrainLoss(pl.Callback):
                 self._sums += self._saved["sums"].to(self._sums.device)
             self._interval = _Interval(self._saved["update"], self._saved["logged"])
             self._saved = None
-        if log_interval(trainer):
-            self._undo.append(observe_steps(pl_module, self._keep_loss))
-
-    def _keep_loss(self, output: Any, batch: Any) -> None:
-        # Lightning hands out the loss divided by the accumulation factor, which differs between splits.
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        self._loss = loss.detach() if isinstance(loss, Tensor) else None
-
-    def _release(self, *args: Any, **kwargs: Any) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    on_train_end = on_exception = _release
 
     @override
     def on_save_checkpoint(
@@ -170,11 +154,16 @@ class TrainLoss(pl.Callback):
         if not every:
             return
         correct = _right(outputs) if isinstance(outputs, dict) else None
-        if self._loss is not None:
-            self._batches.append((self._loss, count_targets(outputs, batch), correct))
-            self._loss, self._interval.has_losses = None, True
-            if len(self._batches) == _FOLD:
-                self._fold()
+        for output in micro_batch_outputs(outputs):
+            loss = output.get("loss")
+            if loss is None:
+                continue
+            # A Trainer that accumulates has divided the loss; `UpdateLoop` does not.
+            loss = loss * trainer.accumulate_grad_batches if trainer.accumulate_grad_batches > 1 else loss
+            self._batches.append((loss, count_targets(output, batch), _right(output)))
+            self._interval.has_losses = True
+        if len(self._batches) >= _FOLD:
+            self._fold()
         interval_ends = trainer.global_step // every > self._interval.update // every
         if interval_ends or (trainer.is_last_batch and not self._interval.logged):
             self._log_interval(trainer, correct is not None)

@@ -6,4 +6,5 @@ from .images.image_folder import ImageFolderDataModule as ImageFolderDataModule
 from .images.mnist import MNISTDataModule as MNISTDataModule
 from .loading.loaders import EvaluationLoader as EvaluationLoader
 from .loading.loaders import TrainLoader as TrainLoader
+from .loading.updates import Update as Update
 from .translation.data_module import TranslationDataModule as TranslationDataModule

@@ -5,16 +5,14 @@ from typing import Any
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from callbacks.lib.batch_norm import is_synchronised
-
 
 def call_network(network: nn.Module, inputs: Any) -> Any:
-    """The outputs of a network; no rows for an empty batch, as a device gets at an epoch's uneven end.
+    """The outputs of a network; no rows for an empty batch, which a device without samples gets in an evaluation.
 
-    Many networks refuse one (``x.view(len(x), -1)`` does). Synchronised BatchNorm counts its samples.
+    Many networks refuse one (``x.view(len(x), -1)`` does).
     """
     try:
-        if len(inputs) or any(map(is_synchronised, network.modules())):
+        if len(inputs):
             return network(inputs)
     except RuntimeError as error:
         if "view size is not compatible" in str(error):

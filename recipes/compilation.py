@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from callbacks.lib.updates import accumulates
 from datamodules.errors import RunFailedError, UserError, first_line
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -93,7 +94,7 @@ class CompileNetwork(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         mode, on_gpu = pl_module.hparams.compile, trainer.strategy.root_device.type == "cuda"
-        if mode in _CUDA_GRAPHS and on_gpu and trainer.accumulate_grad_batches > 1:
+        if mode in _CUDA_GRAPHS and on_gpu and accumulates(trainer):
             raise UserError(f"compile={mode!r} cannot accumulate micro-batches: pass compile=True, or accumulate=1")
 
     @override

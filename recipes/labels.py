@@ -12,6 +12,7 @@ from callbacks.lib.hooks import is_training
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
+from datamodules.loading.updates import micro_batches
 
 _BATCHES = 50  # On a GPU, between two looks at what was found there.
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -250,7 +251,8 @@ class CheckLabels(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         stage = "train" if is_training(trainer) else "test" if trainer.testing else "validate"
-        self.checks[stage].check_batch(batch[1])
+        for _, labels, *_ in micro_batches(batch):
+            self.checks[stage].check_batch(labels)
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
 

@@ -22,16 +22,15 @@ from typing_extensions import override
 from callbacks.checkpointing import replay
 from callbacks.checkpointing.stopping_points import (
     RULES,
-    place_after_batch,
+    place_after_update,
     trains,
     uncount_cut_epoch,
-    update_is_whole,
-    validation_is_next,
 )
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
-from callbacks.lib.hooks import after_own_hook, callbacks_of, forget_actions, refuse_dataloader_iter, set_callbacks
+from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 
 # Entries of a checkpoint.
@@ -79,15 +78,14 @@ class ExactCheckpoint(ModelCheckpoint):
     for the next validation; the last checkpoint does not.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
-    `DataLoader` over a data set with a length and a sampler of torch, with `SeedControl` if it shuffles. With any other
-    it resumes at an epoch's end.
+    `DataLoader` over a data set with a length and a sampler of torch. With any other it resumes at an epoch's end.
 
     A run validates and stops after complete updates. A stop that comes before ``min_epochs`` or ``min_steps`` is
     dropped; `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run
     knows the scores, and the sums behind the means of its epoch.
 
-    Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one, whose arguments it
-    takes; `on_train_start` of a resumed run. An update that a validation follows is saved after it.
+    Runs on: `on_update_end`, which comes after an update, its validation and its schedules, and `on_train_epoch_end`;
+    `on_train_start` of a resumed run. It takes the arguments of the stock one.
 
     Raises:
         UserError: `save_on_exception`, which saves wherever the exception was raised; or what an order or a decision of
@@ -97,11 +95,10 @@ class ExactCheckpoint(ModelCheckpoint):
         >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
     """
 
-    _validated_at_epoch_end = False
+    _has_validated = False
     _loaded: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _scored: tuple[int, list[str]] = (0, [])
-    _plateaus: internals.PlateauSteps | None = None
     _undo: Sequence[Callable[[], None]] = ()
 
     @override
@@ -112,8 +109,9 @@ class ExactCheckpoint(ModelCheckpoint):
                 " pass save_on_exception=False, and add Preemption(), which saves after the update in which Ctrl-C came"
             )
         if stage == "fit":
-            refuse_dataloader_iter(self, pl_module)
+            install_update_loop(trainer)
             # What a test or validation between two fits has loaded.
+            self._has_validated = False
             self._loaded = self._resumed = None
             save_best_first(trainer)
             internals.load_states_into_made_loaders(trainer)
@@ -128,9 +126,8 @@ class ExactCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint |= replay.split_of(trainer)
-        if uncount_cut_epoch(loop := checkpoint["loops"]["fit_loop"]):
-            internals.uncount_update(loop)
+        checkpoint["devices"] = trainer.world_size
+        uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
         if trainer.interrupted or _SUMS in checkpoint:
             return  # The other ranks may be gone, or another callback of this class has added it.
         metrics = trainer.callback_metrics | internals.means_of_trained_epoch(trainer)
@@ -143,6 +140,11 @@ class ExactCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if trainer.state.fn == "fit" and "stock_loaders" in checkpoint:
+            raise UserError(
+                "the checkpoint is of a version that counted micro-batches, and this one counts updates: start a new"
+                " run from its weights"
+            )
         self._scored = checkpoint.get(_SCORED, self._scored)
         # `load_state_dict` is not called where this run saves at another interval or by another score.
         self._resumed = checkpoint if trainer.state.fn == "fit" else None
@@ -157,45 +159,33 @@ class ExactCheckpoint(ModelCheckpoint):
         if resumed and is_first:
             replay.replay_epoch(trainer, resumed)
             trainer.should_stop = trainer.should_stop or replay.was_stopped_early(trainer)
-            internals.drop_early_stop(trainer)
+            install_update_loop(trainer).drop_early_stop()
         self._release()
-        self._undo = undo = [internals.hold_to_updates(trainer, update_is_whole, validation_is_next)]
-        if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-            self._plateaus = internals.PlateauSteps(trainer)
-            undo.append(self._plateaus.remove)
         if resumed and is_first and (sums := resumed.get(_SUMS)) and trainer.fit_loop.restarted_mid_epoch:
             replay.refuse_torchmetrics(trainer, sums)
-            undo.append(internals.continue_epoch_sums(trainer, sums))
+            self._undo = [internals.continue_epoch_sums(trainer, sums)]
         metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._plateaus is None and not internals.saves_within_epochs(self):
-            return  # The parent comes to the same, at every step, by asking for much more.
-        place = place_after_batch(trainer)
-        if self._plateaus is not None and place in ("update", "before epoch end"):
-            self._plateaus.make("step")
-        if RULES[place].saves and internals.saves_within_epochs(self):
-            after_own_hook(pl_module, "on_train_batch_end", lambda: self._save_at_interval(trainer))
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Nothing: `on_update_end` saves, after the module's own hook, a validation and schedules."""
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trains(trainer):
-            return
-        self._scored = trainer.global_step, internals.validation_scores(trainer)
-        ends_epoch = trainer.is_last_batch or (trainer.should_stop and not validation_is_next(trainer))
-        if not RULES["before epoch end" if ends_epoch else "after validation"].saves:
-            self._validated_at_epoch_end = True
-            return
-        after_own_hook(pl_module, "on_validation_end", lambda: self._save_validated(trainer, pl_module))
+        if trains(trainer):
+            self._scored = trainer.global_step, internals.validation_scores(trainer)
+            self._has_validated = True
 
-    def _save_validated(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save, unless the update is an epoch's last, after which `on_train_epoch_end` does."""
+        if trainer.is_last_batch or not RULES[place_after_update(trainer)].saves:
+            return
         if internals.saves_within_epochs(self):
             self._save_at_interval(trainer)
-        super().on_validation_end(trainer, pl_module)
+        if self._has_validated:
+            self._has_validated = False
+            super().on_validation_end(trainer, pl_module)
 
     def _save_at_interval(self, trainer: pl.Trainer) -> None:
         # Of manual optimisation Lightning may save the weights before the update, and after no interval of time.
@@ -204,14 +194,14 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._plateaus is not None:
-            self._plateaus.make("epoch")
+        loop = install_update_loop(trainer)
+        loop.step_plateaus_of_epoch()
         self._save_at_interval(trainer)
-        if self._validated_at_epoch_end:
-            self._validated_at_epoch_end = False
+        if self._has_validated:
+            self._has_validated = False
             super().on_validation_end(trainer, pl_module)
         super().on_train_epoch_end(trainer, pl_module)
-        internals.drop_early_stop(trainer)
+        loop.drop_early_stop()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -241,13 +231,12 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         internals.restore_modes(trainer)
-        forget_actions(pl_module)
         self._release()
 
     def _release(self) -> None:
         for undo in self._undo:
             undo()
-        self._undo, self._plateaus = (), None
+        self._undo = ()
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:

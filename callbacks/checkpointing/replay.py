@@ -1,8 +1,8 @@
 """What Lightning leaves out where a run resumes, done before its first batch, or refused.
 
-Lightning goes on in an epoch with the first batches of a loader that saves no position (#19764), and begins the epoch
-after a resume in the order of epoch 0 (#18780). A `DataLoader` whose sampler is torch's, which draws an epoch's order
-as the epoch begins, starts again and is read up to the batches that were trained; other orders are not repeated.
+Lightning goes on in an epoch with the first batches of a loader that saves no position (#19764), which is refused here,
+and begins the epoch after a resume in the order of epoch 0 (#18780). A `DataLoader` whose sampler is torch's has a
+position: `UpdateLoop` deals its samples by their numbers.
 
 A checkpoint may come from somebody else: `ModelCheckpoint` deletes the worst of its best checkpoints by the path that
 stands in its state, and that can be any file of the user's.
@@ -10,7 +10,6 @@ stands in its state, and that can be any file of the user's.
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,29 +19,18 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
+from callbacks.lib.lightning_internals import iterate_anew, unused_loader_states
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
-from datamodules.notes import inform, warn
+from datamodules.notes import warn
 
 RAW_WEIGHTS = "current_model_state"
 """The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""
-
-_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Those that draw the order of an epoch when it begins."""
-
 
 _STOPS_OF_PATIENCE = (EarlyStoppingReason.NOT_STOPPED, EarlyStoppingReason.PATIENCE_EXHAUSTED)
 
@@ -68,13 +56,6 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if batches is None else getattr(batches, "sampler", None)
 
 
-def _draws_at_epoch_start(loader: Any) -> bool:
-    """Whether a loader is a stock `DataLoader` whose epochs have an order that is drawn as they begin."""
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        return False
-    return type(loader.batch_sampler) in (BatchSampler, NoneType) and type(_sampler(loader)) in _SAMPLERS
-
-
 def _moves_on(loader: Any) -> str:
     """What of a `DataLoader` goes on from epoch to epoch in no checkpoint, and what to pass; empty if nothing does."""
     if not isinstance(loader, DataLoader):
@@ -86,67 +67,32 @@ def _moves_on(loader: Any) -> str:
     return ""
 
 
-def split_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """The entries of a checkpoint that say how an epoch is cut.
+def _check_position(trainer: pl.Trainer) -> None:
+    """Refuse to resume within an epoch where the loaders do not go on from where the run was saved.
 
-    They are the number of processes, and the batch size and the samples of each loader whose order is drawn as an epoch
-    begins.
+    Raises:
+        UserError: a loader saves no position.
     """
-    loaders: list[Any] = [loader for loader in _without_position(trainer) if _draws_at_epoch_start(loader)]
-    sizes = [[getattr(each.batch_sampler, "batch_size", 1), len(each.dataset)] for each in loaders]
-    return {"devices": trainer.world_size, "stock_loaders": sizes}
-
-
-def _pass_over_trained_batches(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Put a loader without position to where the run was saved."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     done = progress.processed
-    if not (rule := RULES["update" if progress.ready == done else "within batch"]).saves:
+    rule = RULES["update" if progress.ready == done else "within batch"]
+    if not rule.saves:
         raise UserError(f"the checkpoint was saved {rule.reason}, as by OnExceptionCheckpoint: pass another one")
     if not done:
         return
-    without, split = _without_position(trainer), split_of(trainer)
-    sizes, saved_sizes = split["stock_loaders"], checkpoint.get("stock_loaders")
-    name = type((without or loaders)[0]).__name__
-    seeds: Any = next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
     advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
-    if len(loaders) > 1 or (without and not sizes):
-        loader = "several loaders" if len(loaders) > 1 else f"this {name}"
+    without = _without_position(trainer)
+    if len(loaders) > 1 or without:
+        name = (
+            "several loaders"
+            if len(loaders) > 1
+            else f"this {type(getattr(without[0], 'loader', without[0])).__name__}"
+        )
         raise UserError(
-            f"the run was saved within an epoch, and the order of {loader} cannot be repeated, only that of one stock"
+            f"the run was saved within an epoch, and the order of {name} cannot be repeated, only that of one stock"
             f" DataLoader over a data set with a length, with a sampler of torch: {advice}"
         )
-    if not without:
-        moved = loaders[0].steps_done if isinstance(loaders[0], ResumableLoader) else done
-        # A loader that has given an epoch's last batch is at the start of the next.
-        if moved != done and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            raise UserError(
-                f"the run was saved within an epoch, after {done:,} steps of each device, and with the devices and"
-                f" batches of now {moved:,} have those samples: add GradientAccumulation, which counts them anew, or"
-                " resume with those of before"
-            )
-        return
-    if saved_sizes and sizes != saved_sizes:
-        (before, samples), (now, found) = saved_sizes[0], sizes[0]
-        raise UserError(
-            f"the run was saved within an epoch of {samples:,} samples in batches of {before}, and this {name} has"
-            f" {found:,} in batches of {now}: pass those of before, {advice}"
-        )
-    if (devices := checkpoint.get("devices", trainer.world_size)) != trainer.world_size:
-        raise UserError(
-            f"the run was saved within an epoch, with devices={devices}, and a {name} saves no position that"
-            f" another number of devices can use: pass devices={devices}, {advice}"
-        )
-    if seeds is None and type(_sampler(without[0])) not in (SequentialSampler, DistributedSampler):
-        raise UserError(
-            f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
-            f" order cannot be repeated: train with SeedControl, {advice}"
-        )
-    inform("epoch %s: passing over the %s batches that were trained", trainer.current_epoch + 1, f"{done:,}")
-    restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)
-    if seeds is not None:
-        seeds.seed_between_steps(trainer)
 
 
 def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None:
@@ -219,7 +165,7 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
             f" for epoch {epoch - epoch % every + 1}: resume from that epoch or from the end of the one before"
         )
     if within_epoch:
-        _pass_over_trained_batches(trainer, checkpoint)
+        _check_position(trainer)
     elif without:
         iterate_anew(trainer)
 

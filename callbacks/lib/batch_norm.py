@@ -5,8 +5,9 @@ each rank of DDP sees its own only. Here each micro-batch leaves its statistics 
 ranks hand them round, and each rank makes the moving average of all, in order.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,24 @@ def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
 def is_synchronised(layer: nn.Module) -> bool:
     """Whether a layer is BatchNorm over all processes: torch's and those of `sync_batchnorm` have a `process_group`."""
     return isinstance(layer, _BatchNorm) and hasattr(layer, "process_group")
+
+
+@contextlib.contextmanager
+def stand_in(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Has synchronised layers normalise without the samples of this process, which only keeps up with the others.
+
+    An update's micro-batches may be one fewer here than on another process, and its layers wait in each of them.
+
+    Args:
+        layers: those that `callbacks.sync_batchnorm` has made; torch's have no such state.
+    """
+    for layer in layers:
+        vars(layer)["is_stand_in"] = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer)["is_stand_in"] = False
 
 
 def own_batch_layers(module: nn.Module) -> list[_BatchNorm]:
@@ -151,7 +170,7 @@ class OrderedStatistics:
         return torch.cat([buffer.to(self._dtype) for buffer in self._buffers]) if self._buffers else torch.zeros(0)
 
     def collect(self) -> None:
-        """Take the statistics of a micro-batch, after its forward pass; not to be called for one without samples."""
+        """Take the statistics of a micro-batch, after its forward pass; not to be called for a stand-in."""
         self._collected.append(self._flat())
 
     def repeated(self) -> list[_BatchNorm]:
@@ -177,13 +196,13 @@ class OrderedStatistics:
         """Begin to hand an update's statistics round, after its last forward pass; `finish` does so otherwise.
 
         Args:
-            steps: of each rank in the update.
+            steps: the most micro-batches of a rank in the update.
         """
         if not self._buffers:
             return
         surplus = steps - len(self._collected)
         mine = torch.stack(self._collected + [self._running] * surplus)
-        # Beside them 1, or 0 for a step without samples.
+        # Beside them 1, or 0 where this rank has a micro-batch less.
         is_real = (torch.arange(steps, device=mine.device) < steps - surplus).to(mine.dtype)
         mine = torch.cat((mine, is_real.unsqueeze(1)), 1)
         self._by_rank, self._work = [mine], None
@@ -195,7 +214,7 @@ class OrderedStatistics:
         """Make the moving average over the micro-batches of an update, in the order of ranks and of each one's steps.
 
         Args:
-            steps: of each rank in the update.
+            steps: the most micro-batches of a rank in the update.
         """
         self._is_open = False
         if not self._buffers:

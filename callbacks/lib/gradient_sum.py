@@ -21,6 +21,11 @@ from datamodules.errors import UserError
 from datamodules.loading.sampling import range_of_rank
 
 
+def most_of_rank(count: int, world_size: int) -> int:
+    """The most micro-batches of an update that a rank has; 1 at least."""
+    return -(-count // world_size)
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """A tensor in which many can be added up: gradients in half precision lose what is small."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
@@ -36,11 +41,11 @@ class GradientSum:
     """Makes the gradients of an update the mean over all its targets, over micro-batches and ranks.
 
     Compute each micro-batch within `micro_batch`, and call `weigh` with its mean loss before the backward pass. After
-    the last one ``.grad`` holds the mean. Each rank makes ``ceil(micro-batches / ranks)`` steps; a rank that has a
-    micro-batch less makes a surplus step at the end, of any inputs, whose gradients count for nothing.
+    the last one ``.grad`` holds the mean. Each rank computes its range of the micro-batches; a rank without one
+    computes a stand-in of any inputs, whose gradients count for nothing.
 
-    A Trainer's callback calls what `micro_batch` calls: `begin` at an update's start and `collect` after each backward
-    pass; those before the last step run within DDP's ``no_sync()``.
+    `UpdateLoop` calls what `micro_batch` calls: `begin` at an update's start and `collect` after each backward pass;
+    all but the last run within DDP's ``no_sync()``.
 
     It holds the gradients of log2(micro-batches) + 1 nodes at most, those of one micro-batch where there is one.
 
@@ -78,6 +83,8 @@ class GradientSum:
         self._hooks: list[Any] = []
         self.is_open = False
         """Whether micro-batches of an update were collected and the last one was not."""
+        self.keeps_loss = False
+        """Whether `mean_loss` is wanted, as by an optimizer that searches along a line."""
 
     def _replace_reduction(self) -> None:
         if self.model.static_graph:
@@ -91,12 +98,12 @@ class GradientSum:
 
     @contextlib.contextmanager
     def micro_batch(self, of: int, statistics: OrderedStatistics | None = None) -> Iterator[None]:
-        """A step: forward pass, `weigh` and backward pass. In an update's last one DDP communicates.
+        """One micro-batch: forward pass, `weigh` and backward pass. In a rank's last one DDP communicates.
 
         After it `is_last` tells whether the update is complete.
 
         Args:
-            of: micro-batches of the update, on all ranks.
+            of: micro-batches of the update, on all ranks, as `Update.count`.
             statistics: of the model's BatchNorm layers.
         """
         if not self.is_open:
@@ -117,7 +124,7 @@ class GradientSum:
                 statistics.restore()
         self.collect()
         if statistics is not None and self.is_last:
-            statistics.finish(self._steps)
+            statistics.finish(most_of_rank(self.count, self.world_size))
 
     def begin(self, count: int | None) -> None:
         """Begin an update of `count` micro-batches.
@@ -128,45 +135,45 @@ class GradientSum:
         """
         self.count = self.world_size if count is None else count
         self.nodes = nodes_by_rank(self.count, self.world_size)
-        self.sums, self._targets = TreeSum(count), TreeSum(count)
+        self.sums = TreeSum(count)
+        self._targets = TreeSum(count)
+        self._losses = TreeSum(count)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._used: set[int] = set()
         self.buckets: list[_Bucket] = []
         self._numbers = range(*range_of_rank(self.count, self.rank, self.world_size))
-        self._step, self._steps = 0, -(-self.count // self.world_size)
+        self._step = 0
+        self._steps = max(1, len(self._numbers))
         self._is_counted = count is not None
         self.is_open = False
 
     @property
     def leaf(self) -> Node | None:
-        """The micro-batch of the present step; None for a surplus one."""
+        """The micro-batch that is computed; None for a stand-in."""
         if not self._is_counted:
             return self._step, self._step + 1
         number = self._numbers.start + self._step
         return (number, number + 1) if number in self._numbers else None
 
-    @property
-    def steps(self) -> int:
-        """Those of each rank in the update; after the last one."""
-        return self._step + 1
-
-    def weigh(
-        self, loss: Tensor | None, count: float | Tensor, scale: Tensor | None = None, last: bool | None = None
-    ) -> None:
+    def weigh(self, loss: Tensor | None, count: float | Tensor, last: bool | None = None) -> None:
         """Let a backward pass from a mean loss give the gradient of its sum over targets, over `nominal`.
 
         Args:
             loss: None where there is no backward pass.
             count: the targets behind the mean.
-            scale: of a GradScaler, where the backward pass begins at the scaled loss.
-            last: whether the step is the update's last, where `begin` was told no count.
+            last: whether it is this rank's last one, where `begin` was told no count.
         """
         self.is_last = self._step == self._steps - 1 if last is None else last
         device = self._parameters[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._targets_dtype = dtype
         weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.nominal
         if self.leaf is not None:
             self._targets.add(self.leaf, [weight.clone()])
+            if self.keeps_loss and loss is not None:
+                # A mean over no target may be NaN.
+                total = torch.where(weight > 0, loss.detach().to(dtype) * weight, 0.0)
+                self._losses.add(self.leaf, [total])
         if self._step == 0:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -180,9 +187,8 @@ class GradientSum:
                         hook = parameter.register_post_accumulate_grad_hook(lambda used: setattr(used, "grad", None))
                         self._hooks.append(hook)
         if loss is not None and loss.requires_grad:
-            seed = weight if scale is None else weight * scale
-            # Not a factor of what flows in: a loss divided by the number of micro-batches would not come back exactly.
-            loss.register_hook(lambda gradient: seed.to(gradient.dtype).expand_as(gradient))
+            # What flows in is 1, or the power of two of a GradScaler, and the product is exact.
+            loss.register_hook(lambda gradient: (weight * gradient).to(gradient.dtype))
 
     def release(self) -> None:
         """Leave the parameters as they were; `collect` does it where no step has raised."""
@@ -219,6 +225,12 @@ class GradientSum:
         if not self._is_counted:
             sums.end(self._step + 1)
         return [tensors for _, tensors in sums.nodes]
+
+    def mean_loss(self) -> Tensor:
+        """The mean loss over all targets of the update, equal on all ranks; for `keeps_loss`, on all ranks."""
+        like = self._parameters[0].new_zeros((), dtype=self._targets_dtype)
+        own = [value for (value,) in self._of_rank(self._losses)]
+        return total_over_ranks(own, self.nodes, like, group=self.group)() * self.scale
 
     def _share_targets(self, like: Tensor) -> None:
         """Begin to sum the weights of all micro-batches up, in the order of the tree."""

@@ -1,16 +1,13 @@
 """The number of targets behind a mean loss: what `training_step` says, else the size of the batch."""
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from callbacks.lib.hooks import attached_trainer, is_training
 from datamodules.notes import warn
 
 
@@ -38,14 +35,6 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
         ) from error
 
 
-def is_empty(batch: Any) -> bool:
-    """Whether a batch has no samples; False where their number is unknown."""
-    try:
-        return extract_batch_size(batch) == 0
-    except MisconfigurationException:
-        return False
-
-
 def warn_of_ignored_targets(output: Any, batch: Any) -> None:
     """Warn of a step without ``count`` whose batch holds labels of -100, which torch leaves out of the mean.
 
@@ -62,52 +51,13 @@ def warn_of_ignored_targets(output: Any, batch: Any) -> None:
         )
 
 
-def observe_steps(
-    pl_module: pl.LightningModule, after: Callable[[Any, Any], None], before: Callable[[], None] = lambda: None
-) -> Callable[[], None]:
-    """Have each `training_step` of training observed until the function returned here is called.
-
-    The method is wrapped on the instance, because no hook sees its output before the backward pass, nor the loss before
-    Lightning divides it. Several may observe, and are released in any order. Where a `validation_step`
-    calls it, nothing is observed.
+def micro_batch_outputs(outputs: Any) -> list[dict[str, Any]]:
+    """What `training_step` returned for each micro-batch of this rank, with the ``count`` of its targets.
 
     Args:
-        after: called with its output and its batch.
-        before: called before it.
+        outputs: of `on_train_batch_end`. A Trainer without `UpdateLoop` has one micro-batch.
     """
-    module: Any = pl_module
-    own, observer = vars(pl_module).get("training_step"), (before, after)
-    step = own if own is not None and hasattr(own, "observers") else _observed(pl_module, own)
-    module.training_step = step
-    step.observers.append(observer)
-
-    def release() -> None:
-        step.observers.remove(observer)
-        if step.observers or vars(pl_module).get("training_step") != step:
-            return
-        del module.training_step
-        if step.own is not None:
-            module.training_step = step.own
-
-    return release
-
-
-def _observed(pl_module: pl.LightningModule, own: Any) -> Any:
-    """A `training_step` that calls its observers; `own` is the one that the instance had."""
-    original = pl_module.training_step
-    observers: list[tuple[Callable[[], None], Callable[[Any, Any], None]]] = []
-
-    @wraps(original)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        trainer = attached_trainer(pl_module)
-        observing = observers if trainer is None or is_training(trainer) else []
-        for before, _ in observing:
-            before()
-        output = original(*args, **kwargs)
-        for _, after in observing:
-            after(output, args[0] if args else next(iter(kwargs.values())))
-        return output
-
-    step: Any = training_step
-    step.observers, step.own = observers, own
-    return step
+    if not isinstance(outputs, dict):
+        return []
+    several: list[dict[str, Any]] | None = outputs.get("micro_batches")
+    return [outputs] if several is None else several

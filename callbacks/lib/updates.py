@@ -15,6 +15,7 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
+from datamodules.loading.updates import GroupedUpdates
 
 
 def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:
@@ -103,6 +104,8 @@ def loader_batch_size(loader: Any) -> int:
     Raises:
         UserError: the loader does not say.
     """
+    if isinstance(loader, GroupedUpdates):
+        loader = loader.loader
     for source in (loader, getattr(loader, "batch_sampler", None)):
         if isinstance(size := getattr(source, "batch_size", None), int):
             return size
@@ -112,9 +115,20 @@ def loader_batch_size(loader: Any) -> int:
     )
 
 
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether a device computes several micro-batches in an update; works from `on_train_start` on."""
+    loader = trainer.train_dataloader
+    if isinstance(loader, ResumableLoader):
+        return loader.division.micro_batches > loader.world_size
+    if isinstance(loader, GroupedUpdates):
+        return loader.size > 1
+    return trainer.accumulate_grad_batches > 1
+
+
 def global_batch_size(trainer: pl.Trainer) -> int:
     """Samples per update at present; works from `on_train_start` on."""
     loader = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
         return loader.samples_per_update
-    return loader_batch_size(loader) * trainer.world_size * trainer.accumulate_grad_batches
+    size = loader.size if isinstance(loader, GroupedUpdates) else trainer.accumulate_grad_batches
+    return loader_batch_size(loader) * trainer.world_size * size

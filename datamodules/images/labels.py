@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.numbered import NumberedDataLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
 IGNORED = -100
@@ -90,6 +91,8 @@ def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
             return loader.targets.index_select(0, loader.rows.to(loader.targets.device)), loader.rows
         case WorkerTrainLoader() | WorkerEvaluationLoader():
             return loader.reader.targets.index_select(0, loader.rows), loader.rows
+        case NumberedDataLoader():
+            return labels_in_memory(loader.stock)
         case DataLoader(collate_fn=collate) if collate is default_collate:
             return _labels_of_set(loader.dataset)
     return None

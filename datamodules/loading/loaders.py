@@ -114,11 +114,11 @@ class _Tensors(_SampleLoader):
 
 
 class TrainLoader(TrainSampling, _Tensors):
-    """Shuffled batches in one global order for any number of ranks, resumable at any batch.
+    """Shuffled batches in one global order for any number of ranks, resumable at any update.
 
     Epoch e's order is a function of (seed, e). An update consumes the next samples of it, by default a batch for each
-    rank; see `divide_updates`. Batches are cut from its start on, and each rank takes a range of them. A rank that has
-    a batch less than others gets an empty one at the update's end, so that every rank makes as many steps.
+    rank; see `divide_updates`. It is cut into micro-batches, and each rank takes a range of them. Where an epoch's last
+    update has fewer micro-batches than ranks, a rank without one repeats the first.
 
     Args:
         inputs: of shape (n, ...), all samples.

@@ -3,14 +3,14 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import Division, Step
+from datamodules.loading.sampling import Division
+from datamodules.loading.updates import Update
 
 Batch = TypeVar("Batch")
 
@@ -38,7 +38,10 @@ def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
 
 
 class ResumableLoader(ABC, Generic[Batch]):
-    """Epochs of micro-batches, the same on any number of ranks, resumable at any update; a subclass makes the batches.
+    """Epochs of updates, the same on any number of ranks, resumable at any of them; a subclass makes the batches.
+
+    An update is one micro-batch on each rank, and an item of the loader is this rank's. Once `divide_updates` has said
+    what else an update is, the items are `Update` objects. ``len(loader)`` is the number of updates of an epoch.
 
     Args:
         items: how many an epoch has: samples, or batches that were cut before.
@@ -48,8 +51,10 @@ class ResumableLoader(ABC, Generic[Batch]):
     def __init__(self, items: int, items_at_once: int, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._items, self._items_at_once = items, items_at_once
-        self._epoch = self._consumed = self._start_at = 0
-        self.divide_updates(self.items_of(world_size))
+        self._epoch = 0
+        self._consumed = 0
+        self._start_at = 0
+        self.divide_updates(None)
 
     def items_of(self, micro_batches: int) -> int:
         """The items of an update of so many micro-batches, on all ranks."""
@@ -63,15 +68,19 @@ class ResumableLoader(ABC, Generic[Batch]):
         """
         return samples
 
-    def divide_updates(self, items: int) -> None:
-        """Say what an update is; by default a micro-batch on each rank. It holds from the next epoch on.
+    def divide_updates(self, items: int | None) -> None:
+        """Say what an update is. It holds from the next epoch on, and the items of the loader are then `Update`s.
 
         Args:
-            items: of an update, on all ranks; its last micro-batch may be short.
+            items: of an update, on all ranks; its last micro-batch may be short. None gives back what the loader began
+                with: one micro-batch on each rank, which is itself the item.
 
         Raises:
             UserError: there are more ranks than micro-batches in an update.
         """
+        self._gives_updates = items is not None
+        if items is None:
+            items = self.items_of(self.world_size)
         self.division = Division(self._items, self._items_at_once, items, self.world_size)
         if self.division.micro_batches < self.world_size:
             raise UserError(
@@ -79,10 +88,6 @@ class ResumableLoader(ABC, Generic[Batch]):
                 f" {self.world_size} devices: pass fewer devices, or a `batch_size` of"
                 f" {max(1, items // self.world_size)} or less"
             )
-
-    def steps_in(self, items: int) -> int:
-        """The steps of each rank in an update of so many items."""
-        return replace(self.division, update_size=items).steps_per_update
 
     @property
     def samples_per_update(self) -> int:
@@ -104,40 +109,48 @@ class ResumableLoader(ABC, Generic[Batch]):
         return {"samples": samples, "fingerprint": found}
 
     @property
-    def sampler(self) -> Self:
+    def sampler(self) -> Any:
         """Itself: Lightning calls ``loader.sampler.set_epoch`` before each epoch."""
         return self
 
     def __len__(self) -> int:
-        return len(self.division)
+        return self.division.updates
 
-    def __iter__(self) -> Iterator[Batch]:
-        # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
-        epoch, start_at, division = self._epoch, self._start_at, self.division
+    def __iter__(self) -> Iterator[Any]:
+        """Each `Update`, or this rank's batch where `divide_updates` has said nothing."""
+        # A generator: Lightning makes the iterator before it says which epoch it is, and asks for an item after.
+        epoch = self._epoch
+        begin = self.updates_done
+        division = self.division
         self._start_at = 0
-        steps = list(division.steps(self.rank, start_at))
-        spans = [(step.start, step.stop) for step in steps]
-        for number, batch in enumerate(self._batches_of_epoch(epoch, start_at, spans), 1):
-            # Lightning stops after len(self) batches and saves before asking for more, so the state must already be
-            # what comes after this batch, however many are being made ahead of it. An update that was begun is made
-            # again from its first micro-batch on.
-            self._consumed = start_at + number // division.steps_per_update * division.update_size
-            if number == len(steps):
-                self._epoch, self._consumed = epoch + 1, 0
-            yield batch
+        shares = [division.share(update, self.rank) for update in range(begin, division.updates)]
+        spans = [span for share in shares for span in share.spans]
+        batches = self._batches_of_epoch(epoch, begin * division.update_size, spans)
+        for update, share in enumerate(shares, begin + 1):
+            micro_batches = [next(batches) for _ in share.spans]
+            # Lightning saves before it asks for the next item, so the position is already what comes after this one,
+            # however many batches are being made ahead of it.
+            self._consumed = update * division.update_size
+            if update == division.updates:
+                self._epoch = epoch + 1
+                self._consumed = 0
+            if self._gives_updates:
+                numbers = range(share.first, share.first + len(micro_batches))
+                yield Update(micro_batches, numbers, share.total, share.is_stand_in)
+            else:
+                yield micro_batches[0]
 
-    def step(self, batch_idx: int) -> Step:
-        """What this rank's batch of that number is in the epoch that is iterated over."""
-        return self.division.step(batch_idx, self.rank)
-
-    def micro_batch_number(self, batch_idx: int) -> int:
-        """The number of the micro-batch in its epoch, the same on any number of ranks and after a resume."""
-        return self.step(batch_idx).number
+    def first_number(self, update: int) -> int:
+        """The number of this rank's first micro-batch in the update of that number of the epoch."""
+        division = self.division
+        if self.rank == 0:
+            return update * division.micro_batches
+        return division.share(update, self.rank).first
 
     @property
-    def steps_done(self) -> int:
-        """The steps of each rank in this epoch before the position from which the next iteration goes on."""
-        return self.division.steps_before(self._start_at)
+    def updates_done(self) -> int:
+        """The updates of this epoch before the position from which the next iteration goes on."""
+        return self._start_at // self.division.update_size
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` with its first batch, unless the restored position lies in it."""

@@ -5,7 +5,6 @@ Update k consumes the k-th slice of one global order, cut into micro-batches, of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -46,25 +45,25 @@ def range_of_rank(count: int, rank: int, world_size: int) -> tuple[int, int]:
     return first, first + size + (rank < larger)
 
 
-class Step(NamedTuple):
-    """What one rank does in a step of an epoch."""
+class Share(NamedTuple):
+    """What one rank computes of an update."""
 
-    start: int
-    stop: int
-    """The positions ``[start, stop)`` of its micro-batch in the order of the epoch; equal in a surplus step."""
-    number: int
-    """Of the micro-batch in the epoch, the same on any number of ranks; a surplus step has one behind those."""
-    in_update: int
+    spans: list[tuple[int, int]]
+    """The positions ``[start, stop)`` of its micro-batches in the order of the epoch."""
+    first: int
+    """The number of its first micro-batch in the epoch, the same on any number of ranks."""
+    total: int
     """How many micro-batches the update has on all ranks."""
+    is_stand_in: bool
+    """Whether the update has fewer micro-batches than ranks and none for this rank, which repeats the first one."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """An epoch cut into updates, micro-batches and the steps of each rank.
+    """An epoch cut into updates, and updates into micro-batches, of which each rank computes a range.
 
     Each update has `update_size` items and the last one what is left; an update is cut into micro-batches of
-    `batch_size` items, of which the last may be short. Each rank computes a range of them, one in each step. All ranks
-    make the same number of steps: those with a micro-batch less end the update with a surplus step without items.
+    `batch_size` items, of which the last may be short. The number of updates does not depend on the number of ranks.
 
     Args:
         items: of an epoch: samples, or batches that were cut before.
@@ -78,54 +77,40 @@ class Division:
     update_size: int
     world_size: int
 
-    def _cut(self, items: int) -> int:
-        """The micro-batches of so many items of one update."""
-        return -(-items // self.batch_size)
-
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a whole update, on all ranks."""
-        return self._cut(self.update_size)
+        return -(-self.update_size // self.batch_size)
 
     @property
     def updates(self) -> int:
         """Updates of an epoch; the last may have fewer items."""
         return -(-self.items // self.update_size)
 
-    @property
-    def steps_per_update(self) -> int:
-        """Steps of each rank in a whole update."""
-        return -(-self.micro_batches // self.world_size)
+    def micro_batches_of(self, update: int) -> int:
+        """Micro-batches of the update of that number, on all ranks."""
+        start = update * self.update_size
+        items = min(self.update_size, self.items - start)
+        return -(-items // self.batch_size)
 
-    def __len__(self) -> int:
-        """The steps of an epoch, the same on every rank."""
-        before = self.updates - 1
-        last = self._cut(self.items - before * self.update_size)
-        return before * self.steps_per_update - (-last // self.world_size)
+    def share(self, update: int, rank: int) -> Share:
+        """A rank's share of the update of that number, counted from 0.
 
-    def steps_before(self, position: int) -> int:
-        """The steps of each rank in the updates before a position, at which an update begins or the epoch ends."""
-        return len(self) if position >= self.items else position // self.update_size * self.steps_per_update
-
-    @lru_cache(maxsize=4)  # noqa: B019  One is asked for several times, one after the other.
-    def step(self, number: int, rank: int) -> Step:
-        """A rank's step of that number in an epoch, counted from 0."""
-        update, place = divmod(number, self.steps_per_update)
+        Example:
+            >>> Division(items=10, batch_size=2, update_size=6, world_size=2).share(0, rank=1)
+            Share(spans=[(4, 6)], first=2, total=3, is_stand_in=False)
+        """
         start = update * self.update_size
         stop = min(start + self.update_size, self.items)
-        count = self._cut(stop - start)
+        count = self.micro_batches_of(update)
         first, end = range_of_rank(count, rank, self.world_size)
-        own = first + place
-        if own >= end:
-            behind = self.updates * self.micro_batches
-            return Step(stop, stop, behind + number * self.world_size + rank, count)
-        begin = start + own * self.batch_size
-        return Step(begin, min(begin + self.batch_size, stop), update * self.micro_batches + own, count)
-
-    def steps(self, rank: int, position: int = 0) -> Iterator[Step]:
-        """A rank's steps of an epoch, from the update on that begins at a position."""
-        for number in range(self.steps_before(position), len(self)):
-            yield self.step(number, rank)
+        is_stand_in = first == end
+        if is_stand_in:
+            # DDP needs a backward pass on each rank, and a real micro-batch is one that every network accepts.
+            first, end = 0, 1
+        starts = [start + number * self.batch_size for number in range(first, end)]
+        spans = [(begin, min(begin + self.batch_size, stop)) for begin in starts]
+        return Share(spans, update * self.micro_batches + first, count, is_stand_in)
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:

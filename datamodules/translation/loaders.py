@@ -70,13 +70,13 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
 
 
 class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
-    """Shuffled batches of similar lengths in one global order for any number of ranks, resumable at any batch.
+    """Shuffled batches of similar lengths in one global order for any number of ranks, resumable at any update.
 
     An epoch is shuffled and cut into pools of 8 updates; each pool is sorted by length and cut into the
     sentences of one update each, and these units are shuffled: a function of (seed, epoch, sentences per update).
     Micro-batches are consecutive parts of a unit. With `max_tokens` the whole epoch is sorted and cut into
-    micro-batches of that size, the same in each epoch, and a unit is those of an update. So the number of steps never
-    changes, and is the same on every rank.
+    micro-batches of that size, the same in each epoch, and a unit is those of an update. So the number of updates never
+    changes.
 
     Args:
         pairs: all sentences.

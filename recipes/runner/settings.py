@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import Callback
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lean_loop import LeanLoop
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
@@ -22,7 +21,7 @@ from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.base import Recipe
 from recipes.optim import learning_rate_scale
 from recipes.runner.early_stopping import PatientStopping
-from recipes.runner.limits import WholeUpdates
+from recipes.runner.limits import CheckLimits
 from recipes.runner.machine import Precision
 
 
@@ -91,11 +90,10 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
     callbacks: list[Callback] = [
         GradientAccumulation(settings.accumulate, settings.global_batch_size),
-        WholeUpdates(),
         seeds,
         WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
     ]
-    callbacks += [FiniteWeights(), RankConsistency(), Preemption(), LeanLoop(), TrainingMonitor()]
+    callbacks += [CheckLimits(), FiniteWeights(), RankConsistency(), Preemption(), TrainingMonitor()]
     if settings.sync_bn:
         check_batchnorm(recipe)  # Before other processes start.
         callbacks.append(SyncBN())

@@ -82,8 +82,7 @@ def renew_callbacks(trainer: pl.Trainer, experiment: Experiment, *more: Callback
 
 def _limits(experiment: Experiment) -> dict[str, Any]:
     launch = experiment.launch
-    micro_batches = experiment.micro_batches if experiment.command == "fit" else launch.world_size
-    return limits_per_device(experiment.trainer, micro_batches, launch.rank, launch.world_size)
+    return limits_per_device(experiment.trainer, launch.rank, launch.world_size)
 
 
 def build_trainer(

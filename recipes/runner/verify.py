@@ -10,10 +10,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.checkpointing.stopping_points import update_is_whole
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import broadcast
-from callbacks.lib.hooks import after_own_hook
 from datamodules.errors import RunFailedError, UserError
 from recipes.runner.experiment import Experiment
 from recipes.runner.join import ExpectedEnd
@@ -72,10 +70,10 @@ class _EndOfInterval(pl.Callback):
     def __init__(self, io: _Repeats) -> None:
         self.io = io
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.io.interval.step and update_is_whole(trainer):
-            after_own_hook(pl_module, "on_train_batch_end", lambda: self._save(trainer))
+    def on_update_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Save, if the update is the interval's last."""
+        if trainer.global_step == self.io.interval.step:
+            self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint("verify.ckpt")

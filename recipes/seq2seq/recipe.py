@@ -169,8 +169,6 @@ class Seq2SeqTranslator(Recipe):
     @override
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         """The mean loss over the target tokens, and their number."""
-        if not len(batch.source):
-            return {"loss": self._zero_loss(), "count": 0}
         logits, targets = self._logits_and_targets(batch)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.hparams.label_smoothing)
         return {"loss": loss, "count": len(targets)}
@@ -180,10 +178,6 @@ class Seq2SeqTranslator(Recipe):
         positions = target_positions(batch.target, batch.target_lengths)
         logits = self.network(batch.source, batch.source_lengths, batch.target, positions)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.target[:, 1:].flatten()[positions]
-
-    def _zero_loss(self) -> Tensor:
-        """Zero that reaches every parameter: a rank without sentences takes part in the reduction of gradients."""
-        return sum((p.sum() * 0 for p in self.network.parameters()), torch.zeros((), device=self.device))
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

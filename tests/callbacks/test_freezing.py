@@ -130,12 +130,12 @@ def test_layers_train_from_the_moment_that_is_named() -> None:
     assert all(set(watch.in_eval[place]) == everything - set(trains) for place, trains in watch.trains.items())
 
 
-def test_half_an_epoch_is_counted_in_updates_and_windows_are_never_cut() -> None:
-    # 4 updates to an epoch of 12 micro-batches: 0.6 epochs are 2.4 updates, so the third window is still frozen.
+def test_half_an_epoch_is_counted_in_updates() -> None:
+    # 4 updates to an epoch of 12 micro-batches: 0.6 epochs are 2.4 updates, so the third is still frozen.
     watch = Watch()
     freeze = FreezeLayers(unfreeze={"stem": "0.6 epochs", "layer1": "5 steps"})
     fit(Rude(), freeze, GradientAccumulation(3), watch, batch_size=4)
-    assert [place for place, _ in phases(watch)] == [(0, 0), (0, 9), (1, 3)]
+    assert [place for place, _ in phases(watch)] == [(0, 0), (0, 3), (1, 1)]
 
 
 class Observed(Rude):
@@ -199,9 +199,16 @@ class HeadOnly(Rude):
         return torch.optim.SGD(self.network.fc.parameters(), lr=0.1)
 
 
+class Lazy(Rude):
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = nn.LazyLinear(2)
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
+        (Lazy, ("fc",), "later.weight is built with the first batch"),
         (
             HeadOnly,
             ("fc", {"layer1": 5}),

@@ -134,7 +134,7 @@ Whole = Callable[[tuple[str, ...], int], list[Life]]
 @pytest.mark.parametrize(
     ("names", "world_size", "moment", "last", "options"),
     [
-        pytest.param(ACCUMULATING, 1, ("train", 1, 4), ("train", 1, 5), {}, id="in mid-window, after that update"),
+        pytest.param(ACCUMULATING, 1, ("train", 1, 2), ("train", 1, 2), {}, id="within an update, after it"),
         pytest.param(BARE, 1, ("validation", 0, 2), ("validation", 0, 2), {}, id="in validation, there"),
         pytest.param(BARE, 1, *[("train", 1, 12)] * 2, {"signum": signal.SIGINT}, id="last batch, before validation"),
         # The flag is read one update later.
@@ -143,10 +143,10 @@ Whole = Callable[[tuple[str, ...], int], list[Life]]
         ),
         *(
             pytest.param(TOGETHER, world_size, moment, None, {"rank": rank}, marks=pytest.mark.slow)
-            for world_size, last in ((1, 12), (2, 6))
+            for world_size, last in ((1, 6), (2, 3))
             for moment, rank in (
                 (("train", 0, 0), world_size - 1),
-                (("train", 1, 5), None),
+                (("train", 1, 2), None),
                 (("train", 1, last), world_size - 1),
                 (("validation", 1, 1), None),
             )

@@ -1,5 +1,6 @@
-"""Optimisers that call their closure several times: exact where an update is one batch on one device, else refused."""
+"""Optimizers that call their closure several times: the closure is the whole update, on any number of ranks."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
-from datamodules.errors import UserError
+from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
 from tests.support.tables import Tiny, quiet_trainer
 
@@ -72,14 +73,26 @@ def test_one_batch_on_one_device_is_the_step_of_plain_pytorch_with_warm_up_appli
         torch.testing.assert_close(weight, expected, rtol=1e-13, atol=1e-13)
 
 
-def refused(micro_batches: int, world_size: int) -> None:
+def weights_on(world_size: int) -> list[list[Tensor]]:
+    """The weights of each optimizer after updates of 5 micro-batches, the last of an epoch of 3, with dropout."""
+    found = []
     for name in OPTIMIZERS:
-        message = f"^{name} calls its closure several times per update, which is exact on one device .*"
-        message += "pass devices=1, no accumulation and a `batch_size` that holds the whole update"
-        with pytest.raises(UserError, match=message):
-            fit(name, GradientAccumulation(micro_batches), world_size=world_size)
+        seeds = SeedControl(1)
+        network_with_noise = nn.Sequential(network(), nn.Dropout(0.2))
+        module = Tiny(network_with_noise, OPTIMIZERS[name])
+        generator = torch.Generator().manual_seed(4)
+        inputs = torch.randn(32, 4, dtype=torch.float64, generator=generator)
+        trainer = quiet_trainer(seeds, GradientAccumulation(global_batch_size=20), world_size=world_size, max_epochs=2)
+        rank = trainer.global_rank
+        loader = TrainLoader(inputs, inputs[:, :3].argmax(1), torch.arange(32), 4, 1, rank, world_size)
+        trainer.fit(module, loader)
+        assert trainer.global_step == 4
+        found.append([parameter.detach() for parameter in module.parameters()])
+    return found
 
 
-def test_several_devices_or_micro_batches_are_refused_in_one_line() -> None:
-    refused(2, 1)
-    run_ranks(refused, 2, 1, 2)
+def test_updates_of_several_micro_batches_have_one_result_on_any_number_of_ranks() -> None:
+    alone = weights_on(1)
+    for rank in (*run_ranks(weights_on, 2, 2), *run_ranks(weights_on, 3, 3)):
+        for one, other in zip(itertools.chain(*alone), itertools.chain(*rank), strict=True):
+            assert torch.equal(one, other)

@@ -45,10 +45,13 @@ def test_sync_bn_equals_torchs_and_one_process_on_the_whole_batch() -> None:
 class _Overflowing(Tiny):
     """The second of the micro-batches of the third update has infinite gradients."""
 
+    micro_batches = 0
+
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return loss * float("inf") if batch_idx == 5 else loss
+        self.micro_batches += 1
+        return loss * float("inf") if self.micro_batches == 6 else loss
 
 
 class _Records(pl.Callback):

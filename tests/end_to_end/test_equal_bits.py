@@ -25,7 +25,7 @@ from typing_extensions import override
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.seed_control import SeedControl
+from callbacks.seed_control import SeedControl, micro_batch_seed, seed_generators
 from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
@@ -105,6 +105,19 @@ class Stop(pl.Callback):
         trainer.should_stop = trainer.global_step >= STOP
 
 
+class SeedBatches(pl.Callback):
+    """The noise of `SeedControl`, in Lightning's own loop."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        seed_generators(1)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        number = batch_idx * trainer.world_size + trainer.global_rank
+        seed_generators(micro_batch_seed(1, trainer.current_epoch, number))
+
+
 def train(
     row: Row,
     world_size: int,
@@ -118,13 +131,14 @@ def train(
     if world_size > 1:
         options["strategy"] = DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
     size = UPDATES[row.micro_batches]
-    callbacks: list[pl.Callback] = [SeedControl(1)]
+    callbacks: list[pl.Callback] = []
     if ours:
-        callbacks += [GradientAccumulation(global_batch_size=size), WarmupLR("5 steps"), TrainLoss()]
+        callbacks += [SeedControl(1), GradientAccumulation(global_batch_size=size), WarmupLR("5 steps"), TrainLoss()]
         if row.task == "images":
             callbacks += [FreezeLayers("network.1", unfreeze={"network.0": "4 steps"}), WeightAveraging(ema=0.9)]
     else:
         options["accumulate_grad_batches"] = -(-row.micro_batches // world_size)
+        callbacks.append(SeedBatches())
     # Lightning refuses to clip for a fused optimiser under automatic mixed precision.
     model = Images() if row.task == "images" else Sentences(fused=row.precision == "32-true")
     settings = {"max_epochs": EPOCHS, "precision": row.precision, "gradient_clip_val": 0.5} | options

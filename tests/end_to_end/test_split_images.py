@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from callbacks import ExactCheckpoint, GradientAccumulation
+from callbacks.lib.targets import micro_batch_outputs
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from recipes import MNISTClassifier
 from recipes.scores import ClassificationScores
@@ -83,14 +84,20 @@ class Recorder(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * channels, classes)).double()
+        self.fed: list[tuple[int, str]] = []
         self.seen: list[tuple[int, str]] = []
         self.scores = ClassificationScores(classes)
         self.found: dict[str, Tensor] = {}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
-        self.seen += [(self.global_step, hashlib.sha256(image.numpy().tobytes()).hexdigest()) for image in images]
+        self.fed += [(self.global_step, hashlib.sha256(image.numpy().tobytes()).hexdigest()) for image in images]
         return F.cross_entropy(self.network(images.double()), targets)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Where an update has no micro-batch for this rank, what stood in does not count.
+        self.seen += self.fed if micro_batch_outputs(outputs) else []
+        self.fed = []
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.scores.update(self.network(batch[0].double()), batch[1])

@@ -19,6 +19,7 @@ LEVELS = (
     "datamodules.contract datamodules.ranges",
     "datamodules.loading",
     "callbacks.lib",
+    "callbacks.update_loop",
     "callbacks.checkpointing",
     "callbacks.*",
     "datamodules.base",

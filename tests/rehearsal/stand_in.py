@@ -77,7 +77,7 @@ class Wait:
             if function in ("_evaluation_step", "run"):
                 self.phase = "validation step" if function == "_evaluation_step" else "elsewhere"
                 self.batch, self._depth = loop.batch_progress.current.ready - 1, depth
-        elif owner in ("_TrainingEpochLoop", "StepPlan") and function == "advance":
+        elif owner in ("_TrainingEpochLoop", "UpdateLoop") and function == "advance":
             loop = getattr(loop, "loop", loop)
             self.phase, self.update = "training step", loop.global_step
             self.batch, self.last = loop.batch_progress.current.ready - 1, loop.batch_progress.is_last_batch

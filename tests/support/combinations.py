@@ -26,7 +26,6 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lean_loop import LeanLoop
 from callbacks.lib.signals import Preempted
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
@@ -53,7 +52,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "optimizer": ("SGD", "AdamW fused"),
     "schedule": ("none", "StepLR", "OneCycleLR", "ReduceLROnPlateau"),
     "clipping": ("none", "norm"),
-    "loader": ("TrainLoader", "DataLoader with DistributedSampler", "DataLoader with Lightning's sampler"),
+    "loader": ("TrainLoader", "DataLoader with DistributedSampler", "DataLoader"),
     "network": ("BatchNorm", "tokens"),
     "accumulate": ("steps", "global_batch_size"),
     "WarmupLR": ON_OFF,
@@ -61,7 +60,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "SeedControl": ON_OFF,
     "FreezeLayers": ON_OFF,
     "Preemption": ON_OFF,
-    "LeanLoop": ON_OFF,  # With those that watch a run: TrainLoss, RankConsistency, FiniteWeights.
+    "watchers": ON_OFF,  # TrainLoss, RankConsistency, FiniteWeights.
 }
 """The values of each factor, the simplest one first."""
 
@@ -179,7 +178,7 @@ def loader_of(settings: Settings, cut: Cut, rank: int) -> Any:
     if name == "DataLoader with DistributedSampler":
         sampler: Any = DistributedSampler(TensorDataset(*even), cut.processes, rank, seed=1)
         return DataLoader(TensorDataset(*even), batch_size, sampler=sampler)
-    if name == "DataLoader with Lightning's sampler":
+    if name == "DataLoader":
         return DataLoader(TensorDataset(*even), batch_size)
     return TrainLoader(inputs, targets, torch.arange(SAMPLES), batch_size, 1, rank, cut.processes)
 
@@ -222,11 +221,10 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, resumed: bool) 
         "SyncBN": SyncBN,
         "FreezeLayers": lambda: FreezeLayers(until="head", unfreeze={"backbone": "1 epochs"}),
         "Preemption": Preemption,
-        "LeanLoop": LeanLoop,
     }
     found: list[pl.Callback] = [GradientAccumulation(steps, global_batch_size)]
     found += [make() for name, make in ours.items() if settings[name] == "on"]
-    if settings["LeanLoop"] == "on":
+    if settings["watchers"] == "on":
         found += [TrainLoss(), RankConsistency(), FiniteWeights()]
     if settings["stop"] == "EarlyStopping" and not resumed:
         threshold: dict[str, Any] = {"mode": "max", "stopping_threshold": 0.5, "patience": 10**6}
@@ -234,21 +232,6 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, resumed: bool) 
     if settings["resumed"] != "no":
         found.append(ExactCheckpoint(folder, save_last=True, every_n_train_steps=1))
     return found
-
-
-def is_stock(settings: Settings) -> bool:
-    """Whether the loader is torch's, whose sampler deals samples to the ranks in turn."""
-    return settings["loader"].startswith("DataLoader")
-
-
-def epoch_batches(settings: Settings, cut: Cut) -> int:
-    """Micro-batches in an epoch."""
-    return -(-(EVEN_SAMPLES if is_stock(settings) else SAMPLES) * cut.micro_batches // GLOBAL_BATCH)
-
-
-def stop_batch(cut: Cut) -> int:
-    """The micro-batch of the epoch at which a run is to end: not its window's last, where it has several."""
-    return STOP_UPDATE * cut.micro_batches + max(0, cut.micro_batches // 2 - 1)
 
 
 class Life(NamedTuple):
@@ -273,7 +256,7 @@ def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[st
     """Train a row, in each process, until it stops; or resume it to its end; `on` are a Trainer's for a device."""
     cut = cut_of(settings, resumed)
     stopping = not resumed and settings["stop"] != "to the end"
-    stops_at = (STOP_EPOCH, stop_batch(cut)) if stopping else None
+    stops_at = (STOP_EPOCH, STOP_UPDATE) if stopping else None
     watch = Watch(settings["stop"], stops_at)
     model: Learner | None = None
     trainer: pl.Trainer | None = None
@@ -288,10 +271,10 @@ def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[st
             world_size=cut.processes,
             max_epochs=EPOCHS,
             max_steps=STOP_STEPS if stopping and settings["stop"] == "max_steps" else -1,
-            val_check_interval=cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
+            val_check_interval=1 if settings["stop"] == "EarlyStopping" else None,
             gradient_clip_val=0.3 if settings["clipping"] == "norm" else None,
             **copy.deepcopy(dict(on or {}))  # A Trainer changes its strategy.
-            | {"use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler"},
+            | {"use_distributed_sampler": settings["loader"] == "DataLoader"},
         )
         with contextlib.suppress(Preempted, ZeroDivisionError):
             trainer.fit(

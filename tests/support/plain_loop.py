@@ -24,8 +24,6 @@ from tests.support.combinations import (
     WARMUP,
     Cut,
     Settings,
-    epoch_batches,
-    is_stock,
     layers,
     samples,
     schedule_of,
@@ -47,26 +45,20 @@ class Reference(NamedTuple):
     rates: list[float]
 
 
-def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
+def _order(settings: Settings, epoch: int) -> Tensor:
     """The samples of an epoch in their order; `DistributedSampler` documents its own."""
-    name = settings["loader"]
-    if name == "DataLoader with Lightning's sampler" and cut.processes == 1:
+    if settings["loader"] == "DataLoader":
         return torch.arange(EVEN_SAMPLES)
-    if is_stock(settings):
-        seed = 1 if name == "DataLoader with DistributedSampler" or settings["SeedControl"] == "on" else 0
-        return torch.randperm(EVEN_SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
+    if settings["loader"] == "DataLoader with DistributedSampler":
+        return torch.randperm(EVEN_SAMPLES, generator=torch.Generator().manual_seed(1 + epoch))
     return epoch_order(SAMPLES, seed=1, epoch=epoch)
 
 
 def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[Tensor]:
     """The forward passes of an update in the order of their numbers."""
-    together, batch_size = GLOBAL_BATCH // cut.micro_batches, GLOBAL_BATCH // cut.micro_batches // cut.processes
-    if is_stock(settings):
-        by_rank = [[rows[r :: cut.processes] for rows in update.split(together)] for r in range(cut.processes)]
-    else:
-        numbered = update.split(batch_size)
-        ranges = [range_of_rank(len(numbered), rank, cut.processes) for rank in range(cut.processes)]
-        by_rank = [list(numbered[first:stop]) for first, stop in ranges]
+    numbered = update.split(GLOBAL_BATCH // cut.micro_batches // cut.processes)
+    ranges = [range_of_rank(len(numbered), rank, cut.processes) for rank in range(cut.processes)]
+    by_rank = [list(numbered[first:stop]) for first, stop in ranges]
     if settings["SyncBN"] == "on":
         return [torch.cat([part for part in at_once if part is not None]) for at_once in zip_longest(*by_rank)]
     return [part for parts in by_rank for part in parts if len(part)]
@@ -98,7 +90,7 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
     for epoch in range(EPOCHS):
         if settings["FreezeLayers"] == "on":
             backbone.train(epoch >= 1).requires_grad_(epoch >= 1)
-        order = _order(settings, epoch, cut_at(len(rates)))
+        order = _order(settings, epoch)
         updates = order.split(GLOBAL_BATCH)
         for number, rows in enumerate(updates):
             cut = cut_at(len(rates))
@@ -120,10 +112,7 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             if scheduler and interval == "step":
                 scheduler.step()
             last = number + 1 == len(updates)
-            if settings["stop"] == "EarlyStopping":
-                if not last or epoch_batches(settings, cut) % cut.micro_batches == 0:
-                    loss = validate(epoch)
-            elif last:
+            if last or settings["stop"] == "EarlyStopping":
                 loss = validate(epoch)
             after.append(_state(network))
         if scheduler and interval == "epoch":

@@ -14,7 +14,6 @@ from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lean_loop import LeanLoop
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
@@ -41,7 +40,6 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "TrainLoss": lambda: TrainLoss(),
     "TrainingMonitor": lambda: TrainingMonitor(),
     "Preemption": lambda: Preemption(),
-    "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
     "WeightAveraging": lambda: WeightAveraging(ema=0.9),
 }

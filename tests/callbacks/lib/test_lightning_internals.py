@@ -29,7 +29,12 @@ from callbacks.lib import lightning_internals as internals
 from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 ROOT = Path(__file__).parents[3]
-FENCE = [ROOT / "callbacks/lib/lightning_internals.py", ROOT / "callbacks/lib/step_plan.py"]
+FENCE = [
+    ROOT / "callbacks/lib/lightning_internals.py",
+    ROOT / "callbacks/lib/hook_calls.py",
+    ROOT / "callbacks/lib/update_step.py",
+    ROOT / "callbacks/update_loop.py",
+]
 
 
 def loader(samples: int = 16) -> DataLoader[Any]:
@@ -81,7 +86,10 @@ def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_
 
 
 STEP = {
-    _TrainingEpochLoop: ("advance", "update_lr_schedulers", "_build_kwargs"),
+    _TrainingEpochLoop: (
+        *("advance", "reset", "on_run_start", "on_advance_end", "update_lr_schedulers", "_build_kwargs"),
+        *("_should_check_val_fx", "_broadcast_sigterm_tensor", "done"),
+    ),
     _AutomaticOptimization: (
         *("run", "_optimizer_step", "_make_closure", "_make_step_fn", "_make_zero_grad_fn", "_make_backward_fn"),
         *("_on_before_zero_grad", "_optimizer_zero_grad", "_training_step"),
@@ -94,26 +102,17 @@ STEP = {
     pl.LightningModule: ("optimizer_step", "clip_gradients", "_on_before_batch_transfer"),
     _LoggerConnector: ("on_batch_start", "on_batch_end", "update_train_step_metrics"),
 }
-"""The methods that a `StepPlan` replaces, and those that it builds on."""
+"""The methods that `UpdateLoop` and `HookCalls` replace, and those that they build on."""
 
 
-def test_the_step_of_this_lightning_is_the_one_that_was_shortened() -> None:
+def test_the_step_of_this_lightning_is_the_one_that_is_replaced() -> None:
     methods = [getattr(kind, name) for kind, names in STEP.items() for name in names]
+    methods = [getattr(method, "fget", method) for method in methods]
     methods += [call._call_callback_hooks, call._call_lightning_module_hook, call._call_strategy_hook]
     text = "".join(map(inspect.getsource, methods))
-    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "12fb1e194811", (
-        "compare them with callbacks/lib/step_plan.py"
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "f94b9f214368", (
+        "compare them with callbacks/update_loop.py and callbacks/lib/hook_calls.py"
     )
-
-
-def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
-    trainer = quiet_trainer()
-    trainer.fit(tiny(), loader())
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    loops = torch.load(tmp_path / "a.ckpt", weights_only=False)["loops"]["fit_loop"]
-    internals.uncount_update(loops)
-    trainer.fit_loop.load_state_dict(loops)
-    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 3
 
 
 def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
@@ -121,12 +120,9 @@ def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
     note = LambdaCallback(on_train_start=lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
     before = signal.getsignal(signal.SIGTERM)
     trainer = quiet_trainer(note)
-    asks = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
     undo = internals.keep_signal_handlers(trainer)
-    assert trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor != asks
     trainer.fit(tiny(), loader())
     undo()
-    assert trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor == asks
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit(tiny(), loader())
     assert seen[0] == before
@@ -227,7 +223,7 @@ def test_no_other_file_touches_a_private_name_of_lightning() -> None:
     fence = [node for file in FENCE for node in ast.walk(ast.parse(file.read_text()))]
     words = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None) for node in fence}
     relied_on = {word for word in words if isinstance(word, str) and word.startswith("_")} & theirs
-    assert {"_trainer", "_current_fx_name", "_timeout"} <= relied_on
+    assert {"_current_fx_name", "_timeout"} <= relied_on
     found = [
         (str(file.relative_to(ROOT)), *where)
         for file, text in code.items()

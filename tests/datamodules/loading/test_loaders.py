@@ -34,9 +34,9 @@ def test_without_shuffling_each_epoch_keeps_the_rows_order():
 
 
 def _numbered(loader) -> dict[int, Any]:
-    """What the loader's next epoch gives, or the rest of the present one, by number; surplus batches are left out."""
-    first = loader.steps_done
-    return {loader.micro_batch_number(step): batch for step, batch in enumerate(_targets(loader), first) if batch}
+    """The targets of the loader's next epoch, or of the rest of the present one, by number; stand-ins are left out."""
+    updates = [update for update in loader if not update.is_stand_in]
+    return {number: targets.tolist() for update in updates for number, (_, targets) in update}
 
 
 def _on_ranks(make, world_size: int, update_size: int, state: dict | None = None) -> list:
@@ -79,7 +79,7 @@ def test_micro_batches_and_their_numbers_are_those_of_one_device(cut):
 
 
 @given(cut=cuts, epoch=st.integers(0, 2), data=st.data())
-def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_updates_start(cut, epoch, data):
+def test_a_resume_after_any_update_on_other_ranks_makes_the_rest(cut, epoch, data):
     batch_size, update_size, before, after = cut
     make = partial(_loader, batch_size)
     (alone,) = _on_ranks(make, 1, update_size)
@@ -89,11 +89,11 @@ def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_u
     old = _on_ranks(make, before, update_size)[-1]
     old.set_epoch(epoch)
     steps = data.draw(st.integers(1, len(old)))
-    batches = iter(old)
+    updates = iter(old)
     for _ in range(steps):
-        next(batches)
+        next(updates)
     state = old.state_dict()
-    done = steps // old.division.steps_per_update if steps < len(old) else 0
+    done = steps if steps < len(old) else 0
     assert state.items() > {"epoch": epoch + (steps == len(old)), "consumed": done * update_size}.items()
     new = _on_ranks(make, after, update_size, state)
     first = done * alone.division.micro_batches
@@ -115,12 +115,15 @@ def test_a_place_within_an_epoch_of_other_updates_is_refused_and_an_epochs_end_i
         loader.divide_updates(4)
 
 
-def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_shape():
-    loader = TrainLoader(INPUTS, TARGETS, torch.arange(5), 2, seed=1, rank=1, world_size=2)
-    *_, (inputs, targets) = loader
-    assert inputs.shape == (0, 1)
-    assert targets.shape == (0,)
-    assert targets.dtype == torch.int64
+def test_a_rank_without_a_micro_batch_repeats_the_first_of_the_update():
+    loaders = [TrainLoader(INPUTS, TARGETS, torch.arange(5), 2, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
+    *_, first = _targets(loaders[0])
+    *_, stand_in = _targets(loaders[1])
+    assert stand_in == first
+    loaders[1].divide_updates(4)
+    assert [update.is_stand_in for update in loaders[1]] == [False, True]
+    loaders[1].divide_updates(None)
+    assert [len(targets) for targets in _targets(loaders[1])] == [2, 1]
 
 
 def test_only_the_resumed_epoch_starts_in_its_middle():

@@ -40,42 +40,22 @@ def test_any_number_of_ranks_computes_the_same_numbered_micro_batches_in_ranges(
     expected = _micro_batches(alone)
     assert sum(stop - start for start, stop in expected.values()) == alone.items
     for division in (replace(alone, world_size=world_size) for world_size in ranks):
-        steps = [list(division.steps(rank)) for rank in range(division.world_size)]
-        assert {len(of_rank) for of_rank in steps} == {len(division)}
-        computed = [step for of_rank in steps for step in of_rank if step.start < step.stop]
-        assert {step.number: (step.start, step.stop) for step in computed} == expected
-        assert len(computed) == len(expected)
-        surplus = [step.number for of_rank in steps for step in of_rank if step.start == step.stop]
-        assert len({*surplus} - {*range(division.updates * division.micro_batches)}) == len(surplus)
-        size = division.steps_per_update
-        for begin in range(0, len(division), size):
-            update = [of_rank[begin : begin + size] for of_rank in steps]
-            real = [[step.number for step in of_rank if step.start < step.stop] for of_rank in update]
-            dealt = [number for numbers in real for number in numbers]
-            assert dealt == [*range(dealt[0], dealt[0] + len(dealt))], (
-                "each rank has a range, in the order of the ranks"
-            )
-            counts = [len(numbers) for numbers in real]
-            assert counts == sorted(counts, reverse=True)
-            assert max(counts) - min(counts) <= 1
-            assert {len(of_rank) for of_rank in update} == {counts[0]}, "no more steps than rank 0 has micro-batches"
-            for of_rank, count in zip(update, counts, strict=True):
-                assert all(step.start == step.stop for step in of_rank[count:]), "surplus steps come last"
-                assert {step.in_update for step in of_rank} == {len(dealt)}
-
-
-@given(cut=divisions(), data=st.data())
-def test_a_resume_at_any_update_goes_on_with_the_rest_under_the_same_numbers(cut, data):
-    alone, ranks = cut
-    before, after = (replace(alone, world_size=world_size) for world_size in ranks)
-    update = data.draw(st.integers(0, alone.updates - 1))
-    position, first = update * alone.update_size, update * alone.micro_batches
-    assert before.steps_before(position) == update * before.steps_per_update
-    assert before.steps_before(alone.items) == len(before)
-    rest = [step for rank in range(after.world_size) for step in after.steps(rank, position)]
-    found = {step.number: (step.start, step.stop) for step in rest if step.start < step.stop}
-    assert found == {number: span for number, span in _micro_batches(alone).items() if number >= first}
-    assert len(rest) == after.world_size * (len(after) - after.steps_before(position))
+        assert division.updates == alone.updates
+        computed = {}
+        for update in range(division.updates):
+            shares = [division.share(update, rank) for rank in range(division.world_size)]
+            real = [share for share in shares if not share.is_stand_in]
+            dealt = [(share.first + place, span) for share in real for place, span in enumerate(share.spans)]
+            numbers = [number for number, _ in dealt]
+            first = update * alone.micro_batches
+            assert numbers == [*range(first, first + len(numbers))], "ranges, in the order of the ranks"
+            sizes = [len(share.spans) for share in real]
+            assert max(sizes) - min(sizes) <= 1
+            assert {share.total for share in shares} == {len(dealt)}
+            for share in shares[len(real) :]:
+                assert (share.first, share.spans) == (first, shares[0].spans[:1]), "a stand-in is the first micro-batch"
+            computed |= dict(dealt)
+        assert computed == expected
 
 
 @given(n=st.integers(1, 300), seed=st.integers(0, 2**31), data=st.data())

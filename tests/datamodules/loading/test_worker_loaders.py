@@ -78,20 +78,22 @@ def test_batches_numbers_and_positions_are_those_of_the_loader_over_tensors_also
     assert len(loader) == len(plain)
     states: list[dict[str, Any]] = []
     for epoch in range(3):
-        for step, ((inputs, targets), (_, expected)) in enumerate(zip(loader, plain, strict=True)):
-            assert torch.equal(targets, expected)
-            assert torch.equal(inputs[:, 0], targets)
-            assert (inputs[:, 1] == epoch).all()
+        for update, expected in zip(loader, plain, strict=True):
+            assert [number for number, _ in update] == [number for number, _ in expected]
+            for (inputs, targets), (_, expected_targets) in zip(update.batches, expected.batches, strict=True):
+                assert torch.equal(targets, expected_targets)
+                assert torch.equal(inputs[:, 0], targets)
+                assert (inputs[:, 1] == epoch).all()
+                assert (inputs[:, 2] == os.getpid()).all() == (num_workers == 0)
             # However far ahead the workers are.
             assert _position(loader) == _position(plain)
-            assert loader.micro_batch_number(step) == plain.micro_batch_number(step)
-            assert (inputs[:, 2] == os.getpid()).all() == (num_workers == 0) or not len(inputs)
             if not states and _position(plain) == (0, 10):
                 states = [each.state_dict() for each in loaders]
     for each, state in zip(loaders, states, strict=True):
         each.load_state_dict(pickle.loads(pickle.dumps(state)))
         each.set_epoch(0)
-    assert _targets(loader) == _targets(plain)
+    rest, expected_rest = ([targets.tolist() for update in each for _, targets in update.batches] for each in loaders)
+    assert rest == expected_rest
     loader.close()
 
 

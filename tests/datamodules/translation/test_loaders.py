@@ -58,11 +58,11 @@ def _numbered(loaders: list[SentenceTrainLoader]) -> dict[int, list[int]]:
     """The sentences of each micro-batch of the next epoch, or of the rest of the present one, by number."""
     found: dict[int, list[int]] = {}
     for loader in loaders:
-        first = loader.steps_done
-        for step, batch in enumerate(_numbers(loader), first):
-            if batch:
-                assert loader.micro_batch_number(step) not in found
-                found[loader.micro_batch_number(step)] = batch
+        for update in loader:
+            for number, batch in update:
+                if not update.is_stand_in:
+                    assert number not in found
+                    found[number] = batch.numbers.tolist()
     return dict(sorted(found.items()))
 
 
@@ -157,7 +157,10 @@ def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentenc
     loaders = [_loader(max_tokens=max_tokens, rank=rank, world_size=world_size) for rank in range(world_size)]
     lengths = []
     for _ in range(3):
-        batches = [batch for loader in loaders for batch in loader]
+        for loader in loaders:
+            loader.divide_updates(world_size)
+        updates = [update for loader in loaders for update in loader if not update.is_stand_in]
+        batches = [batch for update in updates for batch in update.batches]
         assert all(batch.source.numel() + batch.target.numel() <= max_tokens for batch in batches if len(batch.source))
         lengths.append(len(batches))
         assert sorted(sum(_numbers(batches), [])) == ROWS.tolist()
@@ -184,7 +187,7 @@ def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_b
 
 
 @given(cut=CUTS, before=RANKS, after=RANKS, epoch=st.integers(0, 1), data=st.data())
-def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_updates_start(
+def test_a_resume_after_any_update_on_other_ranks_makes_the_rest(
     cut: tuple[int, dict], before: int, after: int, epoch: int, data: st.DataObject
 ) -> None:
     items, options = cut
@@ -196,7 +199,7 @@ def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_u
         next(batches)
     state = old.state_dict()
     new = _on_ranks(after, items, state, **options)
-    done = steps // old.division.steps_per_update if steps < len(old) else 0
+    done = steps if steps < len(old) else 0
     first = done * old.division.micro_batches
     rest = {number: batch for number, batch in epochs[state["epoch"]].items() if number >= first}
     assert _numbered(new) == rest

@@ -9,22 +9,12 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ExactCheckpoint, GradientAccumulation
-from callbacks.checkpointing import stopping_points
+from callbacks import ExactCheckpoint, GradientAccumulation, update_loop
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.runner.limits import WholeUpdates, limits_per_device, micro_batches_of_update
+from recipes.runner.limits import CheckLimits, limits_per_device, micro_batches_of_update
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
-
-
-@pytest.mark.parametrize(
-    ("devices", "batch_size", "limit"), [(1, 64, 40), (1, 16, 160), (2, 32, 40), (4, 8, 80), (3, 16, 80), (2, 24, 80)]
-)
-def test_a_number_of_updates_is_counted_in_steps_of_a_device(devices, batch_size, limit):
-    micro_batches = micro_batches_of_update(1, 64, batch_size, devices)
-    limits = limits_per_device({"limit_train_batches": 40, "overfit_batches": 10}, micro_batches, 0, devices)
-    assert limits == {"limit_train_batches": limit, "overfit_batches": limit // 4}
 
 
 @pytest.mark.parametrize(
@@ -41,24 +31,18 @@ def test_the_micro_batches_of_an_update_follow_from_what_is_known_of_it(accumula
 
 def test_batches_of_an_evaluation_are_dealt_to_the_devices():
     options = {"limit_val_batches": 5, "limit_test_batches": 4}
-    each = [limits_per_device(options, 1, rank, 3) for rank in range(3)]
+    each = [limits_per_device(options, rank, 3) for rank in range(3)]
     assert [limits["limit_val_batches"] for limits in each] == [2, 2, 1]
     assert [limits["limit_test_batches"] for limits in each] == [2, 1, 1]
     with pytest.raises(UserError, match=r"limit_val_batches=1 leaves 1 of 2 devices without a batch; .*=2 or more"):
-        limits_per_device({"limit_val_batches": 1}, 1, 0, 2)
+        limits_per_device({"limit_val_batches": 1}, 0, 2)
     with pytest.raises(UserError, match=r"limit_val_batches=0\.5 is a share of each device's batches.*=2$"):
-        limits_per_device({"limit_val_batches": 0.5}, 1, 0, 2)
+        limits_per_device({"limit_val_batches": 0.5}, 0, 2)
 
 
 def test_shares_and_what_was_not_given_stay_as_they_are():
     options = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "limit_val_batches": 0, "other": 3}
-    assert limits_per_device(options | {"limit_test_batches": None}, 4, 0, 2) == {}
-
-
-def test_a_number_of_updates_is_refused_where_their_size_is_not_known():
-    assert limits_per_device({"limit_train_batches": 0.5}, None, 0, 1) == {}
-    with pytest.raises(UserError, match=r"limit_train_batches=4 counts updates.*limit_train_batches=0\.5"):
-        limits_per_device({"limit_train_batches": 4}, None, 0, 1)
+    assert limits_per_device(options | {"limit_test_batches": None}, 0, 2) == {}
 
 
 class Scored(Line):
@@ -80,18 +64,17 @@ def fit(
     loader: Any = DataLoader(TensorDataset(samples, samples), batch_size=1)
     accumulation = GradientAccumulation(steps)
     options = {"max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0} | options
-    trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, WholeUpdates(), *more])
+    trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, CheckLimits(), *more])
     module = module or Scored()
     validation = DataLoader(TensorDataset(samples[:1], samples[:1]))
     trainer.fit(module, loader, validation, ckpt_path=ckpt_path, weights_only=True)
     return trainer, module
 
 
-def test_a_share_that_ends_within_an_update_is_refused_and_named_in_updates():
-    message = r"limit_train_batches=0\.5 is 31 of 63 batches, and an update takes 4: .* limit_train_batches=8$"
-    with pytest.raises(UserError, match=message):
-        fit(63, limit_train_batches=0.5)
-    assert fit(64, limit_train_batches=0.5)[0].global_step == 8
+def test_limits_of_training_count_updates():
+    for batches in (61, 63, 64):
+        assert fit(batches, limit_train_batches=0.5)[0].global_step == 8
+        assert fit(batches, limit_train_batches=3)[0].global_step == 3
     assert fit(63)[0].global_step == 16, "the last update of an epoch may be short"
 
 
@@ -117,7 +100,7 @@ def test_validations_follow_the_same_updates_on_any_split(interval, validated):
 
 def test_an_epoch_that_is_resumed_is_validated_at_its_end(tmp_path):
     path = tmp_path / "cut.ckpt"
-    save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 27 and trainer.save_checkpoint(path))
+    save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 6 and trainer.save_checkpoint(path))
     assert fit(30, val_check_interval=2, more=[save])[1].validated == [2, 4, 6, 8]
     assert fit(30, val_check_interval=2, ckpt_path=path)[1].validated == [8]
 
@@ -139,13 +122,13 @@ def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_save
     assert torch.load(tmp_path / "best.ckpt")["global_step"] == max(first, 5)
     assert validated(timedelta(hours=1), "none") == []
     # A rank follows the clock of rank 0, for which no time has passed.
-    monkeypatch.setattr(stopping_points, "broadcast", lambda *_: False)
+    monkeypatch.setattr(update_loop, "broadcast", lambda *_: False)
     assert validated(timedelta(microseconds=1), "other") == []
 
 
 def test_a_run_resumes_between_two_validations_by_time_and_in_one(tmp_path):
     path = tmp_path / "cut.ckpt"
-    save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 27 and trainer.save_checkpoint(path))
+    save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 6 and trainer.save_checkpoint(path))
     options: dict[str, Any] = {"val_check_interval": "00:01:00:00", "enable_checkpointing": True}
     fit(30, more=[save, ExactCheckpoint(tmp_path / "whole")], **options)
     resumed, module = fit(30, more=[ExactCheckpoint(tmp_path / "cut")], ckpt_path=path, **options)

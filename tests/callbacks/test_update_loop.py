@@ -1,4 +1,4 @@
-"""Whatever a run does, it does the same with LeanLoop: the hooks in their order, counters, logs, errors and bits."""
+"""A run whose updates are one micro-batch is Lightning's: hooks in their order, counters, logs, errors and bits."""
 
 import copy
 import functools
@@ -15,18 +15,18 @@ from unittest.mock import Mock, patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import GradientAccumulation, LeanLoop
+from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import attached_trainer
 from callbacks.lib.lightning_internals import RUNNING_HOOK
-from callbacks.lib.step_plan import StepPlan
+from callbacks.update_loop import UpdateLoop, install_update_loop
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
@@ -155,7 +155,18 @@ def samples(n: int = 4 * BATCHES - 1) -> TensorDataset:
 
 
 def loader() -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=4)
+    return PlainLoader(samples(), batch_size=4)
+
+
+class Install(pl.Callback):
+    """Has the steps of a Trainer be updates."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        install_update_loop(trainer)
+
+
+class PlainLoader(DataLoader[Any]):
+    """It is left alone, since it may be another than torch's."""
 
 
 Case = Callable[[Transcript], dict[str, Any]]
@@ -171,27 +182,27 @@ def case(make: Case) -> Case:
 
 @contextmanager
 def counted_steps() -> Iterator[list[int]]:
-    """The batches whose loss and update a `StepPlan` makes."""
-    numbers: list[int] = []
+    """The updates that are made without Lightning's own functions around the hooks."""
+    updates: list[int] = []
 
-    def train(plan: StepPlan, batch: Any, batch_idx: int) -> dict[str, Any]:
-        numbers.append(batch_idx)
-        return make(plan, batch, batch_idx)
+    def run_optimizer(calls: HookCalls, *args: Any) -> None:
+        updates.append(len(updates))
+        make(calls, *args)
 
-    make = StepPlan.train
-    with patch.object(StepPlan, "train", train):
-        yield numbers
+    make = HookCalls._run_optimizer
+    with patch.object(HookCalls, "_run_optimizer", run_optimizer):
+        yield updates
 
 
 def fit(make: Case, lean: bool, folder: Path, in_plan: bool = True, **more: Any) -> dict[str, Any]:
-    """One run: what happened in it, and what came of it; `in_plan`: whether a `StepPlan` makes its steps."""
+    """One run: what happened in it, and what came of it; `in_plan`: whether its steps are lean."""
     transcript, logger = Transcript(), Logged()
     settings = make(transcript) | more
     settings.setdefault("model", Model())
     model, resume = settings.pop("model"), settings.pop("resume", None)
     loaders = (settings.pop("train", loader()), settings.pop("val", loader()))
     recorder = transcript.recording(pl.Callback, settings.pop("recorded", hooks_of(pl.Callback)), "callback", at=2)()
-    called = [recorder, *settings.pop("callbacks", []), *([LeanLoop()] if lean else [])]
+    called = [recorder, *settings.pop("callbacks", []), *([Install()] if lean else [])]
     trainer = quiet_trainer(*called, **({"max_epochs": 2, "log_every_n_steps": 2, "logger": logger} | settings))
     torch.manual_seed(4)
     error = None
@@ -200,7 +211,7 @@ def fit(make: Case, lean: bool, folder: Path, in_plan: bool = True, **more: Any)
             trainer.fit(model, *loaders, ckpt_path=resume)
         except Exception as raised:
             error = (type(raised), str(raised))
-    assert "advance" not in vars(trainer.fit_loop.epoch_loop)
+    assert isinstance(trainer.fit_loop.epoch_loop, UpdateLoop) == lean
     assert bool(planned) == (lean and in_plan)
     result = {
         "events": transcript.events,
@@ -217,7 +228,7 @@ def fit(make: Case, lean: bool, folder: Path, in_plan: bool = True, **more: Any)
     return result
 
 
-def assert_equal_with_lean_loop(make: Case, folder: Path, **more: Any) -> dict[str, Any]:
+def assert_equal_with_update_loop(make: Case, folder: Path, **more: Any) -> dict[str, Any]:
     """Returns what Lightning's own calls gave."""
     lean, stock = (fit(make, lean, folder, **more) for lean in (True, False))
     assert lean["events"] == stock["events"]
@@ -237,13 +248,13 @@ def nothing_is_overridden(_: Transcript) -> dict[str, Any]:
 @case
 def all_hooks_are_overridden(transcript: Transcript) -> dict[str, Any]:
     model = transcript.recording(Model, MODULE_HOOKS, "module")()
-    return {"model": model, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 3}
+    return {"model": model, "gradient_clip_val": 0.1, "val_check_interval": 3}
 
 
 @case
 def all_hooks_but_the_update_are_overridden(transcript: Transcript) -> dict[str, Any]:
     kind = transcript.recording(Model, [name for name in MODULE_HOOKS if name != "optimizer_step"], "module")
-    return {"model": kind(), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 3}
+    return {"model": kind(), "gradient_clip_val": 0.1, "val_check_interval": 3}
 
 
 @case
@@ -251,8 +262,8 @@ def all_hooks_are_wrapped_on_the_instances(transcript: Transcript) -> dict[str, 
     model = transcript.wrap(Model(), MODULE_HOOKS, "module")
     callback = transcript.wrap(pl.Callback(), hooks_of(pl.Callback), "wrapped callback")
     strategy = transcript.wrap(SingleDeviceStrategy("cpu"), STRATEGY_HOOKS, "strategy")
-    windows = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    return {"model": model, "callbacks": [callback], "strategy": strategy, **windows}
+    clipping = {"gradient_clip_val": 0.1}
+    return {"model": model, "callbacks": [callback], "strategy": strategy, **clipping}
 
 
 @case
@@ -269,15 +280,6 @@ def a_strategy_has_its_own_backward(transcript: Transcript) -> dict[str, Any]:
 
 
 @case
-def an_optimizer_ignores_its_closure(_: Transcript) -> dict[str, Any]:
-    class Ignoring(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-
-    return {"model": Model(Ignoring)}
-
-
-@case
 def a_closure_is_called_many_times(_: Transcript) -> dict[str, Any]:
     return {"model": Model(functools.partial(torch.optim.LBFGS, max_iter=3))}
 
@@ -288,17 +290,7 @@ def a_step_returns_none(_: Transcript) -> dict[str, Any]:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx in (2, 3) else super().training_step(batch, batch_idx)
 
-    return {"model": Skipping(), "accumulate_grad_batches": 2}
-
-
-@case
-def the_step_takes_the_loader(_: Transcript) -> dict[str, Any]:
-    class Taking(Model):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, *_ = next(dataloader_iter)
-            return self.loss(batch)
-
-    return {"model": Taking()}
+    return {"model": Skipping()}
 
 
 @case
@@ -339,7 +331,13 @@ def a_profiler_is_set(transcript: Transcript) -> dict[str, Any]:
     class Measured(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             measured = {action: len(times) for action, times in profiler.recorded_durations.items()}
-            transcript.events.append({action: count for action, count in measured.items() if "LeanLoop" not in action})
+            transcript.events.append(
+                {
+                    action.replace("UpdateLoop", "_TrainingEpochLoop"): count
+                    for action, count in measured.items()
+                    if "Install" not in action
+                }
+            )
 
     profiler = Counting()
     return {"profiler": profiler, "callbacks": [Measured()]}
@@ -377,13 +375,8 @@ def fp16_with_skipped_updates(_: Transcript) -> dict[str, Any]:
 
 
 @case
-def averaged_weights(_: Transcript) -> dict[str, Any]:
-    return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)], "max_epochs": 3}
-
-
-@case
-def it_ends_within_an_epoch_and_a_window(_: Transcript) -> dict[str, Any]:
-    return {"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 2, "val_check_interval": 2}
+def it_ends_within_an_epoch(_: Transcript) -> dict[str, Any]:
+    return {"max_steps": 5, "max_epochs": -1, "val_check_interval": 2}
 
 
 @case
@@ -426,15 +419,14 @@ def idle_hooks_are_wrapped_in_an_epoch_and_the_step_takes_no_number(transcript: 
 
 
 @case
-def our_accumulation_and_a_mock(_: Transcript) -> dict[str, Any]:
-    return {"callbacks": [GradientAccumulation(2), Mock(spec=pl.Callback, **{"state_dict.return_value": {}})]}
+def a_callback_is_a_mock(_: Transcript) -> dict[str, Any]:
+    return {"callbacks": [Mock(spec=pl.Callback, **{"state_dict.return_value": {}})]}
 
 
 LEFT_TO_LIGHTNING = {
     "all_hooks_are_overridden",
     "all_hooks_are_wrapped_on_the_instances",
     "a_strategy_has_its_own_backward",
-    "the_step_takes_the_loader",
     "optimization_is_manual",
     "a_profiler_is_set",
     "fp16_with_skipped_updates",
@@ -442,11 +434,18 @@ LEFT_TO_LIGHTNING = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_the_same_with_lean_loop(name: str, tmp_path: Path) -> None:
-    stock = assert_equal_with_lean_loop(CASES[name], tmp_path, in_plan=name not in LEFT_TO_LIGHTNING)
-    failing = {"an_optimizer_ignores_its_closure": "The closure hasn't been executed"}
-    assert failing.get(name, "") in str(stock["error"])
-    assert (stock["error"] is None) == (name not in failing)
+def test_a_run_is_the_same_with_update_loop(name: str, tmp_path: Path) -> None:
+    stock = assert_equal_with_update_loop(CASES[name], tmp_path, in_plan=name not in LEFT_TO_LIGHTNING)
+    assert stock["error"] is None
+
+
+def test_an_optimizer_that_ignores_its_closure_is_refused() -> None:
+    class Ignoring(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+
+    with pytest.raises(MisconfigurationException, match=r"Ignoring.step\(\) has not called its closure"):
+        quiet_trainer(Install()).fit(Model(Ignoring), loader())
 
 
 @pytest.mark.parametrize(("hook", "owner"), zip(STEP_HOOKS, ["callback", "module", "module", "callback"], strict=True))
@@ -465,14 +464,13 @@ def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(what, hook, owner
         return {"callbacks": [type("Acting", (pl.Callback,), {hook: act})()]}
 
     options = {"max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 1}
-    assert_equal_with_lean_loop(make, tmp_path, **options)
+    assert_equal_with_update_loop(make, tmp_path, **options)
 
 
 def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> None:
     class Inner(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            assert "advance" in vars(trainer.fit_loop.epoch_loop)
-            quiet_trainer(LeanLoop(), max_steps=1).fit(Model(), loader())
+            quiet_trainer(Install(), max_steps=1).fit(Model(), loader())
 
     def weights(*called: pl.Callback) -> dict[str, Tensor]:
         model = Model()
@@ -480,7 +478,7 @@ def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> 
         quiet_trainer(*called).fit(model, loader())
         return model.state_dict()
 
-    assert equal(weights(LeanLoop(), Inner()), weights())
+    assert equal(weights(Install(), Inner()), weights())
 
 
 def test_a_copy_of_a_trainer_that_trains_has_a_step_of_its_own() -> None:
@@ -489,9 +487,11 @@ def test_a_copy_of_a_trainer_that_trains_has_a_step_of_its_own() -> None:
             self.copied = copy.deepcopy(trainer)
 
     callback = Copying()
-    quiet_trainer(LeanLoop(), callback, max_steps=1).fit(Model(), loader())
+    quiet_trainer(Install(), callback, max_steps=1).fit(Model(), loader())
     loop = callback.copied.fit_loop.epoch_loop
-    assert loop.advance.__self__.loop is loop
+    assert loop.trainer is callback.copied
+    assert loop.calls.trainer is callback.copied
+    assert loop.source.dataloader.__self__ is loop
 
 
 @pytest.mark.parametrize("seed", range(SETS))
@@ -503,7 +503,6 @@ def test_any_set_of_hooks_is_called_in_lightnings_order(seed: int, tmp_path: Pat
 
     of_module, of_callbacks = some([n for n in MODULE_HOOKS if n != "optimizer_step"]), some(hooks_of(pl.Callback))
     options = {
-        "accumulate_grad_batches": choose.choice([1, 1, 2, 4]),
         "gradient_clip_val": choose.choice([None, 0.1]),
         "precision": choose.choice(["32-true", "bf16-mixed", "64-true"]),
         "val_check_interval": choose.choice([1, 3, 6]),
@@ -516,7 +515,7 @@ def test_any_set_of_hooks_is_called_in_lightnings_order(seed: int, tmp_path: Pat
         return {"model": transcript.recording(Model, of_module, "module")(), "callbacks": [callback], **options}
 
     options["val_check_interval"] = min(options["val_check_interval"], options["limit_train_batches"])
-    assert_equal_with_lean_loop(make, tmp_path)
+    assert_equal_with_update_loop(make, tmp_path)
 
 
 def test_nothing_of_a_run_is_kept() -> None:
@@ -526,7 +525,7 @@ def test_nothing_of_a_run_is_kept() -> None:
             self.training_step = lambda batch, *_: self.loss(batch)  # type: ignore[method-assign]
 
     model = Wrapped()
-    quiet_trainer(LeanLoop()).fit(model, loader())
+    quiet_trainer(Install()).fit(model, loader())
     kept = weakref.ref(model)
     del model
     gc.collect()
@@ -535,12 +534,11 @@ def test_nothing_of_a_run_is_kept() -> None:
 
 def _rank(folder: str) -> dict[str, Tensor]:
     def make(_: Transcript) -> dict[str, Any]:
-        options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": True}
-        return {"callbacks": [GradientAccumulation(3)], **options}
+        return {"devices": 2, "strategy": "ddp", "use_distributed_sampler": True}
 
-    return assert_equal_with_lean_loop(make, Path(folder))["weights"]
+    return assert_equal_with_update_loop(make, Path(folder))["weights"]
 
 
-def test_two_ranks_run_as_without_lean_loop(tmp_path: Path) -> None:
+def test_two_ranks_run_as_in_lightnings_loop(tmp_path: Path) -> None:
     one, other = run_ranks(_rank, 2, str(tmp_path))
     assert equal(one["network.2.weight"], other["network.2.weight"])

@@ -1,0 +1,66 @@
+"""What the first micro-batch of a fit shows: why bits depend on the number of devices, or a mean on other targets."""
+
+from typing import Any
+
+import torch
+
+from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
+from callbacks.lib.targets import warn_of_ignored_targets
+from datamodules.errors import UserError
+from datamodules.notes import warn
+
+
+class FirstMicroBatch:
+    """Looks at a module before and after the first forward pass of a fit.
+
+    Args:
+        trainer: one whose updates are sums over micro-batches; before the forward pass.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.module = trainer.lightning_module
+        for parameter in self.module.parameters():
+            parameter.grad = None  # Left from before the fit; the update begins with none.
+        buffers = other_buffers(self.module) if trainer.world_size > 1 else {}
+        self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    def finish(self, output: dict[str, Any], batch: Any, statistics: OrderedStatistics) -> None:
+        """Warn of what the forward pass has shown.
+
+        Args:
+            output: of `training_step`, beside the loss.
+
+        Raises:
+            UserError: `training_step` has made a backward pass of its own.
+        """
+        if any(parameter.grad is not None for parameter in self.module.parameters()):
+            raise UserError(
+                f"{type(self.module).__name__}.training_step calls backward() itself, and an update is the mean of the"
+                " losses that it returns: add that loss to the one it returns, or set automatic_optimization = False"
+            )
+        warn_of_ignored_targets(output, batch)
+        repeated = statistics.repeated()
+        if repeated:
+            warn(
+                f"note: {len(repeated)} {type(repeated[0]).__name__} layers are called more than once in a"
+                " training_step: their running statistics follow the last call"
+            )
+        now = other_buffers(self.module)
+        changed = [name for name, value in self.buffers.items() if not torch.equal(now.get(name, value), value)]
+        if changed:
+            warn(f"note: {changed[0]} changes in each forward pass: the bits depend on the number of devices")
+        if self.trainer.world_size > 1:
+            self._warn_of_other_bits()
+
+    def _warn_of_other_bits(self) -> None:
+        loader = self.trainer.train_dataloader
+        if not hasattr(loader, "division"):
+            name = type(getattr(loader, "loader", loader)).__name__
+            warn(
+                f"note: a {name} does not number its micro-batches: on another number of devices the run is equal"
+                " within rounding only; use a DataLoader over a data set with a length and a sampler of torch, or a"
+                " loader of datamodules, for equal bits"
+            )
+        elif any(map(is_synchronised, self.module.modules())):
+            warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")

@@ -1,0 +1,301 @@
+"""Calls of Lightning's hooks without what costs time around them; beside `lightning_internals` private names.
+
+Lightning 2.6 opens a profiler's context, formats a debug message and sets an attribute through torch's search for
+parameters and buffers, around each of the 16 hooks of a step and each hook of a callback; and it inspects the signature
+of `training_step` each time. For a small network that takes longer than the arithmetic.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer import call
+from torch import Tensor
+
+from callbacks.lib.hooks import is_idle
+from callbacks.lib.lightning_internals import RUNNING_HOOK
+
+_UPDATE = ("optimizer_step",)
+_STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step", "batch_to_device", "post_training_step")
+_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Methods that are not called, as long as they are Lightning's own."""
+
+_PRECISIONS = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
+"""Those that add nothing to a step but a GradScaler."""
+
+_HOOKS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end"),
+)
+
+_STOCK = {
+    getattr(kind, name)
+    for kind in (Strategy, DDPStrategy, pl.LightningModule, pl.LightningDataModule)
+    for name in {*_UPDATE, *_STRATEGY, *_CLIPPING, *_TRANSFERS}
+    if hasattr(kind, name)
+}
+"""They do what is done here, where there is no GradScaler."""
+
+
+def _call_hook(owner: Any, name: str, *args: Any) -> Any:
+    hook = getattr(owner, name)
+    return hook(*args) if callable(hook) else None
+
+
+class HookCalls:
+    """Calls hooks in Lightning's order, with its contexts.
+
+    What it does not know is left to Lightning's own functions: a profiler, logging at the level DEBUG, a GradScaler,
+    and strategies, precisions and optimizers with methods of their own for what is done here. It looks once an epoch,
+    and when the list of callbacks has changed. So does it for which hooks of callbacks and of the module's class do
+    nothing.
+
+    Args:
+        trainer: its epoch loop is the one that calls.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer: Any = trainer
+        self.module: Any = None
+        self.strategy: Any = None
+        self.precision: Any = None
+        self.optimizers: list[Any] = []
+        self.world_size = 1
+        """Those of the running epoch."""
+        self.is_lean = False
+        """Whether nothing in the running epoch is unknown here."""
+        self.after_update: list[Any] = []
+        """The ``on_update_end`` of callbacks that have one."""
+        self.callbacks: list[pl.Callback] = []
+        """Those of the Trainer when `hooked` was made."""
+        self.hooked: dict[str, list[tuple[int, pl.Callback]]] = {}
+        """Which of them have a hook of their own, by its name, with their places."""
+        self.idle: set[str] = set()
+        """The hooks of which neither they nor the module's class have one."""
+        self.classes: dict[tuple[type, tuple[str, ...]], bool] = {}
+        """Whether these methods of a class are stock."""
+        self.step: Any = None
+        """The `training_step` of which is known whether it takes ``batch_idx``."""
+        self.takes_index = True
+
+    def begin_epoch(self) -> None:
+        """Look at what takes part in the epoch that begins."""
+        self.module = self.trainer.lightning_module
+        self.strategy = self.trainer.strategy
+        self.precision = self.trainer.precision_plugin
+        self.optimizers = self.trainer.optimizers
+        self.world_size = self.trainer.world_size
+        self.is_lean = self._is_ordinary()
+        self._find_hooks()
+
+    def has_stock(self, owner: Any, names: tuple[str, ...]) -> bool:
+        """Whether these methods are Lightning's own: no subclass overrides one, and none was set on the object."""
+        key = type(owner), names
+        if key not in self.classes:
+            self.classes[key] = all(getattr(type(owner), name, None) in _STOCK for name in names)
+        return self.classes[key] and vars(owner).keys().isdisjoint(names)
+
+    def _is_ordinary(self) -> bool:
+        trainer = self.trainer
+        module = self.module
+        strategy = trainer.strategy
+        precision = trainer.precision_plugin
+        return (
+            type(trainer.profiler) is PassThroughProfiler
+            and vars(trainer.profiler).keys().isdisjoint(("profile", "start", "stop"))
+            and not call.log.isEnabledFor(logging.DEBUG)
+            and module.automatic_optimization
+            and getattr(precision, "scaler", None) is None
+            and getattr(strategy, "_model_averager", None) is None
+            and not strategy.handles_gradient_accumulation
+            and len(trainer.optimizers) == 1
+            and self.has_stock(module, _UPDATE)
+            and self.has_stock(strategy, _STRATEGY)
+            and type(precision) in _PRECISIONS
+        )
+
+    def _find_hooks(self) -> None:
+        """Look which callbacks have hooks of their own; one that is set on an object later counts from here on."""
+        self.callbacks = list(self.trainer.callbacks)
+        self.after_update = [each.on_update_end for each in self.callbacks if hasattr(each, "on_update_end")]
+        self.idle = set()
+        for name in _HOOKS:
+            places = enumerate(self.callbacks)
+            self.hooked[name] = [(place, each) for place, each in places if not is_idle(each, name, pl.Callback)]
+            if not self.hooked[name] and is_idle(self.module, name, pl.LightningModule):
+                self.idle.add(name)
+
+    def hook(self, name: str, *args: Any) -> Any:
+        """A hook of all callbacks and then of the module, whose answer is returned."""
+        if not self.is_lean:
+            call._call_callback_hooks(self.trainer, name, *args)
+            return call._call_lightning_module_hook(self.trainer, name, *args)
+        module = self.module
+        callbacks = self.trainer.callbacks
+        attributes = vars(module)
+        if callbacks != self.callbacks:
+            self._find_hooks()
+        if name in self.idle and name not in attributes:
+            return None
+        before = attributes[RUNNING_HOOK]
+        attributes[RUNNING_HOOK] = name
+        for place, callback in self.hooked[name]:
+            if callable(hook := getattr(callback, name)):
+                hook(self.trainer, module, *args)
+            if callbacks != self.callbacks:  # As Lightning goes on, by places, where a hook has changed the list.
+                for other in islice(callbacks, place + 1, None):
+                    _call_hook(other, name, self.trainer, module, *args)
+                break
+        answer = _call_hook(module, name, *args)
+        attributes[RUNNING_HOOK] = before
+        return answer
+
+    def named(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function as the hook of this name."""
+        attributes = vars(self.module)
+        before = attributes[RUNNING_HOOK]
+        attributes[RUNNING_HOOK] = name
+        answer = function(*args)
+        attributes[RUNNING_HOOK] = before
+        return answer
+
+    def profile(self, action: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function within the profiler's context of an action, where there is a profiler."""
+        if self.is_lean:
+            return function(*args)
+        with self.trainer.profiler.profile(action):
+            return function(*args)
+
+    def end_update(self) -> None:
+        """Call ``on_update_end`` of the callbacks that have it."""
+        if self.trainer.callbacks != self.callbacks:
+            self._find_hooks()
+        for hook in self.after_update:
+            hook(self.trainer, self.module)
+
+    def scheduler_steps(self, updates: int, progress: Any) -> None:
+        """Steps of the learning-rate schedulers after an update, but for ReduceLROnPlateau.
+
+        Args:
+            updates: those of the epoch so far.
+            progress: Lightning's counter of the steps.
+        """
+        for config in self.trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau and config.interval == "step" and updates % config.frequency == 0:
+                progress.increment_ready()
+                self.module_hook("lr_scheduler_step", config.scheduler, None)
+                progress.increment_completed()
+
+    def module_hook(self, name: str, *args: Any) -> Any:
+        """A method of the module, as the hook of its name."""
+        if not self.is_lean:
+            return call._call_lightning_module_hook(self.trainer, name, *args)
+        return self.named(name, getattr(self.module, name), *args)
+
+    def strategy_hook(self, name: str, *args: Any) -> Any:
+        """A hook of the strategy."""
+        if not self.is_lean:
+            return call._call_strategy_hook(self.trainer, name, *args)
+        hook = getattr(self.strategy, name)
+        is_idle = getattr(hook, "__func__", None) is getattr(Strategy, name)
+        return None if is_idle else hook(*args)
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch on the device, as Lightning and the module's hooks bring it there."""
+        trainer = self.trainer
+        module = self.module
+        data = trainer.datamodule
+        if type(self.precision) not in (Precision, MixedPrecision):
+            batch = self.precision.convert_input(batch)  # Those two leave it as it is.
+        stock = self.is_lean and self.has_stock(module, _TRANSFERS)
+        if stock and (data is None or self.has_stock(data, _TRANSFERS)):
+            device = self.strategy.root_device
+            # On the CPU nothing moves, and visiting the parts takes longer than all else here.
+            if type(batch) in (tuple, list) and all(type(part) is Tensor and part.device == device for part in batch):
+                return type(batch)(batch)
+            return move_data_to_device(batch, device)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the module's `training_step` returns, through the strategy."""
+        # Its signature is inspected once and not, as Lightning does it, at each step.
+        step = self.module.training_step
+        function = getattr(step, "__func__", step)
+        if function is not self.step:
+            self.step = function
+            loop = self.trainer.fit_loop.epoch_loop
+            self.takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        args = (batch, batch_idx) if self.takes_index else (batch,)
+        strategy = self.strategy
+        if self.is_lean:
+            return self.named("training_step", strategy.training_step, *args)
+        output = call._call_strategy_hook(self.trainer, "training_step", *args)
+        strategy.post_training_step()
+        return output
+
+    def backward(self, loss: Any, optimizer: Any) -> None:
+        """The backward pass from a micro-batch's loss, with the hooks before it.
+
+        `on_after_backward` is called once in an update, when all its gradients are there.
+        """
+        if self.is_lean:
+            self.hook("on_before_backward", loss)
+            self.named("backward", self.module.backward, loss)
+            return
+        trainer = self.trainer
+        strategy = trainer.strategy
+        precision = trainer.precision_plugin
+        with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.backward"):
+            strategy.pre_backward(loss)
+            scaled = precision.pre_backward(loss, self.module)
+            precision.backward(scaled, self.module, optimizer)
+            strategy.post_backward(scaled.detach())
+
+    def stock_backward(self, loss: Any, optimizer: Any) -> None:
+        """Lightning's, of an update that is one micro-batch: with `on_after_backward`."""
+        if self.is_lean:
+            self.backward(loss, optimizer)
+            self.hook("on_after_backward")
+        else:
+            call._call_strategy_hook(self.trainer, "backward", loss, optimizer)
+
+    def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
+        """The module's `optimizer_step`, whose optimizer calls the closure."""
+        trainer = self.trainer
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        if not self.is_lean:
+            optimization._optimizer_step(batch_idx, closure)
+            return
+        progress = optimization.optim_progress.optimizer.step
+        optimizer = self.optimizers[0]
+        progress.increment_ready()
+        self.named("optimizer_step", self._run_optimizer, optimizer, closure)
+        progress.increment_completed()
+
+    def _run_optimizer(self, optimizer: Any, closure: Callable[[], Any]) -> None:
+        """`LightningModule.optimizer_step`."""
+        trainer = self.trainer
+        module = self.module
+        value = trainer.gradient_clip_val
+        algorithm = trainer.gradient_clip_algorithm
+
+        def gradients() -> Any:
+            loss = closure()
+            self.hook("on_before_optimizer_step", optimizer)
+            if value is not None or not self.has_stock(module, _CLIPPING):
+                clip = partial(module.configure_gradient_clipping, optimizer)
+                clip = partial(clip, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+                self.named("configure_gradient_clipping", clip)
+            return loss
+
+        optimizer.step(closure=gradients)

@@ -1,0 +1,334 @@
+"""The update: what Lightning's training step is replaced by.
+
+Lightning's loop steps from micro-batch to micro-batch. A step of this one is an optimizer step: a list of numbered
+micro-batches, of which each rank computes a range. So everything that Lightning counts, `batch_idx`, limits, intervals,
+checkpoints and stops, is counted in updates, on any number of devices.
+"""
+
+import copy
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from callbacks.lib.exchange import broadcast
+from callbacks.lib.hook_calls import HookCalls
+from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.training_loaders import check_interval, number_micro_batches
+from callbacks.lib.update_step import UpdateStep
+from datamodules.errors import UserError
+from datamodules.loading.resumable import ResumableLoader
+from datamodules.loading.sampling import Division
+from datamodules.loading.updates import Update
+
+
+class UpdateLoop(_TrainingEpochLoop):
+    """Lightning's epoch loop, whose step is an update.
+
+    The gradient of an update is the mean over all its targets; with `GradientAccumulation` it has the same bits on any
+    number of ranks. `install_update_loop` puts the loop into a Trainer.
+
+    Hooks are called in Lightning's order and once in an update, but for `on_before_backward`, which is called for each
+    micro-batch. `on_after_backward` finds the gradient of the update. `on_train_batch_start` and `on_train_batch_end`
+    get the batch of an update that is one micro-batch, and an `Update` where it is several. Callbacks may have
+    ``on_update_end(trainer, pl_module)``, which is called after an update, its validation and its schedules: from there
+    a checkpoint resumes with the next update.
+    """
+
+    def __init__(self, stock: _TrainingEpochLoop) -> None:
+        super().__init__(stock.trainer, stock.min_steps, stock.max_steps)
+        # Counters, results, and the validation loop, which `fit` has given its loaders already.
+        vars(self).update(vars(stock))
+        self.calls = HookCalls(self.trainer)
+        self.step = UpdateStep(self.trainer, self.calls)
+        self.source: Any = self.trainer.fit_loop._data_source
+        self.prepare_loaders: Callable[[Any], Any] | None = None
+        """What `GradientAccumulation` makes of the training loaders."""
+        self.watches_sigterm = True
+        """Whether Lightning asks all ranks in each update whether it has received SIGTERM."""
+        self._stop_requested = False
+        self._plateaus_stepped = False
+        self._validates = False
+        self._has_schedules = False
+        self._updates_in_epoch: int | float = 0
+        self._look_at_loader(None)
+
+    # The loaders
+
+    def training_loaders(self) -> Any:
+        """The training loaders, before Lightning asks for their length."""
+        loaders = number_micro_batches(type(self.source).dataloader(self.source), self.trainer, self.step.seeds)
+        if self.prepare_loaders is not None:
+            loaders = self.prepare_loaders(loaders)
+        check_interval(loaders, self.trainer)
+        return loaders
+
+    def first_number(self, batch_idx: int) -> int:
+        """The number of this rank's first micro-batch in the update of that number of the epoch."""
+        if self._has_numbers:
+            loader: Any = self._loader
+            return int(loader.first_number(batch_idx))
+        return batch_idx * self.trainer.world_size + self.trainer.global_rank
+
+    def _as_update(self, item: Any, batch_idx: int, number: int) -> Update[Any]:
+        if type(item) is Update:
+            if item.count is None:
+                # A loader that goes on within an epoch counts from where it goes on.
+                item.numbers = range(number, number + len(item) * self.calls.world_size, self.calls.world_size)
+            return item
+        if self._division is None or self.calls.world_size == 1:
+            return Update([item], [number], None)
+        share = self._division.share(batch_idx, self.trainer.global_rank)
+        return Update([item], [share.first], share.total, share.is_stand_in)
+
+    # The epoch
+
+    @override
+    def reset(self) -> None:
+        is_restarting = self.restarting
+        if is_restarting:
+            self.val_loop._has_run = False  # In an earlier fit: the run may go on with a validation.
+        super().reset()
+        if is_restarting:
+            # A checkpoint may have been written before or after Lightning counts the update in this number.
+            progress: Any = self.batch_progress.total
+            self._batches_that_stepped = progress.processed - self.val_loop.restarted_mid_evaluation
+            self._check_position()
+        # Asked to stop as an epoch starts, Lightning counts that epoch as done. Here it stops after the first update.
+        self.drop_early_stop()
+        self._stop_requested = self._stop_requested or self.trainer.should_stop
+        self.trainer.should_stop = False
+        self._plateaus_stepped = False
+
+    def _check_position(self) -> None:
+        """Refuse to go on within an epoch where the loader stands elsewhere than the counters."""
+        loader: Any = self.trainer.train_dataloader
+        done = self.batch_progress.current.ready
+        # A loader that has given an epoch's last batch is at the start of the next.
+        if not isinstance(loader, ResumableLoader) or self.batch_progress.is_last_batch or loader.updates_done == done:
+            return
+        raise UserError(
+            f"the run was saved within an epoch, after {done:,} updates, and with the devices and batches of now"
+            f" {loader.updates_done:,} have those samples: add GradientAccumulation, which keeps the size of an update,"
+            " or resume with those of before"
+        )
+
+    def _keep_position(self, data_fetcher: Any) -> None:
+        """Have checkpoints hold the position after this update: of a loader without a length the next one is loaded."""
+        loaders = data_fetcher.combined_loader
+        if data_fetcher.length is None and (states := type(loaders)._state_dicts(loaders)):
+            states = copy.deepcopy(states)
+            loaders._state_dicts = lambda: states
+
+    @override
+    def _on_before_fetch(self) -> None:
+        if not self.calls.is_lean:
+            super()._on_before_fetch()
+
+    @override
+    def _on_after_fetch(self) -> None:
+        if not self.calls.is_lean:
+            super()._on_after_fetch()
+
+    def _look_at_loader(self, loader: Any) -> None:
+        """Keep what is asked of the training loader in each update."""
+        self._loader = loader
+        self._has_numbers = hasattr(loader, "first_number")
+        loaders = [] if loader is None else CombinedLoader(loader).flattened
+        divisions = {getattr(each, "division", None) for each in loaders}
+        # Several loaders together are one micro-batch, if they are dealt alike.
+        self._division: Division | None = divisions.pop() if len(divisions) == 1 else None
+
+    @override
+    def on_run_start(self, data_fetcher: Any) -> None:
+        self._look_at_loader(self.trainer.train_dataloader)
+        if self.step.seeds is not None:
+            # Here the loader's iterator is made, and drawn from. The module's hook before may have drawn, too.
+            self.step.seeds.seed_iterator(self.trainer)
+        super().on_run_start(data_fetcher)
+        self.calls.begin_epoch()
+        self.step.skips_backward = self.automatic_optimization._skip_backward
+        self._has_schedules = bool(self.trainer.lr_scheduler_configs)
+        self._updates_in_epoch = self.trainer.num_training_batches
+        self._validates = self._should_check_val_epoch()
+
+    @override
+    def advance(self, data_fetcher: Any) -> None:
+        trainer: Any = self.trainer
+        progress = self.batch_progress
+        if self.restarting and self._goes_on_with_validation(data_fetcher):
+            return
+        self.val_loop.restarting = False
+        if self.calls.world_size > 1 and self.watches_sigterm:
+            self._broadcast_sigterm_tensor()
+        batch_idx = self.batch_idx + 1
+        number = self.first_number(batch_idx)
+        # A loader without numbers draws the order of the epoch with its first batch.
+        if self.step.seeds is not None and (batch_idx > 0 or self._division is not None):
+            self.step.seed_loading(number)
+        self._keep_position(data_fetcher)
+        item, _, _ = next(data_fetcher)
+        progress.is_last_batch = data_fetcher.done
+        update = self._as_update(item, batch_idx, number)
+        first = self.calls.to_device(update.batches[0])
+        shown = first if len(update) == 1 else update
+        progress.increment_ready()
+        connector = trainer._logger_connector
+        results = self._results
+        if self.calls.is_lean:
+            # As `on_batch_start` of the connector, without its search for the loop that runs.
+            connector._first_loop_iter = connector._first_loop_iter is None
+            results.batch, results.batch_size, results.dataloader_idx = first, None, None
+        else:
+            connector.on_batch_start(first)
+        outputs: Any = None
+        stops = False
+        if all(batch is None for batch in update.batches):
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            stops = self.calls.hook("on_train_batch_start", shown, batch_idx) == -1
+            self.calls.strategy_hook("on_train_batch_start", shown, batch_idx)
+            if stops:
+                progress.increment_by(0, is_last_batch=True)
+            else:
+                progress.increment_started()
+                outputs = self.calls.profile("run_training_batch", self.step.make, update, first, batch_idx)
+        progress.increment_processed()
+        if self._has_schedules:
+            if self.calls.module.automatic_optimization:
+                self.calls.scheduler_steps(batch_idx + 1, self.scheduler_progress)
+            if self._num_ready_batches_reached():
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if stops:
+            raise StopIteration
+        self.calls.hook("on_train_batch_end", outputs, shown, batch_idx)
+        if results:
+            connector.on_batch_end()
+        results.batch = results.batch_size = None
+        progress.increment_completed()
+        if results:
+            connector.update_train_step_metrics()
+
+    def _goes_on_with_validation(self, data_fetcher: Any) -> bool:
+        """Whether the restarted run was interrupted in a validation, which is to be made first."""
+        is_due = self._should_check_val_fx(data_fetcher)
+        if is_due and self.val_loop.restarted_mid_evaluation:
+            return True
+        if self._is_training_done:
+            raise StopIteration  # Saved after the last update of an epoch: only the epoch's end is left.
+        if is_due and not self.restarted_on_last:
+            self.val_loop.increment_progress_to_evaluation_end()
+        return False
+
+    @property
+    @override
+    def done(self) -> bool:
+        # What is asked before each update, without Lightning's way to the number of steps.
+        if self.max_steps == -1 and not self.restarting and not self.trainer.should_stop:
+            progress = self.batch_progress
+            return progress.is_last_batch or progress.current.ready == self._updates_in_epoch
+        return super().done
+
+    @override
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        trainer: Any = self.trainer
+        trainer.should_stop = trainer.should_stop or self._stop_requested
+        self._stop_requested = False
+        if self._validates and self._should_check_val_fx(data_fetcher):
+            super().on_advance_end(data_fetcher)
+        else:
+            if self._has_schedules:
+                self.update_lr_schedulers("step", update_plateau_schedulers=True)
+            self._batches_that_stepped += 1
+            self._save_loggers_on_train_batch_end()
+            if self.watches_sigterm and trainer.received_sigterm and not self._is_training_done:
+                raise SIGTERMException
+        if trainer.should_stop and not self.batch_progress.is_last_batch:
+            self.drop_early_stop()
+        self.calls.end_update()
+
+    def drop_early_stop(self) -> None:
+        """Take back a request to stop that comes before ``min_epochs`` and ``min_steps`` are reached.
+
+        Lightning keeps it, but in no checkpoint; who has asked may ask again.
+        """
+        self.trainer.should_stop = self.trainer.should_stop and self.trainer.fit_loop._can_stop_early
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        trainer: Any = self.trainer
+        if self.restarting and self.val_loop.restarted_mid_evaluation:
+            return self._should_check_val_epoch()
+        if trainer._val_check_time_interval is None:
+            return super()._should_check_val_fx(data_fetcher)
+        if not self._should_check_val_epoch():
+            return False
+        is_over = time.monotonic() - trainer._last_val_time >= trainer._val_check_time_interval
+        # The ranks' clocks differ: that of rank 0 decides.
+        is_due: bool = broadcast(trainer.strategy, is_over)
+        return is_due or (trainer.should_stop and trainer.fit_loop._can_stop_early)
+
+    @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if interval == "epoch" and update_plateau_schedulers:
+            if self._plateaus_stepped:
+                return
+            self._plateaus_stepped = True
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def step_plateaus_of_epoch(self) -> None:
+        """Make the steps of ReduceLROnPlateau at an epoch's end now, before a checkpoint is saved; Lightning's follow.
+
+        Nor does Lightning make those of the epoch in which a run resumes.
+        """
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.step.release()
+        self._stop_requested = False
+        self._look_at_loader(None)
+
+
+def install_update_loop(trainer: pl.Trainer) -> UpdateLoop:
+    """Have a Trainer's steps be updates; for `setup` of a callback.
+
+    Raises:
+        UserError: the Trainer accumulates in its own way, by micro-batches, or `training_step` reads batches by itself.
+    """
+    module = trainer.lightning_module
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        # Lightning's hooks then get the number of another batch (#18619).
+        raise UserError(
+            f"{type(module).__name__}.training_step takes a dataloader_iter, and callbacks that count updates have to"
+            " know which batch it reads: write training_step(self, batch, batch_idx), or remove GradientAccumulation,"
+            " SeedControl, ExactCheckpoint, Preemption or SyncBN"
+        )
+    loop: Any = trainer.fit_loop.epoch_loop
+    if isinstance(loop, UpdateLoop):
+        return loop
+    if trainer.accumulate_grad_batches != 1:
+        steps = trainer.accumulate_grad_batches
+        raise UserError(
+            f"Trainer(accumulate_grad_batches={steps}) counts micro-batches, and the callbacks of this library count"
+            f" updates: pass callbacks=[GradientAccumulation({steps})] in its place"
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+        raise UserError(
+            "GradientAccumulationScheduler changes how many updates an epoch has: pass GradientAccumulation, which"
+            " accumulates by one number"
+        )
+    own = UpdateLoop(loop)
+    untyped: Any = trainer
+    untyped.fit_loop.epoch_loop = own
+    own.source.dataloader = own.training_loaders
+    return own

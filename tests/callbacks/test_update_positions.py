@@ -1,0 +1,211 @@
+"""Where a run goes on: with loaders of other kinds, with other callbacks, on other ranks, and where it over-fits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from callbacks import ExactCheckpoint, GradientAccumulation, Preemption, SeedControl
+from datamodules.errors import UserError
+from datamodules.loading.loaders import TrainLoader
+from tests.support.ranks import run_ranks
+from tests.support.tables import equal, quiet_trainer
+
+BATCHES = 8
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2 * BATCHES, 3, generator=generator), torch.randn(2 * BATCHES, 1, generator=generator)
+
+
+class Model(pl.LightningModule):
+    """A linear layer behind dropout; it keeps which targets it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.network = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1))
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch[1].flatten().tolist())
+        return F.mse_loss(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stream:
+    """Batches without a length, with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, targets = samples()
+        start, self.start = self.start, 0
+        for batch in range(start, BATCHES):
+            self.position = batch + 1
+            rows = slice(2 * batch, 2 * batch + 2)
+            yield inputs[rows], targets[rows]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = self.position = state["position"]
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return BATCHES
+
+
+def stock(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*samples()), 2, shuffle=True, **options)
+
+
+@pytest.mark.parametrize("kind", [Stream, Sized])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_loader_with_a_position_goes_on_to_the_bit(kind: type[Stream], steps: int, tmp_path: Path) -> None:
+    def run(name: str, resumed: Path | None = None) -> Model:
+        seeds, model = SeedControl(1), Model()
+        saves = ExactCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = quiet_trainer(seeds, GradientAccumulation(steps), saves)
+        trainer.fit(model, kind(), ckpt_path=resumed, weights_only=True if resumed else None)
+        return model
+
+    whole = run("whole")
+    resumed = run("resumed", tmp_path / "whole" / "step=2.ckpt")
+    assert resumed.seen == whole.seen[2 * steps :]
+    assert equal(resumed.state_dict(), whole.state_dict())
+
+
+def _cut(world_size: int, folder: Path, resumed: Path | None, accumulates: bool) -> Any:
+    """A run that Lightning's own callback saves within its epoch; what is said instead where it does not go on."""
+    callbacks: list[pl.Callback] = [SeedControl(1), *([GradientAccumulation(2)] if accumulates else [])]
+    saves = ModelCheckpoint(folder / str(world_size), filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    model = Model()
+    options: dict[str, Any] = {"world_size": world_size, "use_distributed_sampler": True}
+    try:
+        quiet_trainer(*callbacks, saves, **options).fit(model, stock(), ckpt_path=resumed)
+    except ValueError as error:
+        return str(error)
+    return model.state_dict()
+
+
+def test_a_stock_checkpoint_goes_on_with_other_ranks_or_says_why_not(tmp_path: Path) -> None:
+    """Without an update of one size, 2 updates of one device are 1 of two devices."""
+    saved = tmp_path / "1" / "step=2.ckpt"
+    _cut(1, tmp_path, None, accumulates=False)
+    for said in run_ranks(_cut, 2, 2, tmp_path, saved, accumulates=False, timeout=60):
+        assert "saved within an epoch, after 2 updates, and with the devices and batches of now 1 have" in said
+    saved.unlink()
+    (whole,) = run_ranks(_cut, 1, 1, tmp_path, None, accumulates=True)
+    for found in run_ranks(_cut, 2, 2, tmp_path, saved, accumulates=True, timeout=60):
+        assert equal(found, whole)
+
+
+def test_a_second_fit_has_nothing_of_callbacks_that_were_removed() -> None:
+    def second(*before: pl.Callback) -> Model:
+        trainer: Any = quiet_trainer(*before)
+        trainer.fit(Model(), stock())
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in before]
+        trainer.callbacks.append(GradientAccumulation(2))
+        trainer.fit_loop.max_epochs = 2
+        model = Model()
+        trainer.fit(model, stock())
+        assert trainer.fit_loop.epoch_loop.watches_sigterm
+        return model
+
+    assert equal(second(SeedControl(3), Preemption()).state_dict(), second(GradientAccumulation(2)).state_dict())
+
+
+@pytest.mark.parametrize("share", [2, 0.5])
+def test_over_fitting_a_shuffled_loader_keeps_the_order_of_its_data(share: float) -> None:
+    model = Model()
+    quiet_trainer(GradientAccumulation(2), overfit_batches=share, max_epochs=2).fit(model, stock())
+    batches = [batch.flatten().tolist() for batch in samples()[1].split(2)]
+    assert model.seen == batches[:4] * 2
+
+
+def _of_two_loaders(world_size: int) -> dict[str, Tensor]:
+    """An update whose micro-batches are pairs, one fewer than ranks."""
+
+    class Pairs(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return sum((F.mse_loss(self.network(inputs), targets) for inputs, targets in batch), torch.zeros(()))
+
+    model = Pairs().double()
+    model.network[0].p = 0.0  # type: ignore[assignment]
+    trainer = quiet_trainer(GradientAccumulation(1), world_size=world_size)
+    inputs, targets = (values.double() for values in samples())
+    rows = torch.arange(8)
+    trainer.fit(model, [TrainLoader(inputs, targets, rows, 4, 1, trainer.global_rank, world_size) for _ in range(2)])
+    return model.state_dict()
+
+
+def test_a_stand_in_of_several_loaders_counts_for_nothing() -> None:
+    model = Model().double()
+    inputs, targets = (values[:8].double() for values in samples())
+    (2 * F.mse_loss(model.network[1](inputs), targets)).backward()
+    wanted = [parameter.detach() - 0.1 * parameter.grad for parameter in model.parameters()]  # type: ignore[operator]
+    for found in run_ranks(_of_two_loaders, 3, 3):
+        for mine, expected in zip(found.values(), wanted, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-12)
+
+
+class Endless(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*zip(*samples(), strict=True)])
+
+
+@pytest.mark.parametrize(("steps", "validated"), [(1, [3, 6]), (2, [3])])
+def test_a_stream_is_validated_at_an_interval_of_updates(steps: int, validated: list[int]) -> None:
+    class Validated(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.validated: list[int] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated.append(self.global_step)
+
+    model = Validated()
+    trainer = quiet_trainer(GradientAccumulation(steps), val_check_interval=3, limit_val_batches=1)
+    trainer.fit(model, DataLoader(Endless(), 2), stock())
+    assert model.validated == validated
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"])
+def test_a_stop_as_an_epoch_begins_comes_after_its_first_update(hook: str) -> None:
+    def stop(self: Any, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 1
+
+    trainer = quiet_trainer(GradientAccumulation(2), type("Stop", (pl.Callback,), {hook: stop})(), max_epochs=3)
+    trainer.fit(Model(), stock())
+    assert trainer.global_step == BATCHES // 2 + 1
+
+
+def test_a_run_that_counted_micro_batches_is_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "old.ckpt"
+    trainer = quiet_trainer(GradientAccumulation(2))
+    trainer.fit(model := Model(), stock())
+    trainer.save_checkpoint(path)
+    state = {"asked": {"steps": 2, "global_batch_size": None}, "items": 4, "samples": None}
+    torch.save(torch.load(path, weights_only=False) | {"callbacks": {"GradientAccumulation": state}}, path)
+    again = quiet_trainer(GradientAccumulation(2), max_epochs=2)
+    with pytest.raises(UserError, match="counted micro-batches.*start a new run from its weights"):
+        again.fit(model, stock(), ckpt_path=path, weights_only=True)
+    model.validation_step = lambda *_: None  # type: ignore[method-assign]
+    again.validate(model, stock(), ckpt_path=path, weights_only=True)

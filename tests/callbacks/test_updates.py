@@ -1,0 +1,344 @@
+"""What an update is made of: its gradient as modules touch it, its stand-ins, its logs and its order on any ranks."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from callbacks import GradientAccumulation, SeedControl, SyncBN
+from datamodules import UserError
+from datamodules.loading.loaders import TrainLoader
+from tests.support.ranks import run_ranks
+from tests.support.tables import quiet_trainer
+
+LR = 0.1
+
+
+def samples(n: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(n, 3, generator=generator).to(dtype), torch.randn(n, 1, generator=generator).to(dtype)
+
+
+class Line(pl.LightningModule):
+    """A linear layer, trained by SGD."""
+
+    def __init__(self, network: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.network = network or nn.Linear(3, 1).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.network(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def by_hand(updates: Sequence[Sequence[int]], change: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> Any:
+    """Plain SGD, an update for each list of samples, with what `change` makes of its gradient."""
+    model = Line()
+    inputs, targets = samples(8)
+    for rows in updates:
+        model.zero_grad()
+        model.loss((inputs[[*rows]], targets[[*rows]])).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(LR * change(parameter.grad))
+    return weights(model)
+
+
+def assert_close(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
+    for mine, wanted in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def train(model: Line, *callbacks: pl.Callback, size: int = 2, loader: Any = None, **options: Any) -> Line:
+    loader = loader or DataLoader(TensorDataset(*samples(8)), size)
+    quiet_trainer(*callbacks, **options).fit(model, loader)
+    return model
+
+
+# Gradients that a module touches
+
+
+def test_after_backward_clamps_the_gradient_of_the_update() -> None:
+    class Clamping(Line):
+        def on_after_backward(self) -> None:
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad.clamp_(-0.2, 0.2)
+
+    wanted = by_hand([range(6), range(6, 8)], lambda gradient: gradient.clamp(-0.2, 0.2))
+    assert_close(weights(train(Clamping(), GradientAccumulation(3))), wanted)
+    assert any(not torch.equal(a, b) for a, b in zip(wanted, by_hand([range(6), range(6, 8)]), strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_backward_of_the_modules_own_scales_the_update(steps: int) -> None:
+    class Scaled(Line):
+        def backward(self, loss: Tensor) -> None:
+            (2 * loss).backward()
+
+    updates = [range(start, min(start + 2 * steps, 8)) for start in range(0, 8, 2 * steps)]
+    assert_close(weights(train(Scaled(), GradientAccumulation(steps))), by_hand(updates, lambda gradient: 2 * gradient))
+
+
+def test_a_step_with_a_backward_of_its_own_is_refused() -> None:
+    class Backward(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.loss(batch).backward()
+            return self.loss(batch)
+
+    begins_with_none = DataLoader(Rows(), 2, collate_fn=collate_some([0, 1]))
+    for loader in (None, begins_with_none):
+        with pytest.raises(UserError, match=r"Backward.training_step calls backward\(\) itself"):
+            train(Backward(), GradientAccumulation(3), loader=loader)
+
+
+def test_hooks_see_one_update_with_its_gradient() -> None:
+    class Seen(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(("step", batch_idx))
+            return self.loss(batch)
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.seen.append("zero")
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.seen.append("before")
+
+        def on_after_backward(self) -> None:
+            self.seen.append("after")
+            grads = [parameter.grad for parameter in self.parameters()]
+            inputs, targets = samples(8)
+            start, stop = ((0, 6), (6, 8))[len([each for each in self.seen if each == "after"]) - 1]
+            loss = self.loss((inputs[start:stop], targets[start:stop]))
+            assert_close([*map(torch.clone, grads)], torch.autograd.grad(loss, [*self.parameters()]))  # type: ignore[arg-type]
+
+    model = train(Seen(), GradientAccumulation(3))
+    first = [("step", 0), "zero", "before", ("step", 0), "before", ("step", 0), "before", "after"]
+    assert model.seen == [*first, ("step", 1), "zero", "before", "after"]
+
+
+# Micro-batches that are none
+
+
+class Rows(Dataset[Any]):
+    def __init__(self) -> None:
+        self.inputs, self.targets = samples(8)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> Any:
+        return row, self.inputs[row], self.targets[row]
+
+
+def collate_some(left_out: Sequence[int]) -> Callable[[Any], Any]:
+    def collate(rows: Any) -> Any:
+        kept = [row[1:] for row in rows if row[0] not in left_out]
+        return torch.utils.data.default_collate(kept) if kept else None
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("left_out", "updates"),
+    [
+        ([0, 1], [[2, 3, 4, 5], [6, 7]]),
+        ([4, 5], [[0, 1, 2, 3], [6, 7]]),
+        ([2, 3, 6, 7], [[0, 1, 4, 5]]),
+    ],
+)
+def test_a_micro_batch_of_nothing_leaves_the_mean_of_the_rest(left_out: list[int], updates: list[list[int]]) -> None:
+    loader = DataLoader(Rows(), 2, collate_fn=collate_some(left_out))
+    assert_close(weights(train(Line(), GradientAccumulation(3), loader=loader)), by_hand(updates))
+
+
+# Several ranks
+
+
+class Logging(Line):
+    """Logs its loss in some way."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, **self.how)
+        return loss
+
+
+def _logs_by_step(rank_count: int) -> list[str]:
+    """What becomes of logs that wait at each step: in updates of 3 micro-batches, and of 4."""
+    found = []
+    for steps in (6, 8):
+        model = Logging(on_step=True, sync_dist=True, on_epoch=False)
+        options: dict[str, Any] = {"world_size": rank_count, "use_distributed_sampler": True}
+        try:
+            train(model, GradientAccumulation(global_batch_size=steps), **options)
+        except UserError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
+
+
+def test_a_log_that_waits_in_an_uneven_update_is_refused() -> None:
+    for uneven, even in run_ranks(_logs_by_step, 2, 2):
+        assert "self.log(on_step=True, sync_dist=True) waits for all devices" in uneven
+        assert even == ""
+
+
+def _epoch_mean(world_size: int) -> float:
+    """The mean loss of an epoch of 5 micro-batches in updates of 2, which ends with a stand-in on one rank."""
+    inputs, targets = samples(10)
+    model = Logging(on_epoch=True, on_step=False, sync_dist=True)
+    nn.init.zeros_(model.network.weight)  # type: ignore[arg-type]
+    nn.init.zeros_(model.network.bias)  # type: ignore[arg-type]
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.0)  # type: ignore[method-assign]
+    trainer = quiet_trainer(GradientAccumulation(global_batch_size=4), world_size=world_size)
+    loader = TrainLoader(inputs, targets, torch.arange(10), 2, 1, trainer.global_rank, world_size)
+    trainer.fit(model, loader)
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_what_a_stand_in_logs_does_not_count() -> None:
+    wanted = float((samples(10)[1] ** 2).mean())
+    for found in [_epoch_mean(1), *run_ranks(_epoch_mean, 2, 2)]:
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def _log_of_stand_ins(world_size: int) -> float:
+    """Two epochs of one micro-batch, in which a rank computes nothing else than a stand-in."""
+    model = Logging(on_epoch=True, on_step=False, sync_dist=True)
+    trainer = quiet_trainer(GradientAccumulation(global_batch_size=4), world_size=world_size, max_epochs=2)
+    loader = TrainLoader(*samples(2), torch.arange(2), 2, 1, trainer.global_rank, world_size)
+    trainer.fit(model, loader)
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_a_rank_of_stand_ins_only_keeps_no_other_waiting() -> None:
+    wanted = pytest.approx(_log_of_stand_ins(1), rel=1e-12)
+    assert run_ranks(_log_of_stand_ins, 2, 2, timeout=60) == [wanted, wanted]
+
+
+class Noisy(Line):
+    """BatchNorm and noise, in float32."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__(nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return F.mse_loss(self.network(inputs + 0.1 * torch.randn_like(inputs)), targets)
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise of their own."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = samples(26, torch.float32)
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, row: int) -> Any:
+        return self.inputs[row] + 0.1 * torch.rand(3), self.targets[row]
+
+
+def _hash(world_size: int, workers: int, size: int) -> str:
+    """Of weights and buffers after two epochs of a stock loader; the last update of each has 2 of `size` samples."""
+    seeds = SeedControl(1)
+    model = Noisy()
+    loader = DataLoader(Augmented(), 2, shuffle=True, num_workers=workers)
+    options: dict[str, Any] = {"use_distributed_sampler": True, "max_epochs": 2}
+    train(model, seeds, GradientAccumulation(global_batch_size=size), loader=loader, world_size=world_size, **options)
+    found = hashlib.sha256()
+    for value in model.state_dict().values():
+        found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("size", [8, 12])
+def test_a_stock_loader_gives_one_hash_on_any_processes(size: int) -> None:
+    alone = run_ranks(_hash, 1, 1, 0, size)
+    hashes = {*alone, *run_ranks(_hash, 2, 2, 1, size), *run_ranks(_hash, 4, 4, 0, size)}
+    assert len(hashes) == 1
+
+
+class Normalised(Line):
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double())
+
+
+def _normalised_together(world_size: int) -> dict[str, Tensor]:
+    """Two updates of 5 micro-batches of 4 samples on two ranks, which have 3 and 2."""
+    inputs, targets = samples(40)
+    trainer = quiet_trainer(SyncBN(), GradientAccumulation(global_batch_size=20), world_size=world_size)
+    loader = TrainLoader(inputs, targets, torch.arange(40), 4, 1, trainer.global_rank, world_size, shuffle=False)
+    model = Normalised()
+    trainer.fit(model, loader)
+    return model.state_dict()
+
+
+def test_uneven_ranks_normalise_what_they_see_at_one_step() -> None:
+    model = Normalised()
+    optimizer = model.configure_optimizers()
+    inputs, targets = samples(40)
+    for first in (0, 20):
+        rows = [torch.arange(start, start + 4) for start in range(first, first + 20, 4)]
+        optimizer.zero_grad()
+        for together in (torch.cat((rows[0], rows[3])), torch.cat((rows[1], rows[4])), rows[2]):
+            outputs = model.network(inputs[together])
+            (F.mse_loss(outputs, targets[together], reduction="sum") / 20).backward()
+        optimizer.step()
+    for found in run_ranks(_normalised_together, 2, 2):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def _without_accumulation(world_size: int, rank_count: int, synchronised: bool) -> list[Tensor]:
+    """An update of each rank's micro-batch; the last one of the epoch has fewer micro-batches than ranks."""
+    model = Normalised() if synchronised else Line()
+    callbacks: list[pl.Callback] = [SyncBN()] if synchronised else [SeedControl(1)]
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=LR)  # type: ignore[method-assign]
+    trainer = quiet_trainer(*callbacks, world_size=world_size)
+    rows = torch.arange(4 * (rank_count - 1))
+    loader = TrainLoader(*samples(12), rows, 4, 1, trainer.global_rank, world_size, shuffle=False)
+    trainer.fit(model, loader)
+    return weights(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_a_stand_in_counts_for_nothing_without_accumulation(ranks: int, synchronised: bool) -> None:
+    model = Normalised() if synchronised else Line()
+    inputs, targets = samples(12)
+    model.loss((inputs[: 4 * (ranks - 1)], targets[: 4 * (ranks - 1)])).backward()
+    wanted = [parameter.detach() - LR * parameter.grad for parameter in model.parameters()]  # type: ignore[operator]
+    for found in run_ranks(_without_accumulation, ranks, ranks, ranks, synchronised):
+        for mine, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-12)
