@@ -24,6 +24,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from datamodules.loading.randomness import derive_seed, derive_seed_at, seed_generators
+from datamodules.loading.requests import Requests
 from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order
 
@@ -37,19 +38,6 @@ class _Request(NamedTuple):
     seed: int | None
     """From which the noise of its samples is drawn."""
     rows: list[int]
-
-
-class _Requests:
-    """The micro-batches that are loaded next: a sampler of a DataLoader that is refilled for each epoch."""
-
-    def __init__(self) -> None:
-        self.pending: list[_Request] = []
-
-    def __iter__(self) -> Iterator[_Request]:
-        return iter(self.pending)
-
-    def __len__(self) -> int:
-        return len(self.pending)
 
 
 class _Batches:
@@ -149,7 +137,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
         if stock.drop_last:
             samples = samples // self.batch_size * self.batch_size
         super().__init__(samples, self.batch_size, rank, world_size)
-        self._requests = _Requests()
+        self._requests: Requests[_Request] = Requests()
         options: dict[str, Any] = {"pin_memory": stock.pin_memory, "timeout": stock.timeout}
         if stock.num_workers:
             options |= {

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
+from datamodules.loading.requests import Requests
 from datamodules.loading.resumable import Spans
 
 log = logging.getLogger("lightning_recipes")
@@ -57,16 +58,6 @@ class SampleReader(Protocol):
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         """Make a batch, as a function of the request alone."""
-
-
-class _Requests:
-    """The batches that workers make next: a sampler of a DataLoader that is refilled for each epoch."""
-
-    def __init__(self) -> None:
-        self.pending: list[BatchRequest] = []
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        return iter(self.pending)
 
 
 class _Packed:
@@ -140,7 +131,7 @@ class _Workers:
         self.reader, self.num_workers = reader, min(num_workers, batches)
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
         self.transform, self.device, self.mix = transform, device, mix
-        self._requests = _Requests()
+        self._requests: Requests[BatchRequest] = Requests()
         self._loader: DataLoader[LoadedBatch] | None = None
         self.unreadable: dict[int, str] = {}
         self._features: tuple[Tensor, Tensor] | None = None
