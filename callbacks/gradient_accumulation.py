@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from callbacks.freezing import wrap_again
 from callbacks.lib.lightning_internals import process_training_loader, set_sampler_epoch
-from callbacks.lib.updates import loader_batch_size, resumable_loaders
+from callbacks.lib.update_step import UpdateStep
+from callbacks.lib.updates import flattened, loader_batch_size, resumable_loaders
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.errors import UserError
 from datamodules.loading.updates import GroupedUpdates, StatefulGroupedUpdates
@@ -115,18 +116,24 @@ class GradientAccumulation(pl.Callback):
                 " GradientAccumulation, or set automatic_optimization = True"
             )
         self._loop = install_update_loop(trainer)
-        self._loop.step.sums_gradients = True
+        self._step.sums_gradients = True
+        self._step.has_several = False
         self._loop.prepare_loaders = lambda loaders: self._divide(trainer, loaders)
+
+    @property
+    def _step(self) -> UpdateStep:
+        assert self._loop is not None
+        return self._loop.step
 
     def _divide(self, trainer: pl.Trainer, loaders: Any) -> Any:
         """Make loaders whose items are updates."""
         dealing = resumable_loaders(loaders)
         if not dealing:
             return self._group(trainer, loaders)
+        if len(dealing) < len(flattened(loaders)):
+            return self._keep(loaders)
         if len(dealing) > 1 and self.global_batch_size is not None:
             loader_batch_size(loaders)  # Which raises.
-        if len(CombinedLoader(loaders).flattened) > 1:
-            return self._keep_several(loaders)
         for loader in dealing:
             if not self._is_restored or self._items is None:
                 if self.global_batch_size is None:
@@ -134,15 +141,16 @@ class GradientAccumulation(pl.Callback):
                 else:
                     self._items = loader.items_of_samples(self.global_batch_size)
             loader.divide_updates(self._items)
+            self._step.has_several = self._step.has_several or loader.division.micro_batches > 1
         self._divided = dealing
         return loaders
 
-    def _keep_several(self, loaders: Any) -> Any:
-        """Several loaders together are one micro-batch, which is an update here."""
+    def _keep(self, loaders: Any) -> Any:
+        """Loaders of which some number their micro-batches: together they are one micro-batch, which is an update."""
         if self.steps > 1:
             raise UserError(
-                f"GradientAccumulation({self.steps}) and several training loaders with updates of their own: pass"
-                " steps=1, or one loader"
+                f"GradientAccumulation({self.steps}) and training loaders of which some do not number their"
+                " micro-batches: pass steps=1, or loaders of datamodules only"
             )
         return loaders
 
@@ -151,6 +159,7 @@ class GradientAccumulation(pl.Callback):
         size = self._size_of_group(trainer, loaders)
         if size == 1:
             return loaders
+        self._step.has_several = True
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
         # Where several devices train, each reads its part.
         combined.flattened = [process_training_loader(trainer, loader) for loader in combined.flattened]
@@ -173,7 +182,7 @@ class GradientAccumulation(pl.Callback):
             at_once = loader_batch_size(loaders) * trainer.world_size
             return steps_for_samples(self.global_batch_size, at_once, f"global_batch_size={self.global_batch_size}")
         try:
-            at_once = sum(map(loader_batch_size, CombinedLoader(loaders).flattened)) * trainer.world_size
+            at_once = sum(map(loader_batch_size, flattened(loaders))) * trainer.world_size
         except UserError:  # One does not say.
             return self.steps
         if not self._is_restored or self._samples is None:
@@ -204,7 +213,8 @@ class GradientAccumulation(pl.Callback):
             loader.divide_updates(None)
         self._divided = []
         if self._loop is not None:
-            self._loop.step.sums_gradients = False
+            self._step.sums_gradients = False
+            self._step.has_several = False
             self._loop.prepare_loaders = None
             self._loop = None
 

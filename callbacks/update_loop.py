@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -23,10 +22,11 @@ from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.training_loaders import check_interval, number_micro_batches
 from callbacks.lib.update_step import UpdateStep
+from callbacks.lib.updates import flattened
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.sampling import Division
-from datamodules.loading.updates import Update
+from datamodules.loading.updates import Update, join_updates
 
 
 class UpdateLoop(_TrainingEpochLoop):
@@ -83,6 +83,8 @@ class UpdateLoop(_TrainingEpochLoop):
                 # A loader that goes on within an epoch counts from where it goes on.
                 item.numbers = range(number, number + len(item) * self.calls.world_size, self.calls.world_size)
             return item
+        if self._joins_updates:
+            return join_updates(item)
         if self._division is None or self.calls.world_size == 1:
             return Update([item], [number], None)
         share = self._division.share(batch_idx, self.trainer.global_rank)
@@ -122,9 +124,11 @@ class UpdateLoop(_TrainingEpochLoop):
 
     def _keep_position(self, data_fetcher: Any) -> None:
         """Have checkpoints hold the position after this update: of a loader without a length the next one is loaded."""
+        if data_fetcher.length is not None:
+            return
         loaders = data_fetcher.combined_loader
-        if data_fetcher.length is None and (states := type(loaders)._state_dicts(loaders)):
-            states = copy.deepcopy(states)
+        states = copy.deepcopy(type(loaders)._state_dicts(loaders))
+        if states:
             loaders._state_dicts = lambda: states
 
     @override
@@ -139,10 +143,12 @@ class UpdateLoop(_TrainingEpochLoop):
 
     def _look_at_loader(self, loader: Any) -> None:
         """Keep what is asked of the training loader in each update."""
-        self._loader = loader
-        self._has_numbers = hasattr(loader, "first_number")
-        loaders = [] if loader is None else CombinedLoader(loader).flattened
+        loaders = [] if loader is None else flattened(loader)
+        numbered = [each for each in loaders if hasattr(each, "first_number")]
+        self._has_numbers = bool(loaders) and len(numbered) == len(loaders)
+        self._loader = numbered[0] if numbered else loader
         divisions = {getattr(each, "division", None) for each in loaders}
+        self._joins_updates = any(getattr(each, "gives_updates", False) for each in loaders)
         # Several loaders together are one micro-batch, if they are dealt alike.
         self._division: Division | None = divisions.pop() if len(divisions) == 1 else None
 

@@ -6,6 +6,7 @@ import torch
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
 from callbacks.lib.targets import warn_of_ignored_targets
+from callbacks.lib.updates import resumable_loaders
 from datamodules.errors import UserError
 from datamodules.notes import warn
 
@@ -55,7 +56,7 @@ class FirstMicroBatch:
 
     def _warn_of_other_bits(self) -> None:
         loader = self.trainer.train_dataloader
-        if not hasattr(loader, "division"):
+        if not resumable_loaders(loader):
             name = type(getattr(loader, "loader", loader)).__name__
             warn(
                 f"note: a {name} does not number its micro-batches: on another number of devices the run is equal"

@@ -1,4 +1,4 @@
-"""Lightning's private names: beside `hook_calls` and `update_loop`, no other file touches them.
+"""Lightning's private names: beside `hook_calls`, `update_step` and `update_loop`, no other file touches them.
 
 Each function does one thing that Lightning has no public name for. `tests/callbacks/lib/test_lightning_internals.py`
 holds a test for each, so that a release of Lightning that renames one fails there.

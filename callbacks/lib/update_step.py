@@ -61,6 +61,8 @@ class UpdateStep:
         """The `SeedControl` of the run."""
         self.sums_gradients = False
         """Whether `GradientSum` replaces the sum of DDP."""
+        self.has_several = False
+        """Whether an update may have several micro-batches."""
         self.skips_backward = False
         """Whether nothing is learnt in this epoch, as when `StochasticWeightAveraging` measures BatchNorm."""
         self._forget()
@@ -124,16 +126,13 @@ class UpdateStep:
         """Put the sums in the place of DDP's reduction; DDP is another one where layers were unfrozen."""
         trainer = self.trainer
         self._model = self.calls.strategy.model
-        loader: Any = trainer.train_dataloader
-        division = getattr(loader, "division", None)
-        several = getattr(loader, "size", 1) > 1 if division is None else division.micro_batches > 1
         self._gradients = self._statistics = None
         if trainer.world_size > 1:
             self._synchronised = [layer for layer in trainer.lightning_module.modules() if is_synchronised(layer)]
-        if not self.sums_gradients or not (several or trainer.world_size > 1):
+        if not self.sums_gradients or not (self.has_several or trainer.world_size > 1):
             return  # One device with one micro-batch: PyTorch's own gradients and statistics.
         try:
-            nominal = loader_batch_size(loader)
+            nominal = loader_batch_size(trainer.train_dataloader)
         except UserError:
             nominal = 1
         assert self._model is not None

@@ -92,10 +92,15 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
     return duration.to_steps(_updates_of_epochs(trainer, 1), math.inf)
 
 
+def flattened(loaders: Any) -> list[Any]:
+    """The training loaders in a collection, or the one that is none."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return list(combined.flattened)
+
+
 def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
     """Those of a Trainer's training loaders that deal micro-batches to the ranks by their numbers."""
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
+    return [loader for loader in flattened(loaders) if isinstance(loader, ResumableLoader)]
 
 
 def loader_batch_size(loader: Any) -> int:

@@ -78,7 +78,8 @@ class ResumableLoader(ABC, Generic[Batch]):
         Raises:
             UserError: there are more ranks than micro-batches in an update.
         """
-        self._gives_updates = items is not None
+        self.gives_updates = items is not None
+        """Whether an item is an `Update`."""
         if items is None:
             items = self.items_of(self.world_size)
         self.division = Division(self._items, self._items_at_once, items, self.world_size)
@@ -134,7 +135,7 @@ class ResumableLoader(ABC, Generic[Batch]):
             if update == division.updates:
                 self._epoch = epoch + 1
                 self._consumed = 0
-            if self._gives_updates:
+            if self.gives_updates:
                 numbers = range(share.first, share.first + len(micro_batches))
                 yield Update(micro_batches, numbers, share.total, share.is_stand_in)
             else:

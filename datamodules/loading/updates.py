@@ -3,6 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from datamodules.errors import UserError
+
 Batch = TypeVar("Batch")
 
 
@@ -49,6 +53,35 @@ def micro_batches(batch: Any) -> list[Any]:
         (['cats', 'dogs'], ['cats'])
     """
     return batch.batches if isinstance(batch, Update) else [batch]
+
+
+def join_updates(items: Any) -> Update[Any]:
+    """The update of several loaders together: each micro-batch is a collection of theirs.
+
+    Args:
+        items: a collection of updates, as a `CombinedLoader` gives it; None of a loader that has ended.
+
+    Raises:
+        UserError: their numbers of micro-batches differ.
+
+    Example:
+        >>> list(join_updates({"a": Update([1, 2], [0, 1], count=2), "b": Update([3, 4], [0, 1], count=2)}))
+        [(0, {'a': 1, 'b': 3}), (1, {'a': 2, 'b': 4})]
+    """
+    leaves, structure = tree_flatten(items)
+    updates = [leaf for leaf in leaves if isinstance(leaf, Update)]
+    counts = {update.count for update in updates}
+    if len(counts) > 1:
+        found = " and ".join(sorted(str(count) for count in counts))
+        raise UserError(
+            f"the training loaders have {found} micro-batches in one update: give them as many samples each,"
+            " or accumulate nothing"
+        )
+    batches = []
+    for place in range(len(updates[0])):
+        parts = [leaf.batches[place] if isinstance(leaf, Update) else leaf for leaf in leaves]
+        batches.append(tree_unflatten(parts, structure))
+    return Update(batches, updates[0].numbers, updates[0].count, updates[0].is_stand_in)
 
 
 class GroupedUpdates:

@@ -1,5 +1,6 @@
 """Where a run goes on: with loaders of other kinds, with other callbacks, on other ranks, and where it over-fits."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -209,3 +211,64 @@ def test_a_run_that_counted_micro_batches_is_not_resumed(tmp_path: Path) -> None
         again.fit(model, stock(), ckpt_path=path, weights_only=True)
     model.validation_step = lambda *_: None  # type: ignore[method-assign]
     again.validate(model, stock(), ckpt_path=path, weights_only=True)
+
+
+class Pairs(Model):
+    """Takes a collection of batches, and has no noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = batch.values() if isinstance(batch, dict) else batch
+        return sum((F.mse_loss(self.network(x), y) for x, y in parts), torch.zeros(()))
+
+
+def loader_of(rows: range) -> TrainLoader:
+    inputs, targets = (values.double() for values in samples())
+    return TrainLoader(inputs, targets, torch.tensor(rows), 2, seed=1, shuffle=False)
+
+
+def _with_a_dict_of_loaders(steps: int, world_size: int) -> dict[str, Tensor]:
+    model = Pairs().float()
+    trainer = quiet_trainer(SeedControl(1), GradientAccumulation(steps), world_size=world_size)
+    inputs, targets = samples()
+    rank = trainer.global_rank
+    halves = {"first": torch.arange(8), "second": torch.arange(8, 16)}
+    trainer.fit(
+        model, {name: TrainLoader(inputs, targets, rows, 2, 1, rank, world_size) for name, rows in halves.items()}
+    )
+    return model.state_dict()
+
+
+def test_several_loaders_are_equal_on_two_ranks() -> None:
+    (whole,) = run_ranks(_with_a_dict_of_loaders, 1, 2, 1)
+    for found in run_ranks(_with_a_dict_of_loaders, 2, 1, 2):
+        assert equal(found, whole)
+
+
+@pytest.mark.parametrize("collect", [list, lambda loaders: dict(enumerate(loaders)), CombinedLoader])
+def test_several_loaders_make_updates_of_their_micro_batches(collect: Any) -> None:
+    halves = range(8), range(8, 16)
+    model = Pairs()
+    expected = copy.deepcopy(model)
+    trainer = quiet_trainer(SeedControl(1), GradientAccumulation(2))
+    trainer.fit(model, collect([loader_of(half) for half in halves]))
+    assert trainer.global_step == 2
+    inputs, targets = (values.double() for values in samples())
+    for update in (slice(0, 4), slice(4, 8)):
+        parts = [(inputs[half][update], targets[half][update]) for half in (slice(0, 8), slice(8, 16))]
+        expected.zero_grad()
+        expected.training_step(parts, 0).backward()
+        for parameter in expected.parameters():
+            assert parameter.grad is not None
+            parameter.data -= 0.1 * parameter.grad
+    for mine, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_loaders_with_other_numbers_of_micro_batches_are_refused() -> None:
+    loaders = [loader_of(range(8)), loader_of(range(10))]
+    with pytest.raises(UserError, match="the training loaders have 1 and 2 micro-batches in one update"):
+        quiet_trainer(GradientAccumulation(2)).fit(Pairs(), loaders)
