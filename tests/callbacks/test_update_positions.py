@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from typing_extensions import override
 
 from callbacks import ExactCheckpoint, GradientAccumulation, Preemption, SeedControl
 from datamodules.errors import UserError
@@ -211,6 +213,58 @@ def test_a_run_that_counted_micro_batches_is_not_resumed(tmp_path: Path) -> None
         again.fit(model, stock(), ckpt_path=path, weights_only=True)
     model.validation_step = lambda *_: None  # type: ignore[method-assign]
     again.validate(model, stock(), ckpt_path=path, weights_only=True)
+
+
+class Logs(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Only takes the time in which a checkpoint may be written."""
+
+
+class Steps(CSVLogger):
+    """Keeps the steps at which something is logged."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.steps: list[int | None] = []
+
+    @override
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_validation_batch_end", "on_update_end", "on_train_epoch_end"]
+)
+def test_a_resumed_run_logs_at_the_steps_of_the_whole_one(hook: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+
+    def save(self: Any, trainer: Any, *_: Any) -> None:
+        if not path.exists() and trainer.global_step >= 2:
+            trainer.save_checkpoint(path)
+
+    saves = type("Saves", (pl.Callback,), {hook: save})
+    logged = []
+    for resumed in (None, path):
+        trainer = quiet_trainer(
+            SeedControl(1),
+            GradientAccumulation(2),
+            saves(),
+            max_epochs=2,
+            logger=Steps(tmp_path),
+            log_every_n_steps=1,
+            val_check_interval=2,
+            limit_val_batches=2,
+        )
+        trainer.fit(Logs(), stock(), stock(), ckpt_path=resumed, weights_only=None if resumed is None else True)
+        logged.append(trainer.logger.steps)
+    whole, rest = logged
+    assert whole == list(range(2 * BATCHES // 2))
+    assert rest == whole[4 if hook == "on_train_epoch_end" else 2 :]
 
 
 class Pairs(Model):
