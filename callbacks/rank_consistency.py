@@ -106,7 +106,7 @@ class RankConsistency(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size == 1:
             return
-        data = gather(trainer.strategy, [loader.data for loader in resumable_loaders(trainer.train_dataloader)])
+        data = gather([loader.data for loader in resumable_loaders(trainer.train_dataloader)])
         for rank, found in enumerate(data):
             if found != data[0]:
                 counts, expected = ([loader["samples"] for loader in loaders] for loaders in (found, data[0]))

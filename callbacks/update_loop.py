@@ -17,7 +17,6 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from callbacks.lib.exchange import broadcast
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.training_loaders import check_interval, number_micro_batches
@@ -278,7 +277,7 @@ class UpdateLoop(_TrainingEpochLoop):
             return False
         is_over = time.monotonic() - trainer._last_val_time >= trainer._val_check_time_interval
         # The ranks' clocks differ: that of rank 0 decides.
-        is_due: bool = broadcast(trainer.strategy, is_over)
+        is_due: bool = trainer.strategy.broadcast(is_over)
         return is_due or (trainer.should_stop and trainer.fit_loop._can_stop_early)
 
     @override

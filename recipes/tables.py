@@ -121,7 +121,7 @@ class EvaluationTables(pl.Callback):
             names = ()  # Of a data module whose loader was replaced.
         mine = _mistakes(self.samples, numbers) if numbers is not None else None
         self.samples = []
-        mistakes = gather(trainer.strategy, mine)
+        mistakes = gather(mine)
         tables.pop(f"{part}_mistakes.csv", None)
         if all(found is not None for found in mistakes):
             tables[f"{part}_mistakes.csv"] = mistakes_table(torch.cat(mistakes), pl_module.class_names, names)

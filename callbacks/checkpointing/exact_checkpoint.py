@@ -28,7 +28,7 @@ from callbacks.checkpointing.stopping_points import (
 )
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
-from callbacks.lib.exchange import broadcast, gather
+from callbacks.lib.exchange import gather
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
@@ -133,7 +133,7 @@ class ExactCheckpoint(ModelCheckpoint):
         metrics = trainer.callback_metrics | internals.means_of_trained_epoch(trainer)
         checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
         checkpoint[_SCORED] = self._scored
-        checkpoint[_SUMS] = gather(trainer.strategy, internals.epoch_sums(trainer))
+        checkpoint[_SUMS] = gather(internals.epoch_sums(trainer))
 
     @override
     def on_load_checkpoint(
@@ -219,7 +219,7 @@ class ExactCheckpoint(ModelCheckpoint):
             # Names of metrics, and so of files, may hold slashes.
             levels = 1 + max(name.count("/") for name in (self.filename or "", self.CHECKPOINT_NAME_LAST))
             found = replay.files_in(self.dirpath or ".", self._loaded, self.mode, levels)
-            super().load_state_dict(broadcast(trainer.strategy, found))
+            super().load_state_dict(trainer.strategy.broadcast(found))
             self._loaded = None
 
     @override

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
-from callbacks.lib.exchange import broadcast
 from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import RunFailedError, UserError
 
@@ -268,7 +267,7 @@ class CheckpointGuard(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or trainer.world_size == 1:
             return
-        wanted = broadcast(trainer.strategy, self.resumed)
+        wanted = trainer.strategy.broadcast(self.resumed)
         if not trainer.strategy.reduce_boolean_decision(wanted == self.resumed):
             raise UserError(
                 f"rank 0 resumes from {wanted or 'nothing'}, rank {trainer.global_rank} found"
@@ -285,5 +284,5 @@ class CheckpointGuard(pl.Callback):
                 " the last one that was saved with `resume`"
             )
         # On all ranks: one rank that ends alone leaves the others waiting.
-        if problem := broadcast(trainer.strategy, problem):
+        if problem := trainer.strategy.broadcast(problem):
             raise RunFailedError(problem)

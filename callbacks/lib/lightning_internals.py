@@ -72,7 +72,7 @@ def epoch_sums(trainer: pl.Trainer) -> dict[str, list[Tensor] | None]:
     None for an object of torchmetrics, which holds a state of its own.
     """
     return {
-        key: [metric.value.clone(), getattr(metric, "cumulated_batch_size", metric.value).clone()]
+        key: [metric.value.clone().cpu(), getattr(metric, "cumulated_batch_size", metric.value).clone().cpu()]
         if metric.is_tensor
         else None
         for key, metric in _epoch_metrics(trainer)

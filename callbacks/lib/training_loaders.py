@@ -7,7 +7,6 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DistributedSampler
 
-from callbacks.lib.exchange import broadcast
 from callbacks.lib.lightning_internals import uses_distributed_sampler
 from datamodules.errors import UserError
 from datamodules.loading.numbered import NumberedDataLoader, can_be_numbered
@@ -30,7 +29,7 @@ def number_micro_batches(loader: Any, trainer: Any, seeds: Any) -> Any:
     else:
         noise_seed = None
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() >> 1))
-        seed = broadcast(trainer.strategy, seed)
+        seed = trainer.strategy.broadcast(seed)
     keeps_order = trainer.overfit_batches > 0
     return NumberedDataLoader(loader, seed, trainer.global_rank, trainer.world_size, noise_seed, keeps_order)
 

@@ -29,8 +29,9 @@ from recipes.export import export
 from recipes.prediction import all_rows, prediction_table
 from recipes.runner.early_stopping import why_stopped
 from recipes.runner.experiment import Experiment, as_user_errors
+from recipes.runner.failures import exit_now
 from recipes.runner.folder import run_folder
-from recipes.runner.join import exit_run
+from recipes.runner.join import share_folder
 from recipes.runner.launch import is_rank_zero, rank_zero_print
 from recipes.runner.loggers import log_settings
 from recipes.runner.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
@@ -166,6 +167,8 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
             log_settings(trainer.loggers, experiment.config)
         if folder:
             _record_start(experiment, folder)
+        if folder and is_rank_zero():
+            share_folder(folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch)
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, outcome)
@@ -372,4 +375,4 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.
-        exit_run(int(stopped.code or 1))
+        exit_now(int(stopped.code or 1))

@@ -23,7 +23,6 @@ from callbacks.seed_control import SeedControl
 from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
 from datamodules.errors import UserError
 from recipes.base import Recipe
-from recipes.runner.failure_monitor import FailureMonitor
 from recipes.runner.join import share
 from recipes.runner.launch import Command, Launch, LaunchSettings, rank_zero_print
 from recipes.runner.limits import micro_batches_of_update
@@ -157,14 +156,13 @@ class Experiment:
         return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
-def _set_threads(command: str, asked: int | None, launch: Launch, connection: FailureMonitor | None) -> int:
+def _set_threads(command: str, asked: int | None, launch: Launch) -> int:
     """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0."""
     default = default_threads(os.environ, launch.devices)
-    threads = int(asked or share(connection, "threads", lambda: default))
+    threads = int(asked or share(lambda: default))
     if threads > default and command not in ("predict", "export"):
         rank_zero_print(f"threads: {threads} in each process, and {default} would be the default here")
     torch.set_num_threads(threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Else Lightning's launcher sets another number.
     return threads
 
 
@@ -185,7 +183,7 @@ def _resolve_data(
     classes: Classes,
     data: pl.LightningDataModule,
     recipe: Recipe,
-    connection: FailureMonitor | None,
+    launch: Launch,
 ) -> tuple[pl.LightningDataModule, dict[str, Any]]:
     """The data module and its arguments, with those that were left open decided by the recipe, and on rank 0.
 
@@ -199,8 +197,8 @@ def _resolve_data(
         wanted = recipe.settings_for_data()
         options = _fill(options, wanted)
         _set_arguments(data, {**wanted, **options})  # A data module that was passed to `fit` has no options.
-        found = share(connection, "settings of the data", data_contract(data).resolve)
-        asked = connection is None or connection.launch.rank == 0
+        found = share(data_contract(data).resolve)
+        asked = launch.rank == 0
     resolved = _fill(options, found)
     if resolved == options:
         return data, resolved
@@ -220,7 +218,6 @@ def build_experiment(
     classes: Classes,
     *,
     launch: Launch,
-    connection: FailureMonitor | None,
     point: ResumePoint,
     typed: Command,
     notes: str,
@@ -232,7 +229,6 @@ def build_experiment(
         options: the values of another group of flags, by its title.
         values: of all flags.
         config: those that make the experiment, as plain values.
-        connection: to the other ranks; None where the run is one process.
 
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
@@ -241,7 +237,7 @@ def build_experiment(
     if before and before.devices not in (None, launch.world_size):
         rank_zero_print(f"devices: {before.devices} before, {launch.world_size} now; the updates and their order stay")
     left_open = before.left_open if before else [name for name, value in config.items() if is_open(value)]
-    threads = _set_threads(command, run.threads, launch, connection)
+    threads = _set_threads(command, run.threads, launch)
     run = replace(run, threads=threads)
     for settings in (values, config):
         settings["threads"] = threads
@@ -257,7 +253,7 @@ def build_experiment(
         recipe = classes.recipe(**of_recipe)
         if not run.ckpt:
             saved = before.config if before else None
-            data, of_data = _resolve_data(of_data, saved, classes, data, recipe, connection)
+            data, of_data = _resolve_data(of_data, saved, classes, data, recipe, launch)
         # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
         recipe.run_config, recipe.left_open = _fill(_fill(config, recipe.hparams), of_data), left_open
     return Experiment(

@@ -23,8 +23,9 @@ from recipes.base import Recipe
 from recipes.runner.commands import Trained
 from recipes.runner.console import warnings_only
 from recipes.runner.experiment import Classes
+from recipes.runner.failures import failures_reported
 from recipes.runner.flags import nearest
-from recipes.runner.join import monitored
+from recipes.runner.launch import rank_of_process
 from recipes.runner.results import read_results
 from recipes.runner.run import CommandLine
 
@@ -196,7 +197,7 @@ def fit(
         if unknown := settings.keys() - line.parser.types().keys():
             name = min(unknown)
             raise UserError(f"fit() has no parameter {name}{nearest(name, line.parser.types())}")
-        with _one_run_of_a_program(), monitored(line.after_loss):
+        with _one_run_of_a_program(), failures_reported(rank_of_process()):
             trained = line.main()
     assert trained is not None
     return _fitted(trained, recipe_class)

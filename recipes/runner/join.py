@@ -1,60 +1,33 @@
-"""Join the run: all ranks find each other in the `TCPStore` of rank 0, and compare settings, data and code there.
+"""Join the run: the ranks form the group of torch.distributed, and compare settings and code in one collective."""
 
-The first collective call would wait for ever for a missing rank. So every rank writes its settings and versions, as
-JSON, into the store that torch.distributed uses later; rank 0 compares them, and writes what came of it. Calls of a
-store that does not answer wait for ever, too: they are made in threads of their own.
-"""
-
-import contextlib
 import hashlib
-import json
-import logging
 import os
 import platform
 import socket
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
-from torch.distributed import TCPStore
-from typing_extensions import override
 
 from datamodules.errors import UserError
-from recipes.runner.failure_cause import classify_exception
-from recipes.runner.failure_monitor import FailureMonitor, append, end_process
-from recipes.runner.launch import LAUNCHER_VARIABLE, Command, Launch, LaunchSettings
-from recipes.runner.machine import (
-    LOOPBACK,
-    address_for_others,
-    interface_towards,
-    is_loopback,
-    listen,
-    loopback_interface,
-)
+from datamodules.notes import warn
+from recipes.runner.launch import Command, Launch, LaunchSettings
+from recipes.runner.network import LOOPBACK, choose_interface, is_loopback, listen
+from recipes.runner.worker import STORE_PREFIX, is_worker
 
 UPDATES_DONE = "updates done"
 """The entry of a rank's settings that tells where its resume starts."""
 
-T = TypeVar("T")
-_RETRY_AFTER = 0.1
-_CONNECT_TIMEOUT = 10.0  # Seconds for rank 0 to answer once its port is open.
-_SEEN_WITHIN = 20.0  # Seconds for the other ranks to read the result, whatever they share their processors with.
-_RECORDS, _RESULT, _SEEN = (f"lightning_recipes/{name}" for name in ("records", "result", "result seen"))
 _PACKAGES = ("recipes", "callbacks", "datamodules")
-
-log = logging.getLogger("lightning_recipes.failures")
-_current: FailureMonitor | None = None
-_after_loss: Callable[[], str] = str
+_FOLDER = "lightning_recipes/folder"
 
 
 def code_version(files: Iterable[Path]) -> str:
@@ -90,471 +63,198 @@ def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[
     }
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a process needs to join its run.
+def _agents_store() -> dist.TCPStore:
+    """The store of the agents that have started this process, as they tell it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
-    Args:
-        settings: settings and versions by name, as values that JSON can hold.
-        timeout: seconds to wait for the other ranks.
-        command: what the user typed, for the corrected command.
+
+def share_folder(folder: Path) -> None:
+    """Tell later starts of this run by its agents, on any node, which folder it has."""
+    if is_worker(os.environ):
+        _agents_store().set(_FOLDER, str(folder.resolve()))
+
+
+def shared_folder() -> str | None:
+    """The folder of the run where its agents have started it again; None at its first start, and without agents."""
+    if not is_worker(os.environ):
+        return None
+    store = _agents_store()
+    return store.get(_FOLDER).decode() if store.check([_FOLDER]) else None
+
+
+def _serve(launch: Launch, command: Command) -> dist.TCPStore:
+    """On rank 0 of processes that Slurm, mpirun or a script has started: the store of the run."""
+    address = launch.address if launch.address and launch.num_nodes > 1 else LOOPBACK
+    port = launch.port or 0
+    try:
+        listener = listen(port, loopback=is_loopback(address))
+    except OSError as error:
+        what = "type" if launch.launcher == "slurm" else "on every node:"
+        raise UserError(
+            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
+            f" {what} {command.using(master_port=port + 1)}"
+        ) from error
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+    return dist.TCPStore(address, port, master_listen_fd=listener.detach(), **options)
+
+
+def _find(launch: Launch, deadline: float, timeout: float) -> dist.TCPStore:
+    """On the other ranks: the store of rank 0."""
+    address = launch.address if launch.address and launch.num_nodes > 1 else LOOPBACK
+    port = launch.port or 0
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+            return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                what = "start the run there too, check `master_addr` and firewalls"
+                if launch.num_nodes == 1:
+                    what = (
+                        "all processes of one node have to run on one machine; with several nodes set LOCAL_WORLD_SIZE"
+                        " to the number of processes on each"
+                    )
+                raise UserError(
+                    f"rank 0 does not answer at {address}:{port} within {timeout:g} s ({error}); {what}, or wait longer"
+                    " with `rendezvous_timeout`"
+                ) from error
+        time.sleep(0.2)
+
+
+def _store(launch: Launch, deadline: float, timeout: float, command: Command) -> dist.Store:
+    """Where the ranks meet. A start of the processes finds nothing there of one before it."""
+    if is_worker(os.environ):
+        return dist.PrefixStore(os.environ[STORE_PREFIX], _agents_store())
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if launch.restarts and launch.num_nodes > 1:
+            warn(
+                "warning: with this torchrun no node can join later or again; for that, start it on every node with"
+                " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or use this program's own --num-nodes,"
+                " --node-rank, --master-addr and --max-restarts"
+            )
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"lightning_recipes/{count}", _agents_store())
+    return _serve(launch, command) if launch.rank == 0 else _find(launch, deadline, timeout)
+
+
+def _wait_for_all(store: dist.Store, launch: Launch, deadline: float, timeout: float) -> None:
+    """Wait until every rank is there.
+
+    Raises:
+        UserError: with those that are missing, or were started twice.
     """
-
-    launch: Launch
-    settings: dict[str, Any]
-    timeout: float
-    command: Command
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What rank 0 compares, as it arrives there: the keys of mappings are text in JSON."""
-        launch = self.launch
-        who = {"rank": launch.rank, "node": launch.node_rank, "host": socket.gethostname()}
-        record = who | {"nodes": launch.num_nodes, "devices": launch.devices, "settings": self.settings}
-        return dict(json.loads(json.dumps(record)))
-
-
-class Rendezvous(NamedTuple):
-    """The store of the run, where its ranks have met, and how the settings of one that joined later differ."""
-
-    store: TCPStore
-    address: str
-    port: int
-    problem: str = ""
+    if store.add(f"here/{launch.rank}", 1) > 1:
+        raise UserError(
+            f"two processes claim to be rank {launch.rank} (node {launch.node_rank}); give each node its own number"
+        )
+    ranks = range(launch.world_size)
+    while missing := [rank for rank in ranks if not store.check([f"here/{rank}"])]:
+        if time.monotonic() > deadline:
+            nodes = sorted({rank // launch.devices for rank in missing})
+            what, where = (
+                f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+                for noun, numbers in (("rank", missing), ("node", nodes))
+            )
+            raise UserError(
+                f"{launch.world_size - len(missing)} of {launch.world_size} processes joined within {timeout:g} s;"
+                f" missing: {what} on {where}"
+            )
+        time.sleep(0.05)
 
 
-def describe_differences(everyone: dict[int, dict[str, Any]]) -> str:
+def describe_differences(everyone: list[dict[str, Any]]) -> str:
     """The settings of each rank that differ from those of rank 0; empty where there are none.
 
     Example:
-        >>> ranks = {0: {"node": 0, "host": "a", "settings": {"lr": 0.1, "torch": "2.15"}}}
-        >>> ranks[1] = {"node": 1, "host": "b", "settings": {"lr": 0.2, "torch": "2.15"}}
+        >>> ranks = [{"where": "node 0, a", "settings": {"lr": 0.1, "torch": "2.15"}}]
+        >>> ranks.append({"where": "node 1, b", "settings": {"lr": 0.2, "torch": "2.15"}})
         >>> describe_differences(ranks)
         'rank 1 (node 1, b): lr is 0.2, on rank 0 0.1'
     """
     lines = []
     expected = everyone[0]["settings"]
-    for rank, record in sorted(everyone.items()):
+    for rank, record in enumerate(everyone):
         own = record["settings"]
         names = sorted(name for name in expected.keys() | own.keys() if expected.get(name) != own.get(name))
         if names:
             found = ", ".join(f"{name} is {own.get(name)}, on rank 0 {expected.get(name)}" for name in names)
-            lines.append(f"rank {rank} (node {record['node']}, {record['host']}): {found}")
+            lines.append(f"rank {rank} ({record['where']}): {found}")
     return "; ".join(lines)
 
 
-def _address(launch: Launch) -> str:
-    """Of rank 0, for its own machine or for other nodes."""
-    return launch.address if launch.address and launch.num_nodes > 1 else LOOPBACK
-
-
-def _with_another_port(port: int, command: Command) -> str:
-    """What to type where a port is taken."""
-    if command.launcher == "torchrun":
-        return f"torchrun chooses another one when it is started again, on every node: {command.using()}"
-    return f"{'type' if command.launcher == 'slurm' else 'on every node:'} {command.using(master_port=port + 1)}"
-
-
-def _in_time(function: Callable[[], T], seconds: float) -> T:
-    """What a function returns that may wait for ever; signals are handled meanwhile.
-
-    Raises:
-        TimeoutError: it has not returned within so many seconds.
-    """
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True, name="rendezvous").start()
-    deadline = time.monotonic() + seconds
-    while not future.done() and time.monotonic() < deadline:
-        with contextlib.suppress(TimeoutError):
-            return future.result(min(0.2, seconds))
-    return future.result(0)
-
-
-def _serve(listener: socket.socket, address: str) -> TCPStore:
-    """A store on rank 0, which torch.distributed may share; of itself it would listen on all interfaces."""
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
-    port = listener.getsockname()[1]  # The store takes the descriptor over, and closes it.
-    return TCPStore(address, port, master_listen_fd=listener.detach(), timeout=timedelta(seconds=30), **options)
-
-
-def _client(address: str, port: int) -> TCPStore:
-    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
-    return _in_time(lambda: TCPStore(address, port, timeout=timedelta(seconds=5), **options), _CONNECT_TIMEOUT)
-
-
-class _AgentsStore:
-    """Where rank 0 tells the others its address under torchrun, which lets it change when processes are started again.
-
-    In the agents' own store the processes of a restart would find the keys of those before them, and gloo would wait
-    for ever. The same as TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which only the agents read.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        self.master = (launch.address or LOOPBACK, launch.port or 0)
-        self._store = _client(*self.master)
-        # Without the number of restarts: each agent counts only the rounds that it asked for itself.
-        self._key = f"lightning_recipes/{os.environ.get('TORCHELASTIC_RUN_ID')}/{launch.world_size}/rank 0"
-
-    @staticmethod
-    def is_used() -> bool:
-        """Whether torchrun tells its processes to use the agents' store."""
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-    def publish(self, address: str, port: int) -> None:
-        """Tell the others where rank 0 listens."""
-        self._store.set(self._key, json.dumps([address, port]))
-
-    def find(self) -> tuple[str, int] | None:
-        """Where rank 0 listens, or did before a restart; None while it has not said so."""
-        return tuple(json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
-
-
-def _connect(request: Request, address: str, port: int) -> TCPStore:
-    """Connect to the store of rank 0.
-
-    Raises:
-        UserError: what listens there is not the store of this run.
-        OSError: nothing listens there.
-    """
-    socket.create_connection((address, port), timeout=5.0).close()
-    other_port = _with_another_port(port, request.command)
-    try:
-        store = _client(address, port)
-        complete = not request.launch.joins and _in_time(lambda: store.check([_RESULT]), _CONNECT_TIMEOUT)
-    except (RuntimeError, TimeoutError) as error:
-        raise UserError(f"the service at {address}:{port} is not a run of this program; {other_port}") from error
-    if complete:
-        raise UserError(f"the run at {address}:{port} has all of its processes already; {other_port}")
-    return store
-
-
-def _no_answer(request: Request, address: str, port: int, error: Exception) -> UserError:
-    what = "start the run there too, check `master_addr` and firewalls"
-    if request.launch.num_nodes == 1:
-        what = (
-            "all processes of one node have to run on one machine; with several nodes set LOCAL_WORLD_SIZE to the"
-            " number of processes on each"
-        )
-    reason = str(error) or "the connection was closed"
-    return UserError(
-        f"node 0 does not answer at {address}:{port} within {request.timeout:g} s ({reason}); {what}, or wait longer:"
-        f" {request.command.using(rendezvous_timeout=int(4 * request.timeout))}"
-    )
-
-
-def _exchange(store: Any, request: Request, deadline: float) -> dict[str, Any]:
-    """Write the settings of this rank, and wait for what rank 0 makes of all."""
-    if not request.launch.joins:
-        append(store, _RECORDS, request.record)
-    while not store.check([_RESULT]):
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(_RETRY_AFTER)
-    result = dict(json.loads(store.get(_RESULT)))
-    store.append(_SEEN, f"{request.launch.rank} ")
-    return result
-
-
-def _join(request: Request, find: Callable[[], tuple[str, int] | None], deadline: float, *, moves: bool) -> Rendezvous:
-    """Join rank 0, and wait for its result.
-
-    Args:
-        find: where rank 0 listens; None while that is not known.
-        moves: who listens there may be another one than rank 0, which will be found elsewhere later.
-    """
-    failure = UserError(f"rank 0 did not start within {request.timeout:g} s; see its own output")
-    while True:
-        if place := find():
-            try:
-                store = _connect(request, *place)
-                break
-            except OSError as error:
-                failure = _no_answer(request, *place, error)
-            except UserError as error:
-                failure = error
-                if not moves:
-                    raise
-        if time.monotonic() >= deadline:
-            raise failure
-        time.sleep(_RETRY_AFTER)
-    address, port = place
-    launch, until = request.launch, deadline + request.timeout
-    try:
-        result = _in_time(lambda: _exchange(store, request, until), until - time.monotonic() + 5.0)
-        if result["problem"]:
-            raise UserError(result["problem"])
-        # Another process of the node started a process that joins, and told it where the run's own store is.
-        of_run = store if launch.joins else _client(address, result["port"])
-    except TimeoutError as error:
-        text = f"rank 0 at {address}:{port} did not finish the rendezvous within {2 * request.timeout:g} s"
-        raise UserError(text) from error
-    except RuntimeError as error:
-        raise UserError(f"rank 0 at {address}:{port} ended during the rendezvous; see its own output") from error
-    both = {0: result["record"], launch.rank: request.record}
-    return Rendezvous(of_run, address, port, describe_differences(both) if launch.joins else "")
-
-
-def _problem(request: Request, everyone: dict[int, dict[str, Any]], *, late: bool) -> str | None:
-    """Why the ranks that have come cannot train together, and what to type; None while others may still come."""
-    launch, command = request.launch, request.command
-    for record in everyone.values():
-        nodes, devices, node = record["nodes"], record["devices"], record["node"]
-        if (nodes, devices) == (launch.num_nodes, launch.devices):
-            continue
-        text = (
-            f"node {node} ({record['host']}) was started as one of {nodes} nodes x {devices} devices, node 0 as one of"
-            f" {launch.num_nodes} x {launch.devices}; every node needs the same numbers"
-        )
-        if launch.launcher == "manual":
-            here: dict[str, Any] = {"devices": min(devices, launch.devices), "num_nodes": launch.num_nodes}
-            there = here | {"master_addr": launch.address, "master_port": launch.port, "node_rank": node}
-            text += f": on node 0 {command.using(**here)} and on node {node} {command.using(**there)}"
-        return text
-    if absent := [rank for rank in launch.first_ranks if rank not in everyone]:
-        if not late:
-            return None
-        of_nodes = sorted({rank // launch.devices for rank in absent})
-        what, where = (
-            f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-            for noun, numbers in (("rank", absent), ("node", of_nodes))
-        )
-        count = len(launch.first_ranks)
-        text = f"{count - len(absent)} of {count} processes joined within {request.timeout:g} s"
-        text += f"; missing: {what} on {where}"
-        if launch.launcher != "manual":
-            return text
-        flags = {"node_rank": of_nodes[0], "master_addr": launch.address, "master_port": launch.port}
-        return f"{text}; type there: {command.using(**flags)}"
+def _compare(launch: Launch, settings: dict[str, Any]) -> None:
+    """Refuse ranks with other settings, data or code than rank 0, on all ranks alike."""
+    shape = {"nodes": launch.num_nodes, "devices of the node": launch.devices}
+    own = {"where": f"node {launch.node_rank}, {socket.gethostname()}", "settings": settings | shape}
+    everyone: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(everyone, own)
     if not (difference := describe_differences(everyone)):
-        return ""
+        return
     # Settings that were left open come from the checkpoint, so ranks with another one differ in these, too.
-    if len({record["settings"].get(UPDATES_DONE) for record in everyone.values()}) > 1:
-        return (
+    if len({record["settings"].get(UPDATES_DONE) for record in everyone}) > 1:
+        raise UserError(
             f"the ranks do not find the same checkpoint: {difference}. Pass a `run_dir` that all nodes share, or"
             " resume=FILE"
         )
-    return f"the ranks have different settings: {difference}. Start all with one command and one version of the code"
-
-
-def _compare(store: TCPStore, request: Request, deadline: float) -> str:
-    """On rank 0: wait for the other ranks and compare. Returns the problem; empty where there is none."""
-    while True:
-        everyone: dict[int, dict[str, Any]] = {}
-        for record in map(json.loads, store.get(_RECORDS).decode().splitlines()):
-            rank = record["rank"]
-            if rank in everyone:
-                return (
-                    f"two processes claim to be rank {rank} (node {record['node']}); give each node its own `node_rank`"
-                )
-            everyone[rank] = record
-        problem = _problem(request, everyone, late=time.monotonic() > deadline)
-        if problem is not None:
-            return problem
-        time.sleep(_RETRY_AFTER)
-
-
-def _host(request: Request, deadline: float, agents: _AgentsStore | None) -> Rendezvous:
-    """On rank 0: compare the other ranks, which find it at the run's port, and tell all of them the result.
-
-    The store of the run has a port of its own, so that the run's port is free again for a next run of this program.
-    """
-    launch, port = request.launch, 0 if agents else request.launch.port or 0
-    address = _address(launch)
-    loopback = is_loopback(address)
-    try:
-        listener = listen(port, loopback=loopback)
-    except OSError as error:
-        raise UserError(
-            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
-            f" {_with_another_port(port, request.command)}"
-        ) from error
-    port = listener.getsockname()[1]
-    if agents:
-        address = LOOPBACK if loopback else address_for_others(*agents.master)
-        agents.publish(address, port)
-    try:
-        socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT / 2).close()
-    except OSError as error:
-        raise UserError(
-            f"node 0 cannot connect to itself at {address}:{port} ({error}); `master_addr` has to be an address of the"
-            f" node with node_rank=0: {request.command.using(master_addr=socket.gethostname())}"
-        ) from error
-    of_run = _serve(listen(0, loopback=loopback), address)
-    rendezvous: Any = _serve(listener, address)
-    append(rendezvous, _RECORDS, request.record)
-    rendezvous.append(_SEEN, "0 ")
-    problem = _compare(rendezvous, request, deadline)
-    for store in (rendezvous, of_run):
-        store.set(_RESULT, json.dumps({"problem": problem, "record": request.record, "port": of_run.port}))
-    count, until = rendezvous.get(_RECORDS).count(b"\n"), time.monotonic() + (5.0 if problem else _SEEN_WITHIN)
-    seen = rendezvous.get(_SEEN).split()
-    while len(seen) < count and time.monotonic() < until:  # The store ends with this function.
-        time.sleep(_RETRY_AFTER / 10)
-        seen = rendezvous.get(_SEEN).split()
-    if problem:
-        raise UserError(problem)
-    if ended := set(launch.first_ranks) - set(map(int, seen)):
-        raise UserError(f"rank {min(ended)} ended during the rendezvous; see its own output")
-    return Rendezvous(of_run, address, port)
-
-
-def rendezvous(request: Request) -> Rendezvous:
-    """Wait for all ranks and make sure that their settings are equal.
-
-    Processes that another process of their node has started join after that; for them the problem is returned.
-
-    Raises:
-        UserError: on every rank: a rank is missing, or has other settings.
-    """
-    launch = request.launch
-    deadline = time.monotonic() + request.timeout
-    agents = _AgentsStore(launch) if launch.launcher == "torchrun" and _AgentsStore.is_used() else None
-    if launch.rank == 0:
-        return _host(request, deadline, agents)
-    place = (_address(launch), launch.port or 0)
-    return _join(request, agents.find if agents else lambda: place, deadline, moves=agents is not None)
-
-
-def share(monitor: FailureMonitor | None, name: str, compute: Callable[[], Any]) -> Any:
-    """A value that rank 0 computes and all ranks get, such as a setting that depends on files.
-
-    If rank 0 fails meanwhile, the failure monitor ends the others.
-
-    Args:
-        monitor: of this rank; None where the run is one process.
-        name: of the value; each may be shared once.
-        compute: called on rank 0 only; its result has to fit into JSON.
-
-    Raises:
-        UserError: rank 0 did not finish within the collective timeout.
-    """
-    if monitor is None:
-        return compute()
-    timeout = monitor.launch.collective_timeout
-    store, key = monitor.store, f"lightning_recipes/shared/{name}"
-    if monitor.launch.rank == 0:
-        value = compute()
-        store.set(key, json.dumps(value))
-        return value
-    deadline = time.monotonic() + timeout
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise UserError(f"rank 0 did not share {name} within {timeout:g} s; see its own output")
-        time.sleep(_RETRY_AFTER / 2)
-    return json.loads(store.get(key))
+    raise UserError(
+        f"the ranks have different settings: {difference}. Start all with one command and one version of the code"
+    )
 
 
 def join_run(
     launch: Launch, settings: Callable[[], dict[str, Any]], options: LaunchSettings, command: Command
-) -> tuple[Launch, FailureMonitor | None]:
-    """Wait for the other ranks, and start the failure monitor.
-
-    Sets the environment variables from which Lightning's own environment reads the same.
+) -> Launch:
+    """Form the process group with the other ranks, and compare settings with them.
 
     Args:
         settings: returns what has to be equal on all ranks, by name; called only where there are several.
-        options: with the rendezvous timeout.
+        options: with the timeouts.
 
     Returns:
-        The launch with its address and port, and the monitor of the other ranks; None where the run is one process.
+        The launch with the port where the ranks have met.
 
     Raises:
         UserError: a rank is missing, or its settings differ.
     """
-    global _current
     rank_zero_only.rank = launch.rank  # type: ignore[attr-defined]
-    for name in ("NODE_RANK", "LOCAL_RANK", *(("RANK", "WORLD_SIZE") if launch.spawns else ())):
-        os.environ.pop(name, None)
-    if launch.address is None:
-        return launch, None
-    if launch.elastic and launch.num_nodes > 1 and _AgentsStore.is_used():
-        # An agent publishes the address of its store in its first round only. We are its child, too late to set it.
-        log.warning(
-            "warning: with this torchrun no node can join later or again; for that, start it on every node with"
-            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
-        )
-    joined = rendezvous(Request(launch, settings(), options.rendezvous_timeout, command))
-    address, port = joined.address, joined.store.port
-    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        # The store is our own, so torch must not expect torchrun's agent behind it.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(launch.node_rank))
-    name, value = (LAUNCHER_VARIABLE, launch.launcher) if launch.spawns else ("LOCAL_RANK", str(launch.local_rank))
-    os.environ[name] = value
-    _choose_interface(launch, address)
-    _current = FailureMonitor(launch, joined.store, _after_loss)
-    _current.start()
-    if joined.problem:
-        raise UserError(f"the settings of this process differ from those of rank 0: {joined.problem}")
-    return replace(launch, address=address, port=joined.port), _current
+    if launch.world_size == 1:
+        return launch
+    if not dist.is_initialized():
+        launch = _form_group(launch, options.rendezvous_timeout, command)
+    _compare(launch, settings())
+    return launch
 
 
-def _choose_interface(launch: Launch, address: str) -> None:
-    """Have gloo and NCCL listen where the other ranks are, unless the user has chosen an interface."""
-    if launch.num_nodes > 1:
-        # Gloo takes the address of the host's name, which on many systems is 127.0.0.1 and unreachable for other nodes.
-        interface, names = interface_towards(address), ["GLOO_SOCKET_IFNAME"]
-    else:
-        interface, names = loopback_interface(), ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
-    if interface:
-        for name in names:
-            os.environ.setdefault(name, interface)
+def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
+    deadline = time.monotonic() + timeout
+    # Lightning's environment reads these.
+    os.environ.update(NODE_RANK=str(launch.node_rank), GROUP_RANK=str(launch.node_rank))
+    os.environ.update(LOCAL_RANK=str(launch.local_rank), RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
+    choose_interface(launch.num_nodes, launch.address or LOOPBACK)
+    store = _store(launch, deadline, timeout, command)
+    _wait_for_all(store, launch, deadline, timeout)
+    limit = timedelta(seconds=launch.collective_timeout)
+    dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+    port = getattr(store, "port", launch.port)
+    os.environ.update(MASTER_ADDR=launch.address or LOOPBACK, MASTER_PORT=str(port))
+    return replace(launch, port=port)
 
 
-class ExpectedEnd(Exception):
-    """Ends a training on purpose, on all ranks at once: no failure."""
+def leave_run() -> None:
+    """End the process group of this process, if it has one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-class FailureReporter(pl.Callback):
-    """Reports an exception when it is raised, before any clean-up that might wait for the other ranks."""
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if _current is not None and not isinstance(exception, ExpectedEnd):
-            _current.report(exception, handling=True)
-
-
-@contextlib.contextmanager
-def monitored(after_loss: Callable[[], str] = str) -> Iterator[None]:
-    """Report to the other ranks how the block ends: after an exception all end, and rank 0 prints the cause.
+def share(compute: Callable[[], Any]) -> Any:
+    """A value that rank 0 computes and all ranks get, such as a setting that depends on files.
 
     Args:
-        after_loss: called before a process ends because another one was lost, on rank 0 or, where that was lost, on one
-            rank or several of each node; what it returns is printed after the cause.
+        compute: called on rank 0 only.
     """
-    global _after_loss
-    _after_loss = after_loss
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as error:
-        if _current is not None:
-            _current.leave(classify_exception(error)[2])
-        raise
-    except BaseException as error:
-        if _current is not None:
-            if classify_exception(error)[0] == "exception":
-                traceback.print_exc()
-            _current.report(error)
-            _current.wait()
-        raise
-    else:
-        if _current is not None:
-            _current.leave(0)
-    finally:
-        # A signal may have ended the report above.
-        if _current is not None and _current.ending:
-            _current.wait()
-
-
-def exit_run(status: int) -> None:
-    """End this process at once and report that to the other ranks; the caller has closed its loggers and workers."""
-    if _current is not None:
-        _current.leave(status)
-    end_process(status)
+    if not dist.is_initialized():
+        return compute()
+    value = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(value)
+    return value[0]

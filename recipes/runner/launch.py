@@ -19,9 +19,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from datamodules.contract import OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
-from recipes.runner.machine import LOOPBACK, Machine, number_of_devices
+from recipes.runner.machine import Machine, number_of_devices
+from recipes.runner.network import LOOPBACK
+from recipes.runner.worker import is_worker
 
 DEFAULT_PORT = 29500
+_PROCESSES_OF_A_CORE = 8
+_NODES = re.compile(r"[0-9]+(:[0-9]+)?")
 
 
 def flag_of(name: str) -> str:
@@ -36,29 +40,42 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """How the processes of a run find each other.
+    """How the processes of a run are started, find each other, and are started again.
 
     Args:
+        num_nodes: nodes of the run; MIN:MAX lets nodes leave and join while it trains.
         node_rank: number of this node, from 0, where the run is started manually on each node; also NODE_RANK.
         master_addr: host name or address of node 0; also MASTER_ADDR.
         master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
-        rendezvous_timeout: seconds to wait at the start for node 0 and for the other nodes.
+        max_restarts: how often the processes are started again, from the newest checkpoint, after one was lost.
+        rendezvous_timeout: seconds to wait for node 0 and for the other nodes, at the start and in a restart.
         collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
     """
 
+    num_nodes: OneCall[int | str] = 1
     node_rank: OneCall[int | None] = None
     master_addr: OneCall[str | None] = None
     master_port: OneCall[int | None] = None
+    max_restarts: OneCall[int] = 0
     rendezvous_timeout: Rare[OneCall[float]] = 60.0
     collective_timeout: Rare[OneCall[float]] = 1800.0
 
     def __post_init__(self) -> None:
         check_ranges(
             node_rank=(self.node_rank, NATURAL),
+            max_restarts=(self.max_restarts, NATURAL),
             master_port=(self.master_port, Range(1, 65535, whole=True)),
             rendezvous_timeout=(self.rendezvous_timeout, SECONDS),
             collective_timeout=(self.collective_timeout, SECONDS),
         )
+        if not _NODES.fullmatch(str(self.num_nodes)) or not 1 <= self.nodes[0] <= self.nodes[1]:
+            raise UserError(f"num_nodes={self.num_nodes}: expected a number of nodes, or MIN:MAX as in 1:4")
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The fewest and the most nodes."""
+        fewest, _, most = str(self.num_nodes).partition(":")
+        return int(fewest), int(most or fewest)
 
 
 @dataclass(frozen=True)
@@ -129,10 +146,15 @@ class Command:
 def is_rank_zero() -> bool:
     """Whether this process is rank 0 of its run.
 
-    `recipes.runner.join.join_run` sets Lightning's ``rank_zero_only.rank``, which this reads. Before that the
-    variables of the launchers decide.
+    `recipes.runner.join.join_run` and `recipes.runner.worker.work` set Lightning's ``rank_zero_only.rank``, which this
+    reads. Before that the variables of the launchers decide.
     """
     return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def rank_of_process() -> int:
+    """The rank of this process, as far as it is known."""
+    return int(getattr(rank_zero_only, "rank", 0) or 0)
 
 
 def rank_zero_print(message: str) -> None:
@@ -146,10 +168,6 @@ def print_error(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
-"""For the processes that the first one of their node starts. MASTER_ADDR and MASTER_PORT tell them where to join."""
-
-
 @dataclass(frozen=True)
 class Launch:
     """Which process of the run this one is.
@@ -159,9 +177,10 @@ class Launch:
         devices: processes on each node, one for each device.
         address: of node 0; None where the run is one process.
         port: of node 0; None where node 0 chooses a free one.
-        spawns: this process starts the other processes of its node.
-        joins: another process of the node started this one, after the rendezvous of the nodes.
-        elastic: torchrun may start the processes again, and with another number of nodes.
+        starts_agent: this process starts those of its node, and does not train itself.
+        min_nodes: the fewest nodes with which the run goes on.
+        max_restarts: how often the agent starts the processes again.
+        restarts: the launcher may start the processes again, or with another number of nodes.
         collective_timeout: seconds that a rank waits for the others in a collective call.
     """
 
@@ -172,9 +191,10 @@ class Launch:
     local_rank: int = 0
     address: str | None = None
     port: int | None = None
-    spawns: bool = False
-    joins: bool = False
-    elastic: bool = False
+    starts_agent: bool = False
+    min_nodes: int = 1
+    max_restarts: int = 0
+    restarts: bool = False
     collective_timeout: float = 1800.0
 
     @property
@@ -188,9 +208,9 @@ class Launch:
         return self.node_rank * self.devices + self.local_rank
 
     @property
-    def first_ranks(self) -> list[int]:
-        """The ranks of the rendezvous: the first of each node where these start the others, else all."""
-        return list(range(0, self.world_size, self.devices if self.spawns else 1))
+    def is_elastic(self) -> bool:
+        """Whether nodes may leave and join."""
+        return self.min_nodes < self.num_nodes
 
     def describe(self) -> str:
         """The launcher and the rendezvous address: the start of a run's first line."""
@@ -245,7 +265,7 @@ class _Start:
 
     env: Mapping[str, str]
     settings: LaunchSettings
-    asked: tuple[Any, int]
+    asked: Any
     here: Machine
     command: Command
 
@@ -266,28 +286,22 @@ class _Start:
 
     def check_agreement(self, nodes: int, devices: int, who: str, command: Command) -> None:
         """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
-        count, of_nodes = number_of_devices(self.asked[0], self.here), self.asked[1]
-        devices_given = str(self.asked[0]) not in ("auto", "-1")
+        count, of_nodes = number_of_devices(self.asked, self.here), self.settings.nodes[1]
+        devices_given = str(self.asked) not in ("auto", "-1")
         if (devices_given and count != devices) or (of_nodes > 1 and of_nodes != nodes):
             raise UserError(
                 f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {of_nodes}"
                 f" --devices {count} are {of_nodes * count}; {who} decides: {command.split(nodes, devices)}"
             )
 
-    def by_parent(self) -> Launch:
-        """For the processes that the first one of their node has started."""
-        node, local = _number(self.env, "NODE_RANK"), _number(self.env, "LOCAL_RANK")
-        devices, address = number_of_devices(self.asked[0], self.here), self.env["MASTER_ADDR"]
-        launcher, port = self.env[LAUNCHER_VARIABLE], _number(self.env, "MASTER_PORT")
-        return Launch(launcher, self.asked[1], devices, node, local, address, port, joins=True)
-
     def by_variables(self) -> Launch:
-        """For processes that torchrun, mpirun or a script has started, with their ranks in the environment."""
-        env, torchrun = self.env, "TORCHELASTIC_RUN_ID" in self.env
+        """For processes that an agent, mpirun or a script has started, with their ranks in the environment."""
+        env, own = self.env, is_worker(self.env)
+        torchrun = "TORCHELASTIC_RUN_ID" in self.env and not own
         world = _integer(env, "WORLD_SIZE") or 1
         devices = _integer(env, "LOCAL_WORLD_SIZE") or world
         nodes, who = world // devices, "torchrun" if torchrun else "LOCAL_WORLD_SIZE"
-        elastic = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
+        restarts = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
         command = self.command.started_by(who, nodes, devices)
         rank, local, address = _integer(env, "RANK"), _integer(env, "LOCAL_RANK"), self.master or LOOPBACK
         if rank is None or local is None or (world > 1 and self.master is None):
@@ -301,7 +315,7 @@ class _Start:
                 " (LOCAL_RANK, LOCAL_WORLD_SIZE); expected as many on each node, numbered node by node:"
                 f" {command.using()}"
             )
-        if not elastic:
+        if not restarts and not own:
             self.check_agreement(nodes, devices, who, command)
         flags_of = vars(self.settings)
         given = {name: flags_of[name] for name in ("master_addr", "master_port") if flags_of[name] is not None}
@@ -311,8 +325,13 @@ class _Start:
                 f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
                 f" {command.using(**dict.fromkeys(given))}"
             )
-        launch = Launch("torchrun" if torchrun else "manual", nodes, devices, rank // devices, local, elastic=elastic)
-        return launch if world == 1 else replace(launch, address=address, port=self.port or DEFAULT_PORT)
+        launcher = "torchrun" if torchrun else ("local" if own and nodes == 1 else "manual")
+        launch = Launch(launcher, nodes, devices, rank // devices, local, restarts=restarts)
+        if world == 1 and not own:
+            return launch
+        # The flags of a worker of ours are those of its agent, whose store the variables name.
+        port = _integer(env, "MASTER_PORT") if own else self.port
+        return replace(launch, address=env["MASTER_ADDR"] if own else address, port=port or DEFAULT_PORT)
 
     def by_slurm(self, tasks: int) -> Launch:
         """For the processes that srun has started."""
@@ -339,7 +358,7 @@ class _Start:
         return Launch("slurm", nodes, devices, *ranks, address, self.port or port)
 
     def manual(self, nodes: int, devices: int) -> Launch:
-        """Started by the user on each node."""
+        """Started by the user on each of several nodes."""
         command, address, port = self.command, self.master, self.port or DEFAULT_PORT
         node = _integer(self.env, "NODE_RANK") if self.settings.node_rank is None else self.settings.node_rank
         if node is not None and node >= nodes:
@@ -356,7 +375,7 @@ class _Start:
                 f" {numbers} and HOST the address of node 0: {command.using(**place)} or use torchrun: {torchrun} or"
                 f" Slurm: {srun}"
             )
-        return Launch("manual", nodes, devices, node or 0, 0, address, port, spawns=True)
+        return Launch("manual", nodes, devices, node or 0, 0, address, port, starts_agent=True)
 
     def refuse_one_process_of_many(self, devices: int) -> None:
         """Refuse a program that was started once, without srun, in a Slurm job that has more for it."""
@@ -376,9 +395,7 @@ class _Start:
 
     def plan(self) -> Launch:
         """Which of these it is; what the processes' own variables say wins over the flags."""
-        env, nodes, devices = self.env, self.asked[1], number_of_devices(self.asked[0], self.here)
-        if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
-            return self.by_parent()
+        env, (fewest, nodes), devices = self.env, self.settings.nodes, number_of_devices(self.asked, self.here)
         if "TORCHELASTIC_RUN_ID" in env:
             return self.by_variables()
         by_slurm, tasks = _is_slurm_step(env), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -386,22 +403,24 @@ class _Start:
             return self.by_slurm(tasks)
         if (_integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
             return self.by_variables()
-        manual = self.manual(nodes, devices)
+        manual = replace(self.manual(nodes, devices), min_nodes=fewest, max_restarts=self.settings.max_restarts)
         if nodes > 1:
             return manual
         if not by_slurm:
             self.refuse_one_process_of_many(devices)
-        return Launch("local", 1, 1) if devices == 1 else Launch("local", 1, devices, address=LOOPBACK, spawns=True)
+        if devices == 1 and not manual.max_restarts:
+            return Launch("local", 1, 1)
+        return replace(manual, launcher="local", address=LOOPBACK, port=None)
 
 
 def plan_launch(
-    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
+    env: Mapping[str, str], settings: LaunchSettings, asked: Any, here: Machine, command: Command
 ) -> Launch:
     """Find out which process of which run this one is.
 
     Args:
         env: the environment variables of this process.
-        asked: ``--devices`` and ``--num-nodes``.
+        asked: ``--devices``.
         here: the devices of this machine.
         command: what the user typed, for the corrected command.
 
@@ -410,7 +429,10 @@ def plan_launch(
     """
     launch = _Start(env, settings, asked, here, command).plan()
     launch = replace(launch, collective_timeout=settings.collective_timeout)
-    if here.count is None or launch.devices <= here.count:
+    if here.count is None:
+        _check_processors(launch, asked, command)
+        return launch
+    if launch.devices <= here.count:
         return launch
     command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
     if here.count == 0:
@@ -421,3 +443,21 @@ def plan_launch(
         f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
         f" {command.split(launch.num_nodes, here.count)}"
     )
+
+
+def _check_processors(launch: Launch, asked: Any, command: Command) -> None:
+    """Refuse processes on a CPU that have numbers, or are many more than its cores."""
+    if not launch.starts_agent:
+        return
+    if "," in str(asked):
+        raise UserError(
+            f"--devices {asked} names devices by number, and the processes of a CPU have none:"
+            f" {command.using(devices=launch.devices)}"
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if launch.devices > _PROCESSES_OF_A_CORE * cores:
+        raise UserError(
+            f"--devices {launch.devices} starts {launch.devices} processes on {cores} cores, and each of them needs"
+            f" memory for a whole model; expected at most {_PROCESSES_OF_A_CORE * cores}, and {cores} train fastest:"
+            f" {command.using(devices=cores)}"
+        )

@@ -1,4 +1,4 @@
-"""The first lines of a program: imports without garbage collection.
+"""The first lines of a program: imports without garbage collection, and beside those of the processes to start.
 
 Importing torch, torchvision and Lightning takes seconds, a quarter of them for collections that free nothing.
 """
@@ -10,9 +10,15 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from recipes.runner.fork_server import start_fork_server
+from recipes.runner.worker import is_worker
 
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+_NO_TRAINING = {"predict", "export", "list"}
+_DEVICES = re.compile(r"--devices[= ](\S+)")
 _OTHER_NODE = re.compile(r"--node[-_]rank[= ](?!0\b)")
 
 
@@ -27,6 +33,8 @@ def program_name() -> str:
 
 def _announce(args: Sequence[str]) -> None:
     """Say on rank 0 that the imports take seconds."""
+    if is_worker(os.environ):  # Its agent has said so.
+        return
     other = _OTHER_NODE.search(" ".join(args)) or any(os.environ.get(name, "0") != "0" for name in _RANKS)
     if other or {*_HELP, "--print-config", "--print_config"}.intersection(args):
         return
@@ -43,15 +51,30 @@ def _discard_last_warnings() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
+def _will_start_processes(args: Sequence[str]) -> bool:
+    """Whether the command will start processes on this node, as far as its text tells before anything is imported."""
+    if any(name in os.environ for name in _RANKS) or {*_HELP, *_NO_TRAINING}.intersection(args):
+        return False
+    typed = _DEVICES.search(" ".join(args))
+    devices = typed[1] if typed else "auto"
+    if devices in ("auto", "-1"):
+        return len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1
+    return "," in devices or (devices.isdigit() and int(devices) > 1) or "--num-nodes" in " ".join(args)
+
+
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Disable garbage collection for the imports inside, and exclude their objects from it.
 
     For the first lines of a program, before it has created other objects. Commands that train or evaluate print that
     they have started. Ctrl-C exits with status 130 and no message. The interpreter exits without a collection of these
-    objects, which would take over a second.
+    objects, which would take over a second. Where several processes will train, the server that they are forked from
+    imports meanwhile.
     """
     _announce(sys.argv[1:])
+    if _will_start_processes(sys.argv[1:]):
+        spec = sys.modules["__main__"].__spec__
+        start_fork_server([f"{spec.parent}.recipe"] if spec else [])
     # Else a rank whose rank 0 was killed prints the stack of the store's C++ code.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Registered before others, and so called after them.

@@ -28,9 +28,8 @@ from recipes.runner.saved_run import (
     read_settings,
     readable_checkpoints,
 )
+from recipes.runner.worker import is_worker
 
-# Lightning's launcher starts the other ranks with rank 0's variables.
-_VARIABLE = "LIGHTNING_RECIPES_RESUME_POINT"
 _LINEAGE = "lineage.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
 _RESTARTS_WITHOUT_PROGRESS = 5
@@ -83,18 +82,16 @@ def find_resume_point(
         file = folder / "config.yaml"
         if file.is_file() and describe_differences(read_settings(file), config, free):
             return None
-        point = _resume_in(folder, typed)
+        point = resume_in(folder, typed)
         run = read_run(point.checkpoint) if point.checkpoint else None
         return None if run and describe_differences(run.config, config, free, run.left_open) else point
 
-    if _VARIABLE in os.environ and not is_rank_zero():
-        return ResumePoint(**json.loads(os.environ[_VARIABLE]))
     if resume not in (None, "auto", "none"):
         point = _from_file(resume, name, parent, typed)
     elif resume == "none" or (resume is None and launch_name(os.environ, name) is None):
         point = ResumePoint()
     elif name is not None and (resume or str(parent / name) not in _used):
-        point = _resume_in(parent / name, typed)
+        point = resume_in(parent / name, typed)
     elif job := launch_name(os.environ, name):
         further = (path for path in numbered(parent / (name or job)) if str(path) not in _used)
         point = next(filter(None, map(resume_same, further)))
@@ -104,11 +101,10 @@ def find_resume_point(
         points = filter(None, map(resume_same, newest))
         point = next((each for each in points if each.checkpoint and not each.finished), ResumePoint())
     _used.add(point.folder)
-    os.environ[_VARIABLE] = json.dumps(vars(point))
     return point
 
 
-def _resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
+def resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
     """Resume in a run's folder, or start in it where it has no valid checkpoint."""
     checkpoint = newest_valid_checkpoint(folder / "checkpoints")
     if checkpoint is None:
@@ -148,7 +144,7 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
         folders = [home.parent] if in_run else (p for p in numbered(parent / (name or job)) if str(p) not in _used)
         folder = next(path for path in folders if in_run or not path.exists() or _lineage(path).get(job) == resume)
         began_here = _lineage(folder).get(job) == resume and str(folder) not in _used
-        if began_here and (own := _resume_in(folder, typed)).checkpoint:
+        if began_here and (own := resume_in(folder, typed)).checkpoint:
             return own
     try:
         read_run(resume)
@@ -221,7 +217,7 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
     if slurm := _slurm_name(environment):
         return slurm
     run = environment.get("TORCHELASTIC_RUN_ID")
-    if run is None or not any(_torchrun_restarts(environment)):
+    if run is None or is_worker(environment) or not any(_torchrun_restarts(environment)):
         return None
     if run != "none":
         return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"

@@ -8,27 +8,29 @@ import os
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.errors import RunFailedError, UserError, system_failure
+from datamodules.errors import RunFailedError, UserError, first_line, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.base import Recipe
 from recipes.runner.commands import Trained, carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
 from recipes.runner.experiment import Classes, as_user_errors, build_experiment, takes_inputs
-from recipes.runner.failure_monitor import FailureMonitor
+from recipes.runner.failures import exit_now, failures_reported, is_lost_connection
 from recipes.runner.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
-from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, monitored
+from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, leave_run, shared_folder
 from recipes.runner.launch import (
     Command,
     Launch,
@@ -37,17 +39,14 @@ from recipes.runner.launch import (
     is_rank_zero,
     plan_launch,
     print_error,
+    rank_of_process,
     rank_zero_print,
 )
-from recipes.runner.limits import LIMIT_TEXTS
+from recipes.runner.limits import LIMIT_TEXTS, check_global_batch
 from recipes.runner.loggers import logger_names
 from recipes.runner.machine import (
-    declare_parent,
     detect_machine,
     devices_of,
-    drop_inherited_variables,
-    exit_with_parent,
-    parent_of_rank,
     resolve_precision,
     stop_gpu_search,
     tune_allocator,
@@ -55,12 +54,13 @@ from recipes.runner.machine import (
 from recipes.runner.quick_imports import program_name
 from recipes.runner.report import check_output, shown
 from recipes.runner.results import process_age
-from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss
+from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss, resume_in
 from recipes.runner.saved_run import describe_differences, is_open, read_run, same_setting
 from recipes.runner.settings import RunSettings
 from recipes.runner.strategies import check_strategy
 from recipes.runner.verify import find_interval
 from recipes.runner.weights_record import Interval
+from recipes.runner.worker import STARTED_AT, end_with_torchrun, is_worker
 from recipes.weights import read_settings_beside
 
 _COMMANDS = {
@@ -75,11 +75,11 @@ _COMMANDS = {
 # The command line sets these itself, or they hold objects that no flag can express; or ours are exact where these are
 # not: --accumulate, --sync-bn, --deterministic.
 _NO_FLAGS_OF_TRAINER = """
-    logger callbacks plugins precision default_root_dir enable_autolog_hparams enable_model_summary
+    logger callbacks plugins num_nodes precision default_root_dir enable_autolog_hparams enable_model_summary
     accumulate_grad_batches sync_batchnorm deterministic barebones
 """
 _COMMON_TRAINER_PARAMETERS = """
-    accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
+    accelerator strategy devices max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
     limit_train_batches
 """
 _TRAINER_TEXTS = LIMIT_TEXTS | {
@@ -110,30 +110,41 @@ def run(
         args: the command line; by default that of the process.
     """
     escape_output()
-    drop_inherited_variables(os.environ)
-    exit_with_parent(os.environ)
-    if parent_of_rank(os.environ) is None:
-        declare_parent(os.environ)
+    end_with_torchrun(os.environ)
     # A program has begun with its imports, which take seconds.
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
+    if is_worker(os.environ):
+        started_at = float(os.environ[STARTED_AT])
     classes = Classes(recipe_class, data_class, callbacks)
     program = CommandLine(classes, sys.argv[1:] if args is None else args, started_at, program_name())
     try:
-        with ending_on_signals(*SIGNALS), monitored(program.after_loss):
+        with ending_on_signals(*SIGNALS), failures_reported(rank_of_process()):
             program.main()
+        leave_run()
     except Preempted as stopped:
         rank_zero_print(f"\nended by {stopped.signal_name}")
         if is_rank_zero() and (note := requeue_on(stopped.signum)):
             rank_zero_print(note)
         raise
     except UserError as error:
-        who = ""
-        if not is_rank_zero():
-            # Before the rendezvous; where rank 0 makes the same error, it prints first.
-            time.sleep(3)
-            who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
-        print_error(f"error{who}: {one_line(str(error))}")
+        if not is_worker(os.environ):  # Else the agent prints it, once for all workers.
+            who = ""
+            if not is_rank_zero():
+                # Where rank 0 makes the same error, it prints first, and its launcher may end the others.
+                time.sleep(3)
+                who = f" on rank {rank_of_process()}"
+            print_error(f"error{who}: {one_line(str(error))}")
         sys.exit(error.exit_status)
+    except Exception as error:
+        if not is_worker(os.environ) and not dist.is_initialized():
+            raise
+        if not is_lost_connection(error):
+            traceback.print_exc()
+        elif not is_worker(os.environ):
+            note = program.after_loss()
+            why = f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"
+            print_error(f"{why} reached: {one_line(first_line(error))}{'; ' if note else ''}{note}")
+        exit_now(1)  # A regular exit would wait for the process group.
 
 
 def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
@@ -264,7 +275,6 @@ class CommandLine:
                 with as_user_errors(MisconfigurationException, TypeError):
                     Timer(time_or_number)
         check_ranges(
-            num_nodes=(given.num_nodes, COUNT),
             check_val_every_n_epoch=(given.check_val_every_n_epoch, COUNT),
             gradient_clip_val=(given.gradient_clip_val, NOT_NEGATIVE),
         )
@@ -342,7 +352,12 @@ class CommandLine:
             resume = "none" if resume in (None, "auto") else resume
         parent = Path(namespace.run_dir) / self.classes.recipe.title
         config, typed = self._config(namespace), self.parser.typed(args)
-        return find_resume_point(resume, namespace.name, parent, config, typed, self.classes.free_settings)
+        point = find_resume_point(resume, namespace.name, parent, config, typed, self.classes.free_settings)
+        if folder := shared_folder():
+            # The agents have started the run again: it goes on in its own folder.
+            own = resume_in(Path(folder), typed)
+            return own if own.checkpoint else replace(point, folder=folder)
+        return point
 
     def _with_settings(self, saved: Mapping[str, Any], args: list[str], keeps: Sequence[str] = ()) -> Namespace:
         """Parse again, with saved settings as defaults, but those of the machine, unless `keeps` names them.
@@ -378,7 +393,7 @@ class CommandLine:
             )
 
     def _check_going_on(self, checkpoint: str, namespace: Namespace) -> None:
-        """Refuse to train longer than the run was to, and say where it resumes."""
+        """Refuse to resume a run that has finished."""
         saved = read_run(checkpoint)
         if self._point.given and saved.is_finished(namespace.max_epochs, namespace.max_steps):
             flag, done = ("steps", saved.updates) if namespace.max_epochs == -1 else ("epochs", saved.epochs)
@@ -386,8 +401,6 @@ class CommandLine:
                 f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass --max-{flag}"
                 f" {2 * max(1, done)} to train longer"
             )
-        if not self._point.given:
-            rank_zero_print(f"resuming from {shown(checkpoint)}, after {saved.updates:,} updates")
 
     def _verify(self, folder: Path | None, args: list[str]) -> None:
         """Train an interval of a run again, with the settings that it had there."""
@@ -414,40 +427,47 @@ class CommandLine:
         self._point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
         self._go("fit", namespace, interval)
 
-    # Find out which process this is, wait for the others, build, and go
+    # Find out which process this is, start the others or wait for them, build, and go
 
-    def _join(
-        self, command: str, values: dict[str, Any], config: dict[str, Any], typed: Command
-    ) -> tuple[Launch, FailureMonitor | None]:
-        """Find out which process of the run this one is, and wait for the others."""
+    def _plan(self, command: str, values: dict[str, Any], options: LaunchSettings) -> Launch:
+        """Find out which process of the run this one is, and refuse what cannot be shared by them."""
+        if command in ("predict", "export"):
+            return Launch("local", 1, 1)
         here = detect_machine(values["accelerator"])
-        options = LaunchSettings(**self.parser.select(values, "Launch"))
-        alone, launch = command in ("predict", "export"), Launch("local", 1, 1)
-        if not alone:
-            launch = plan_launch(os.environ, options, (values["devices"], values["num_nodes"]), here, typed)
-        if launch.spawns and self.classes.in_program:
+        typed = Command(self.program, self.args, in_program=self.classes.in_program)
+        launch = plan_launch(os.environ, options, values["devices"], here, typed)
+        if launch.starts_agent and self.classes.in_program:
             raise UserError(
                 f"a program trains on one device by itself, and {launch.devices} are asked for; start it as"
                 f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
                 " or use the recipe's command line"
             )
-        typed = typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         check_strategy(values["strategy"])
-        if launch.address is not None and not launch.spawns:
+        if launch.address is not None and not launch.starts_agent:
             values["devices"] = devices_of(launch.devices, values["devices"], here)
-            values["num_nodes"] = launch.num_nodes
+        return launch
 
-        def settings() -> dict[str, Any]:
-            classes = (self.classes.recipe, self.classes.data)
-            return fingerprint(config, classes) | {UPDATES_DONE: self._updates_done()}
+    def _start_agent(
+        self, launch: Launch, options: LaunchSettings, values: dict[str, Any], run: RunSettings, typed: Command
+    ) -> None:
+        """Start the processes of this node, and return when they have ended."""
+        from recipes.runner.agent import run_agent  # A process that trains does not need it.
 
-        return (launch, None) if alone else join_run(launch, settings, options, typed)
+        if launch.is_elastic and run.global_batch_size is None:
+            raise UserError(
+                f"--num-nodes {options.num_nodes} lets the number of devices change, and the global batch would change"
+                " with it: pass --global-batch-size, the samples of an update on all devices"
+            )
+        if self._point.checkpoint is None:
+            check_global_batch(run.global_batch_size, values.get("batch_size"), launch.world_size)
+        modules = {kind.__module__ for kind in (self.classes.recipe, self.classes.data)} - {"__main__"}
+        run_agent(launch, sorted(modules), options.rendezvous_timeout, typed, self.after_loss, self.started_at)
 
     def _go(self, command: str, namespace: Namespace, interval: Interval | None = None) -> Trained | None:
         tuned = tune_allocator()
         stop_gpu_search()
         if command == "predict":
-            namespace.devices, namespace.num_nodes = 1, 1
+            namespace.devices = 1
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         on_cpu, config = detect_machine(namespace.accelerator).kind == "cpu", self._config(namespace)
         values = namespace.as_dict()
@@ -457,8 +477,22 @@ class CommandLine:
             return self.parser.select(values, title) | ({"predict_inputs": inputs} if inputs else {})
 
         run = RunSettings(**options("Run"))  # What is out of its range is refused before a process waits for another.
+        launch_options = LaunchSettings(**options("Launch"))
+        launch = self._plan(command, values, launch_options)
         typed = Command(self.program, self.args, in_program=self.classes.in_program)
-        launch, connection = self._join(command, values, config, typed)
+        typed = typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
+        if launch.starts_agent:
+            self._start_agent(launch, launch_options, values, run, typed)
+            return None
+
+        def settings() -> dict[str, Any]:
+            classes = (self.classes.recipe, self.classes.data)
+            return fingerprint(config, classes) | {UPDATES_DONE: self._updates_done()}
+
+        launch = join_run(launch, settings, launch_options, typed)
+        if self._point.checkpoint and not self._point.given and interval is None:
+            updates = read_run(self._point.checkpoint).updates
+            rank_zero_print(f"resuming from {shown(self._point.checkpoint)}, after {updates:,} updates")
         checkpoint = self._point.checkpoint or values["ckpt"]
         try:
             experiment = build_experiment(
@@ -469,9 +503,8 @@ class CommandLine:
                 config,
                 self.classes,
                 launch=launch,
-                connection=connection,
                 point=self._point,
-                typed=typed.started_by(launch.launcher, launch.num_nodes, launch.devices),
+                typed=typed,
                 notes=(f" ({reason})" if reason else "") + (", tuned allocator" if tuned and on_cpu else ""),
             )
             return carry_out(experiment, self.started_at, interval)

@@ -8,19 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.lib.exchange import without_pickles
 from callbacks.lib.hooks import set_callbacks
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from recipes.runner.console import prints_progress
 from recipes.runner.experiment import Experiment, as_user_errors
-from recipes.runner.join import FailureReporter
-from recipes.runner.launch import rank_zero_print
+from recipes.runner.launch import Launch, rank_zero_print
 from recipes.runner.limits import limits_per_device
 from recipes.runner.loggers import logger_names, loggers, wandb_id
 from recipes.runner.results import hardware
@@ -32,6 +30,11 @@ def _backend(trainer: pl.Trainer) -> str:
     named = getattr(trainer.strategy, "process_group_backend", None)
     device = trainer.strategy.root_device.type
     return named or torch.distributed.Backend.default_device_backend_map.get(device, "gloo")
+
+
+def _environment(launch: Launch) -> ClusterEnvironment:
+    """What tells Lightning the rank of this process, whose process group exists already."""
+    return TorchElasticEnvironment() if launch.world_size > 1 else LightningEnvironment()
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:
@@ -68,7 +71,7 @@ def _callbacks(experiment: Experiment) -> list[Callback]:
     options, callbacks = experiment.trainer, experiment.callbacks()
     shows = options["enable_progress_bar"] is not False and prints_progress()
     given = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    return [FailureReporter(), *callbacks, *([RunProgress()] if shows and not given else [])]
+    return [*callbacks, *([RunProgress()] if shows and not given else [])]
 
 
 def renew_callbacks(trainer: pl.Trainer, experiment: Experiment, *more: Callback) -> None:
@@ -102,6 +105,7 @@ def build_trainer(
     options: dict[str, Any] = {**experiment.trainer, **_limits(experiment)}
     if not prints_progress():
         options["enable_progress_bar"] = False
+    options["num_nodes"] = launch.num_nodes
     options["strategy"] = build_strategy(options["strategy"], launch.world_size)
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
     saves = [callback for callback in more if isinstance(callback, Checkpoint)]
@@ -119,7 +123,7 @@ def build_trainer(
             deterministic=run.deterministic or None,
             logger=loggers(folder, experiment.point.checkpoint, logger_names(run.logger)) if folder else False,
             callbacks=callbacks,
-            plugins=[LightningEnvironment(), checkpoint_io or VerifiedCheckpointIO()],
+            plugins=[_environment(launch), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
             enable_autolog_hparams=False,
             enable_model_summary=False,
@@ -128,7 +132,6 @@ def build_trainer(
         experiment.recipe.run_config["wandb_id"] = run_id
     # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)
-    without_pickles(trainer.strategy)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
     if experiment.command != "predict":
         _print_first_line(trainer, experiment)

@@ -11,10 +11,8 @@ from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.lib.exchange import broadcast
 from datamodules.errors import RunFailedError, UserError
 from recipes.runner.experiment import Experiment
-from recipes.runner.join import ExpectedEnd
 from recipes.runner.report import print_pairs, shown
 from recipes.runner.results import differences, environment
 from recipes.runner.saved_run import readable_checkpoints
@@ -60,6 +58,10 @@ class _Repeats(VerifiedCheckpointIO):
         """There is none."""
 
 
+class ExpectedEnd(Exception):
+    """Ends a training on purpose, on all ranks at once: no failure."""
+
+
 class _EndOfInterval(pl.Callback):
     """Saves after the interval's last update, and ends the training once nothing more can be saved there.
 
@@ -77,7 +79,7 @@ class _EndOfInterval(pl.Callback):
 
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint("verify.ckpt")
-        if broadcast(trainer.strategy, self.io.equal):
+        if trainer.strategy.broadcast(self.io.equal):
             raise ExpectedEnd
 
     @override

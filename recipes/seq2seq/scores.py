@@ -115,7 +115,7 @@ class TranslationScores(nn.Module):
     def compute(self, strategy: Strategy) -> dict[str, Tensor]:
         """All scores by name, from the sentences of all ranks."""
         loss = self.loss.compute()
-        pairs = [pair for of_rank in gather(strategy, self.texts) for pair in of_rank]
+        pairs = [pair for of_rank in gather(self.texts) for pair in of_rank]
         texts = token_scores([translation for translation, _ in pairs], [reference for _, reference in pairs])
         values = {name: torch.tensor(value, device=loss.device) for name, value in texts.items()}
         return {"loss": loss, "perplexity": loss.exp(), **values}
@@ -152,7 +152,7 @@ class DetokenisedScores:
 
     def compute(self, strategy: Strategy, tokenize: str) -> dict[str, float]:
         """The scores by name, which every rank computes from the sentences of all of them; none without sentences."""
-        self.sentences = sorted(row for rows in gather(strategy, self.sentences) for row in rows)
+        self.sentences = sorted(row for rows in gather(self.sentences) for row in rows)
         if self.sentences:
             _, _, translations, references = zip(*self.sentences, strict=True)
             self.found = standard_scores(translations, references, tokenize)

@@ -1,0 +1,307 @@
+"""The processes of a run on this node: torch's elastic agent, which torchrun runs, starts, watches and restarts them.
+
+The agents of all nodes meet in the `TCPStore` of node 0's. Ours differs from torchrun's in this: its workers come from
+a fork server, its store listens on the loopback interface where one machine trains, each start of the workers has
+a prefix of its own in the store, so none finds the addresses of the one before, and an error that the user has to
+correct is not tried again.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from typing_extensions import override
+
+from callbacks.lib.signals import SIGNALS, name_of
+from datamodules.errors import UserError
+from recipes.runner.failures import describe_failure, is_users, was_lost
+from recipes.runner.fork_server import start_fork_server, start_method
+from recipes.runner.launch import Command, Launch, print_error
+from recipes.runner.network import LOOPBACK, is_loopback, listen
+from recipes.runner.worker import STARTED_AT, STORE_PREFIX, Program, work
+
+_FAILURE = "lightning_recipes/failure"
+_KEEP_ALIVE, _MISSED = 2, 5  # A node without a sign of life for ten seconds is left out of the next rendezvous.
+_OTHERS_READ = 1.0  # Seconds for the other agents to read what is in node 0's store, which ends with it.
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run has ended on this node.
+
+    Args:
+        line: to print.
+        status: with which the agent exits.
+        lost: a worker or a node was lost, and did not end by an error of its own.
+    """
+
+    line: str
+    status: int
+    lost: bool = False
+
+
+class NodeAgent(LocalElasticAgent):
+    """torch's agent with what is named above.
+
+    Args:
+        launch: the nodes and devices of the run.
+        spec: what each worker runs.
+        store: that of node 0's agent.
+    """
+
+    def __init__(self, launch: Launch, spec: WorkerSpec, store: TCPStore, logs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs, start_method())
+        self.launch, self.store = launch, store
+        self.failure: Failure | None = None
+
+    @override
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        in_round: Any = worker_group.store
+        group: Any = worker_group
+        if worker_group.group_rank == 0:
+            in_round.set("prefix", uuid.uuid4().hex)
+        (program,) = worker_group.spec.args
+        program.environ[STORE_PREFIX] = in_round.get("prefix").decode()
+        group.master_addr = self.store.host
+        group.master_port = self.store.port
+        return dict(super()._start_workers(worker_group))
+
+    @override
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        several = (worker_group.group_world_size or 1) > 1
+        if result.state == WorkerState.HEALTHY and several and worker_group.spec.rdzv_handler.is_closed():
+            self.failure = self.failure_elsewhere()
+            self._remaining_restarts = 0
+            return RunResult(WorkerState.FAILED)
+        if result.state == WorkerState.FAILED:
+            self._note(result, several)
+        return result
+
+    def _note(self, result: RunResult, several: bool) -> None:
+        """Find out why a worker failed, and whether it is to be started again."""
+        rank, failure = next(iter(result.failures.items()))
+        node = f"node {self.launch.node_rank}, {socket.gethostname()}"
+        status = failure.exitcode if failure.exitcode > 0 else 1
+        self.failure = Failure(describe_failure(failure, rank, node), status, was_lost(failure))
+        if is_users(failure):
+            self._remaining_restarts = 0
+        if self._remaining_restarts:
+            left = f"{self._remaining_restarts - 1} restart{'s' if self._remaining_restarts != 2 else ''} left"
+            ended = self.failure.line or f"rank {rank} ({node}) ended on {name_of(status - 128)}"
+            print_error(f"{ended}; starting again, {left}")
+        elif several and self.failure.lost:
+            # What ended the other one may be known in a moment.
+            deadline = time.monotonic() + _OTHERS_READ
+            while not self.store.check([_FAILURE]) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if self.store.check([_FAILURE]):
+                self.failure = self.failure_elsewhere()
+        if several and not self._remaining_restarts and not self.store.check([_FAILURE]):
+            self.store.set(_FAILURE, json.dumps(vars(self.failure)))
+
+    def failure_elsewhere(self) -> Failure:
+        """What another node has written before it ended."""
+        if self.store.check([_FAILURE]):
+            return Failure(**json.loads(self.store.get(_FAILURE)))
+        return Failure("error: another node has ended; its own output says why", 1, lost=True)
+
+    @override
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._shutdown(*args, **kwargs)
+        except SignalException:  # A second signal while the workers are saving.
+            super()._shutdown(signal.SIGKILL)
+            raise
+
+
+def _open_store(launch: Launch, timeout: float, command: Command) -> TCPStore:
+    """The store in which the agents meet: served by node 0's, and found by the others.
+
+    Raises:
+        UserError: the port is taken, or node 0 does not answer.
+    """
+    address, port = launch.address or LOOPBACK, launch.port or 0
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(30.0, timeout))}
+    if launch.node_rank == 0:
+        try:
+            listener = listen(port, loopback=is_loopback(address))
+        except OSError as error:
+            raise UserError(
+                f"port {port} of this machine is in use ({error.strerror}), perhaps by another run; on every node:"
+                f" {command.using(master_port=port + 1)}"
+            ) from error
+        port = listener.getsockname()[1]
+        _check_own_address(address, port, command)
+        return TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+            return TCPStore(address, port, is_master=False, **options)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"node 0 does not answer at {address}:{port} within {timeout:g} s ({error}); start the run there"
+                    " too, check `master_addr` and firewalls, or wait longer:"
+                    f" {command.using(rendezvous_timeout=int(4 * timeout))}"
+                ) from error
+        time.sleep(0.2)
+
+
+def _check_own_address(address: str, port: int, command: Command) -> None:
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except OSError as error:
+        raise UserError(
+            f"node 0 cannot connect to itself at {address}:{port} ({error}); `master_addr` has to be an address of the"
+            f" node with node_rank=0: {command.using(master_addr=socket.gethostname())}"
+        ) from error
+
+
+def _silence(*packages: str) -> None:
+    """Leave out what torch logs of each worker and signal: what has happened is said in one line."""
+    for name in [*packages, *logging.root.manager.loggerDict]:
+        if name.startswith(packages):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from importing the program in each worker before the worker runs it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _handled_signals() -> str:
+    """The signals that the agent passes on to its workers; SIGHUP stays ignored under nohup."""
+    ignored = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else None
+    return ",".join(signum.name for signum in SIGNALS if signum != ignored)
+
+
+def run_agent(
+    launch: Launch,
+    preload: list[str],
+    timeout: float,
+    command: Command,
+    after_loss: Callable[[], str],
+    started_at: float,
+) -> None:
+    """Train in processes of this node, and return when they have ended well.
+
+    Args:
+        launch: the nodes and devices of the run.
+        preload: the modules of recipe and data, for the fork server.
+        timeout: seconds to wait for the other nodes, at the start and in a restart.
+        command: what was typed.
+        after_loss: called where the run ends because a process was lost; what it returns is printed.
+        started_at: `time.monotonic` at the start of the command.
+
+    Raises:
+        UserError: the nodes do not find each other.
+        SystemExit: a worker failed, or this process received a signal.
+    """
+    program = Program.of_this_process()
+    if program is None:
+        raise UserError("processes are started from a file or a module, and this program is none; write it into a file")
+    program.environ[STARTED_AT] = str(started_at)
+    start_fork_server(preload)
+    store = _open_store(launch, timeout, command)
+    backend = C10dRendezvousBackend(store, "lightning-recipes")
+    wait = timedelta(seconds=timeout)
+    handler = DynamicRendezvousHandler.from_backend(
+        "lightning-recipes",
+        store,
+        backend,
+        launch.min_nodes,
+        launch.num_nodes,
+        # Nodes are sorted by this name, so the first of them is the one of the lowest number.
+        local_addr=f"node-{launch.node_rank:05}",
+        timeout=RendezvousTimeout(join=wait, last_call=timedelta(seconds=3 if launch.is_elastic else 0.1)),
+        keep_alive_interval=_KEEP_ALIVE,
+        keep_alive_max_attempt=_MISSED,
+    )
+    # Without it torch opens a second store, which listens on all interfaces.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _handled_signals()
+    _silence("torch.distributed.elastic", "torch.multiprocessing")
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=launch.devices,
+        rdzv_handler=handler,
+        entrypoint=work,
+        args=(program,),
+        max_restarts=launch.max_restarts,
+        monitor_interval=0.1,
+    )
+    with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden():
+        agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs))
+        failure = _run(agent, launch, timeout, command)
+    if failure is None:
+        handler.shutdown()
+        return
+    if failure.lost and (note := after_loss()):
+        failure = Failure(f"{failure.line}; {note}", failure.status)
+    _close(handler, launch)
+    if failure.line:
+        print_error(failure.line)
+    sys.exit(failure.status)
+
+
+def _close(handler: DynamicRendezvousHandler, launch: Launch) -> None:
+    """Tell the other agents that the run is over."""
+    try:
+        handler.shutdown()
+    except RendezvousConnectionError:
+        return
+    if launch.node_rank == 0 and launch.num_nodes > 1:
+        time.sleep(_OTHERS_READ)
+
+
+def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> Failure | None:
+    """Run the agent until the run has ended; why it failed, or None."""
+    try:
+        result = agent.run()
+    except SignalException as received:
+        # The rendezvous stays open: the other nodes of an elastic run go on.
+        sys.exit(128 + int(received.sigval))
+    except RendezvousTimeoutError:
+        who = f"{launch.min_nodes} nodes" if launch.is_elastic else f"{launch.num_nodes} nodes"
+        flags: dict[str, Any] = {"node_rank": "I", "master_addr": launch.address, "master_port": agent.store.port}
+        return Failure(
+            f"error: fewer than {who} joined within {timeout:g} s; type on each node that is missing, I being its"
+            f" number: {command.using(**flags)}, or wait longer with --rendezvous-timeout",
+            2,
+        )
+    except RendezvousClosedError:
+        return agent.failure or agent.failure_elsewhere()
+    except RendezvousConnectionError:
+        return Failure(f"error: node 0 at {launch.address}:{launch.port} has ended or cannot be reached", 1, lost=True)
+    return agent.failure if result is not None and result.is_failed() else None
