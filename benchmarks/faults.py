@@ -74,6 +74,7 @@ class Faulty(pl.Callback):
     def __init__(self, fault: Fault) -> None:
         super().__init__()
         self.fault, self.folder = fault, Path(fault.folder)
+        self._started_again = (self.folder / "injected").exists()
 
     def _mark(self, name: str, text: str) -> None:
         beside = self.folder / f"{name}.{os.getpid()}"
@@ -86,6 +87,7 @@ class Faulty(pl.Callback):
             return
         if trainer.global_step < fault.at or (self.folder / "injected").exists():
             return
+        self._mark("lost", str(trainer.global_step))
         self._mark("injected", str(time.time()))
         if fault.kind == "nan":
             next(module.parameters()).data.fill_(float("nan"))
@@ -116,10 +118,8 @@ class Faulty(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.is_global_zero:
             self._mark("updates", str(trainer.global_step))
-            goes_on = self.fault.kind == "nothing" or (
-                self.fault.kind == "disk" and trainer.global_step > self.fault.at
-            )
-            if goes_on and (self.folder / "injected").exists() and not (self.folder / "recovered").exists():
+            goes_on = self._started_again or (self.fault.kind == "disk" and trainer.global_step > self.fault.at)
+            if goes_on and not (self.folder / "recovered").exists():
                 self._mark("recovered", str(time.time()))
         if self.fault.kind == "disk" and trainer.global_step > self.fault.at:
             limit_files(-1)
@@ -148,6 +148,7 @@ class FaultCase:
         damage: done to last.ckpt afterwards.
         resumed: what the resumed run has to print, a regular expression.
         more: further flags, for the run with the fault only.
+        restarts: how often the run's own agent may start the processes again, where nobody types the command again.
     """
 
     fault: dict[str, Any]
@@ -159,6 +160,7 @@ class FaultCase:
     damage: Callable[[Path], None] | None = None
     resumed: str = ""
     more: tuple[str, ...] = ()
+    restarts: int = 0
 
 
 def _truncate(path: Path) -> None:
@@ -174,7 +176,7 @@ def _flip(path: Path) -> None:
 _KILL: dict[str, Any] = {"kind": "kill", "at": 17, "rank": 0}
 _LATE: dict[str, Any] = {"kind": "kill", "at": 34}  # In the second epoch, when there is a checkpoint besides last.ckpt.
 _TERM: dict[str, Any] = {"kind": "term", "at": 17}
-_WITHOUT_REPORT = r"error: rank 1 \(node \d, .*\) ended without a report"
+_KILLED = r"error: rank \d \(node \d, .*\) was killed by SIGKILL"
 
 FAULTS: dict[str, FaultCase] = {
     "kill -9 at the start": FaultCase({"kind": "kill", "moment": "start"}, status=137, lost=0),
@@ -186,8 +188,17 @@ FAULTS: dict[str, FaultCase] = {
     "SIGTERM in validation": FaultCase(_TERM | {"moment": "validation"}, "resume with", 143, 0),
     "SIGTERM during a save": FaultCase(_TERM | {"moment": "save"}, "resume with", 143, 0),
     "SIGTERM to rank 1 of 2": FaultCase(_TERM | {"rank": 1}, "resume with", 143, 0, world_size=2),
-    "kill -9 of rank 1 of 2": FaultCase(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2),
-    "kill -9 of rank 1's node": FaultCase(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2, manual_launch=True),
+    "kill -9 of rank 1 of 2": FaultCase(_KILL | {"rank": 1}, _KILLED, world_size=2),
+    "kill -9 of rank 1's node": FaultCase(_KILL | {"rank": 1}, _KILLED, world_size=2, manual_launch=True),
+    "kill -9 in training, started again": FaultCase(_KILL, _KILLED, 0, restarts=1),
+    "kill -9 in validation, started again": FaultCase(
+        _KILL | {"moment": "validation"}, _KILLED, 0, 2 * SAVE_EVERY, restarts=1
+    ),
+    "kill -9 during a save, started again": FaultCase(_KILL | {"moment": "save"}, _KILLED, 0, restarts=1),
+    "kill -9 of rank 1 of 2, started again": FaultCase(_KILL | {"rank": 1}, _KILLED, 0, world_size=2, restarts=1),
+    "kill -9 of rank 1's node, started again": FaultCase(
+        _KILL | {"rank": 1}, "resuming from", 0, world_size=2, manual_launch=True, restarts=1
+    ),
     "node cut off": FaultCase(
         {"kind": "stop", "at": 17, "rank": 1},
         r"(?i)timed? ?out|does not answer",
@@ -346,18 +357,21 @@ class Outcome(NamedTuple):
 
 
 def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
-    """Bring a fault about, type the command again, and compare."""
-    ended, wrong, at_end = run.finish(run.start(case.fault, case.more)), list[str](), time.time()
+    """Bring a fault about, type the command again unless the run goes on by itself, and compare."""
+    more = (*case.more, *(("--max-restarts", str(case.restarts)) if case.restarts else ()))
+    ended, wrong, at_end = run.finish(run.start(case.fault, more)), list[str](), time.time()
     if not (run.folder / "injected").exists():
         wrong.append("the fault did not happen")
-    if ended.status != case.status:
+    # Where several processes train, the agent ends with 1 for a worker that was killed.
+    if ended.status != (1 if case.status == 137 and run.world_size > 1 else case.status):
         wrong.append(f"exit status {ended.status}")
     if not re.search(case.message, ended.output, re.DOTALL):
         wrong.append(f"no match for {case.message!r} in: {ended.tail}")
-    done = int(marker.read_text()) if (marker := run.folder / "updates").exists() else 0
+    done = int(marker.read_text()) if (marker := run.folder / "lost").exists() else 0
     if case.damage is not None:
         case.damage(run.last)
-    ended = run.complete()
+    if not case.restarts:
+        ended = run.complete()
     found = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
     finished = re.search("the run in .* has finished", ended.output)
     repeated = 0 if finished else done - (int(found[1].replace(",", "")) if found else 0)

@@ -5,6 +5,7 @@ In one process, each measurement would include what an earlier import or allocat
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -57,6 +58,9 @@ def run_module(module: str, *args: str, **env: str) -> None:
 
 
 def free_port() -> int:
-    """A free TCP port of this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A free TCP port of this machine, below those that the system gives to a socket that asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(16000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port

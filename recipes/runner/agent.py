@@ -13,13 +13,16 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -37,14 +40,18 @@ from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of
 from datamodules.errors import UserError
-from recipes.runner.failures import describe_failure, is_users, was_lost
+from recipes.runner.command import Command
+from recipes.runner.failures import describe_failure, exit_now, is_users, was_lost
 from recipes.runner.fork_server import start_fork_server, start_method
-from recipes.runner.launch import Command, Launch, print_error
+from recipes.runner.launch import Launch
 from recipes.runner.network import LOOPBACK, is_loopback, listen
+from recipes.runner.printing import print_error
 from recipes.runner.worker import STARTED_AT, STORE_PREFIX, Program, work
 
 _FAILURE = "lightning_recipes/failure"
 _KEEP_ALIVE, _MISSED = 2, 5  # A node without a sign of life for ten seconds is left out of the next rendezvous.
+_LEFT_WAITING = 5.0  # Seconds for workers to end by themselves once another one has failed with an error.
+_ANSWERS_WITHIN = 30.0  # Seconds for node 0 to answer another node's agent.
 _OTHERS_READ = 1.0  # Seconds for the other agents to read what is in node 0's store, which ends with it.
 
 
@@ -56,11 +63,42 @@ class Failure:
         line: to print.
         status: with which the agent exits.
         lost: a worker or a node was lost, and did not end by an error of its own.
+        unreachable: node 0's agent does not answer.
     """
 
     line: str
     status: int
     lost: bool = False
+    unreachable: bool = False
+
+
+class _Handler(DynamicRendezvousHandler):
+    """torch's rendezvous, which notices that node 0 cannot be reached: a call of a store without an answer waits."""
+
+    @override
+    def is_closed(self) -> bool:
+        return bool(self._in_time(super().is_closed))
+
+    @override
+    def num_nodes_waiting(self) -> int:
+        return int(self._in_time(super().num_nodes_waiting))
+
+    def _in_time(self, call: Callable[[], int]) -> int:
+        if self.settings.max_nodes == 1:
+            return call()
+        answer: Future[int] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True, name="rendezvous").start()
+        try:
+            return answer.result(_ANSWERS_WITHIN)
+        except TimeoutError as error:
+            raise RendezvousConnectionError(f"no answer within {_ANSWERS_WITHIN:g} s") from error
 
 
 class NodeAgent(LocalElasticAgent):
@@ -91,15 +129,28 @@ class NodeAgent(LocalElasticAgent):
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_those_left_waiting()
         result: RunResult = super()._monitor_workers(worker_group)
         several = (worker_group.group_world_size or 1) > 1
         if result.state == WorkerState.HEALTHY and several and worker_group.spec.rdzv_handler.is_closed():
             self.failure = self.failure_elsewhere()
             self._remaining_restarts = 0
+            self._end_those_left_waiting(failed_elsewhere=True)
             return RunResult(WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
             self._note(result, several)
         return result
+
+    def _end_those_left_waiting(self, *, failed_elsewhere: bool = False) -> None:
+        """Kill, in a while, the workers that wait for one that has failed: torch's SIGTERM only tells them to save."""
+        context = self._pcontext
+        assert context is not None
+        running = {rank: pid for rank, pid in context.pids().items() if _runs(pid)}
+        failed = [rank for rank in context.pids() if rank not in running and Path(context.error_files[rank]).is_file()]
+        if failed or failed_elsewhere:
+            timer = threading.Timer(_LEFT_WAITING, _kill, list(running.values()))
+            timer.daemon = True
+            timer.start()
 
     def _note(self, result: RunResult, several: bool) -> None:
         """Find out why a worker failed, and whether it is to be started again."""
@@ -138,7 +189,23 @@ class NodeAgent(LocalElasticAgent):
             raise
 
 
-def _open_store(launch: Launch, timeout: float, command: Command) -> TCPStore:
+def _runs(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except (OSError, AttributeError):  # Not a child of this process, but of the fork server.
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return True
+    return False
+
+
+def _kill(*pids: int) -> None:
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def open_store(launch: Launch, timeout: float, command: Command) -> TCPStore:
     """The store in which the agents meet: served by node 0's, and found by the others.
 
     Raises:
@@ -233,10 +300,10 @@ def run_agent(
         raise UserError("processes are started from a file or a module, and this program is none; write it into a file")
     program.environ[STARTED_AT] = str(started_at)
     start_fork_server(preload)
-    store = _open_store(launch, timeout, command)
+    store = open_store(launch, timeout, command)
     backend = C10dRendezvousBackend(store, "lightning-recipes")
     wait = timedelta(seconds=timeout)
-    handler = DynamicRendezvousHandler.from_backend(
+    handler = _Handler.from_backend(
         "lightning-recipes",
         store,
         backend,
@@ -264,14 +331,17 @@ def run_agent(
     with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden():
         agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs))
         failure = _run(agent, launch, timeout, command)
+        del agent  # And the semaphores of its workers, which an exit at once would leave behind.
     if failure is None:
         handler.shutdown()
         return
     if failure.lost and (note := after_loss()):
-        failure = Failure(f"{failure.line}; {note}", failure.status)
-    _close(handler, launch)
+        failure = replace(failure, line=f"{failure.line}; {note}")
     if failure.line:
         print_error(failure.line)
+    if failure.unreachable:
+        exit_now(failure.status)  # A thread may wait for node 0 for ever.
+    _close(handler, launch)
     sys.exit(failure.status)
 
 
@@ -303,5 +373,5 @@ def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> 
     except RendezvousClosedError:
         return agent.failure or agent.failure_elsewhere()
     except RendezvousConnectionError:
-        return Failure(f"error: node 0 at {launch.address}:{launch.port} has ended or cannot be reached", 1, lost=True)
+        return Failure(f"error: node 0 at {launch.address}:{launch.port} has ended or cannot be reached", 1, True, True)
     return agent.failure if result is not None and result.is_failed() else None

@@ -32,8 +32,8 @@ from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.failures import exit_now
 from recipes.runner.folder import run_folder
 from recipes.runner.join import share_folder
-from recipes.runner.launch import is_rank_zero, rank_zero_print
 from recipes.runner.loggers import log_settings
+from recipes.runner.printing import is_rank_zero, rank_zero_print
 from recipes.runner.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.runner.results import RESULTS, Stopwatch, write_rows, write_text
 from recipes.runner.resume import start_from
@@ -167,8 +167,6 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
             log_settings(trainer.loggers, experiment.config)
         if folder:
             _record_start(experiment, folder)
-        if folder and is_rank_zero():
-            share_folder(folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch)
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, outcome)
@@ -195,6 +193,8 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def _record_start(experiment: Experiment, folder: Path) -> None:
     """Record where this job starts, and rename the later checkpoints of the run, where --resume names a checkpoint."""
     checkpoint = experiment.point.checkpoint
+    if is_rank_zero():
+        share_folder(folder)
     if checkpoint and experiment.point.given:
         for path in start_from(checkpoint, folder, experiment.run.name):
             rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")

@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from recipes.runner.launch import is_rank_zero
+from recipes.runner.printing import is_rank_zero
 
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 

@@ -23,10 +23,12 @@ from callbacks.seed_control import SeedControl
 from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
 from datamodules.errors import UserError
 from recipes.base import Recipe
+from recipes.runner.command import Command
 from recipes.runner.join import share
-from recipes.runner.launch import Command, Launch, LaunchSettings, rank_zero_print
+from recipes.runner.launch import Launch, LaunchSettings
 from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import default_threads
+from recipes.runner.printing import rank_zero_print
 from recipes.runner.resume import ResumePoint
 from recipes.runner.saved_run import is_open, read_run
 from recipes.runner.settings import RunSettings, run_callbacks

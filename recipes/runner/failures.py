@@ -5,10 +5,10 @@ that fails in that way waits a moment, so that the agent sees the cause first.
 """
 
 import os
+import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -20,8 +20,9 @@ from datamodules.errors import RunFailedError, UserError, first_line
 _LOST_CONNECTION = (
     *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
     *("connection was likely closed", "remote process exited or there was a network error", "failed to recv"),
-    *("failed to send", "recvvalue failed", "sendbytes failed", "application timeout caused pair closure"),
+    *("failed to send", "recvvalue failed", "sendbytes failed"),
 )
+_TIMED_OUT = re.compile("timed out|application timeout", re.IGNORECASE)
 _CAUSE_IS_SEEN = 2.0  # Seconds: an agent looks at its workers ten times in one.
 
 
@@ -51,9 +52,10 @@ def failures_reported(rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         consequence = is_lost_connection(error)
-        if not isinstance(error, UserError) and not consequence:
-            traceback.print_exc()
-        get_error_handler().record_exception(LostConnectionError(first_line(error)) if consequence else error)
+        said: Exception = LostConnectionError(first_line(error)) if consequence else error
+        if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+            said = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
+        get_error_handler().record_exception(said)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             with suppress(ValueError):  # Handlers need the main thread.
                 for signum in SIGNALS:

@@ -25,7 +25,7 @@ from recipes.runner.console import warnings_only
 from recipes.runner.experiment import Classes
 from recipes.runner.failures import failures_reported
 from recipes.runner.flags import nearest
-from recipes.runner.launch import rank_of_process
+from recipes.runner.printing import rank_of_process
 from recipes.runner.results import read_results
 from recipes.runner.run import CommandLine
 

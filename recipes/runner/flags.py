@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from datamodules.contract import Rare, marked_parameters
 from datamodules.errors import UserError
-from recipes.runner.launch import flag_of
+from recipes.runner.command import flag_of
 from recipes.runner.saved_run import read_settings
 
 _CLASS_PATH = "optimizer"

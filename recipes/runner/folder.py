@@ -9,8 +9,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from datamodules.errors import UserError
-from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.loggers import METRICS
+from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.resume import ResumePoint, numbered
 
 # The loader workers of a run that was killed hold its lock for a while.

@@ -5,7 +5,6 @@ import os
 import platform
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -17,9 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, first_line
 from datamodules.notes import warn
-from recipes.runner.launch import Command, Launch, LaunchSettings
+from recipes.runner.command import Command
+from recipes.runner.launch import Launch, LaunchSettings
 from recipes.runner.network import LOOPBACK, choose_interface, is_loopback, listen
 from recipes.runner.worker import STORE_PREFIX, is_worker
 
@@ -83,47 +83,12 @@ def shared_folder() -> str | None:
     return store.get(_FOLDER).decode() if store.check([_FOLDER]) else None
 
 
-def _serve(launch: Launch, command: Command) -> dist.TCPStore:
-    """On rank 0 of processes that Slurm, mpirun or a script has started: the store of the run."""
-    address = launch.address if launch.address and launch.num_nodes > 1 else LOOPBACK
-    port = launch.port or 0
-    try:
-        listener = listen(port, loopback=is_loopback(address))
-    except OSError as error:
-        what = "type" if launch.launcher == "slurm" else "on every node:"
-        raise UserError(
-            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
-            f" {what} {command.using(master_port=port + 1)}"
-        ) from error
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-    return dist.TCPStore(address, port, master_listen_fd=listener.detach(), **options)
+def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
+    """Where the ranks meet. A start of the processes finds nothing there of one before it.
 
-
-def _find(launch: Launch, deadline: float, timeout: float) -> dist.TCPStore:
-    """On the other ranks: the store of rank 0."""
-    address = launch.address if launch.address and launch.num_nodes > 1 else LOOPBACK
-    port = launch.port or 0
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=5.0).close()
-            return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-        except (OSError, RuntimeError) as error:
-            if time.monotonic() > deadline:
-                what = "start the run there too, check `master_addr` and firewalls"
-                if launch.num_nodes == 1:
-                    what = (
-                        "all processes of one node have to run on one machine; with several nodes set LOCAL_WORLD_SIZE"
-                        " to the number of processes on each"
-                    )
-                raise UserError(
-                    f"rank 0 does not answer at {address}:{port} within {timeout:g} s ({error}); {what}, or wait longer"
-                    " with `rendezvous_timeout`"
-                ) from error
-        time.sleep(0.2)
-
-
-def _store(launch: Launch, deadline: float, timeout: float, command: Command) -> dist.Store:
-    """Where the ranks meet. A start of the processes finds nothing there of one before it."""
+    Raises:
+        UserError: rank 0's port is taken.
+    """
     if is_worker(os.environ):
         return dist.PrefixStore(os.environ[STORE_PREFIX], _agents_store())
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -133,34 +98,22 @@ def _store(launch: Launch, deadline: float, timeout: float, command: Command) ->
                 " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or use this program's own --num-nodes,"
                 " --node-rank, --master-addr and --max-restarts"
             )
-        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"lightning_recipes/{count}", _agents_store())
-    return _serve(launch, command) if launch.rank == 0 else _find(launch, deadline, timeout)
-
-
-def _wait_for_all(store: dist.Store, launch: Launch, deadline: float, timeout: float) -> None:
-    """Wait until every rank is there.
-
-    Raises:
-        UserError: with those that are missing, or were started twice.
-    """
-    if store.add(f"here/{launch.rank}", 1) > 1:
+        return dist.PrefixStore(f"lightning_recipes/{os.environ['TORCHELASTIC_RESTART_COUNT']}", _agents_store())
+    # All processes of one node are on one machine, whatever address its name has.
+    address, port = launch.address if launch.num_nodes > 1 else LOOPBACK, launch.port
+    assert address is not None
+    assert port is not None
+    options: dict[str, Any] = {"world_size": launch.world_size, "timeout": timedelta(seconds=timeout)}
+    if launch.rank:
+        return dist.TCPStore(address, port, is_master=False, **options)
+    try:
+        listener = listen(port, loopback=is_loopback(address))
+    except OSError as error:
         raise UserError(
-            f"two processes claim to be rank {launch.rank} (node {launch.node_rank}); give each node its own number"
-        )
-    ranks = range(launch.world_size)
-    while missing := [rank for rank in ranks if not store.check([f"here/{rank}"])]:
-        if time.monotonic() > deadline:
-            nodes = sorted({rank // launch.devices for rank in missing})
-            what, where = (
-                f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-                for noun, numbers in (("rank", missing), ("node", nodes))
-            )
-            raise UserError(
-                f"{launch.world_size - len(missing)} of {launch.world_size} processes joined within {timeout:g} s;"
-                f" missing: {what} on {where}"
-            )
-        time.sleep(0.05)
+            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
+            f" {command.using(master_port=port + 1)}"
+        ) from error
+    return dist.TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
 def describe_differences(everyone: list[dict[str, Any]]) -> str:
@@ -227,15 +180,22 @@ def join_run(
 
 
 def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
-    deadline = time.monotonic() + timeout
     # Lightning's environment reads these.
     os.environ.update(NODE_RANK=str(launch.node_rank), GROUP_RANK=str(launch.node_rank))
     os.environ.update(LOCAL_RANK=str(launch.local_rank), RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
     choose_interface(launch.num_nodes, launch.address or LOOPBACK)
-    store = _store(launch, deadline, timeout, command)
-    _wait_for_all(store, launch, deadline, timeout)
     limit = timedelta(seconds=launch.collective_timeout)
-    dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+    try:
+        store = _open_store(launch, timeout, command)
+        dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+    except RuntimeError as error:
+        if is_worker(os.environ):
+            raise
+        raise UserError(
+            f"the {launch.world_size} processes did not meet at {launch.address}:{launch.port} within {timeout:g} s:"
+            f" {first_line(error)}; start all of them, check the address and firewalls, or wait longer with"
+            " `rendezvous_timeout`"
+        ) from error
     port = getattr(store, "port", launch.port)
     os.environ.update(MASTER_ADDR=launch.address or LOOPBACK, MASTER_PORT=str(port))
     return replace(launch, port=port)

@@ -8,34 +8,21 @@ at a time when a strategy asks, and do not compare the values with each other, t
 
 import os
 import re
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-from lightning.pytorch.utilities import rank_zero_only
 
 from datamodules.contract import OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
+from recipes.runner.command import DEFAULT_PORT, Command, flag_of
 from recipes.runner.machine import Machine, number_of_devices
 from recipes.runner.network import LOOPBACK
 from recipes.runner.worker import is_worker
 
-DEFAULT_PORT = 29500
 _PROCESSES_OF_A_CORE = 8
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")
-
-
-def flag_of(name: str) -> str:
-    """The flag of a parameter.
-
-    Example:
-        >>> flag_of("max_epochs")
-        '--max-epochs'
-    """
-    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class LaunchSettings:
         collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
     """
 
-    num_nodes: OneCall[int | str] = 1
+    num_nodes: OneCall[str | int] = 1
     node_rank: OneCall[int | None] = None
     master_addr: OneCall[str | None] = None
     master_port: OneCall[int | None] = None
@@ -76,96 +63,6 @@ class LaunchSettings:
         """The fewest and the most nodes."""
         fewest, _, most = str(self.num_nodes).partition(":")
         return int(fewest), int(most or fewest)
-
-
-@dataclass(frozen=True)
-class Command:
-    """What the user typed, to be printed with other flags.
-
-    Args:
-        program: without what starts it on several devices.
-        launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
-        in_program: nothing was typed: `recipes.fit` has been called by a program, which goes on after the run.
-
-    Example:
-        >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
-        >>> typed.using(num_nodes=4, node_rank="I")
-        'python -m recipes.mnist --lr 0.1 --num-nodes 4 --node-rank I'
-        >>> typed.started_by("slurm", 2, 8).using(master_port=1234)
-        'srun --nodes=2 --ntasks-per-node=8 python -m recipes.mnist --lr 0.1 --master-port 1234'
-    """
-
-    program: str
-    args: Sequence[str] = ()
-    launcher: str = ""
-    nodes: int = 1
-    devices: int = 1
-    in_program: bool = False
-
-    def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
-        """The same for processes that a launcher has started; others are started by the program itself."""
-        return replace(self, launcher=launcher, nodes=nodes, devices=devices)
-
-    def alone(self, command: str = "") -> "Command":
-        """The program, and a command of it, without the flags."""
-        return replace(self, program=f"{self.program} {command}".rstrip(), args=())
-
-    def using(self, **flags: Any) -> str:
-        """The command with these flags replaced; None removes a flag."""
-        start = self.program
-        if self.launcher == "slurm":
-            start = f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
-        elif self.launcher == "torchrun":
-            several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
-            where = "--standalone" if self.nodes == 1 else several
-            start = f"torchrun {where} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
-        if self.launcher in ("slurm", "torchrun"):
-            flags = {"devices": None, "num_nodes": None} | flags
-        kept: list[str] = []
-        skip = False
-        for i, arg in enumerate(self.args):
-            name, equals, _ = arg.removeprefix("--").partition("=")
-            if skip:
-                skip = False
-            elif arg.startswith("--") and name.replace("-", "_") in flags:
-                skip = not equals and i + 1 < len(self.args) and not self.args[i + 1].startswith("--")
-            else:
-                kept.append(shlex.quote(arg))
-        for name, value in flags.items():
-            if value is not None:
-                kept += [flag_of(name), shlex.quote(str(value))]
-        return " ".join([start, *kept])
-
-    def split(self, nodes: int, devices: int) -> str:
-        """The command for other numbers of nodes and devices."""
-        if self.launcher in ("slurm", "torchrun"):
-            return self.started_by(self.launcher, nodes, devices).using()
-        return self.using(devices=devices, **({} if nodes == self.nodes else {"num_nodes": nodes}))
-
-
-def is_rank_zero() -> bool:
-    """Whether this process is rank 0 of its run.
-
-    `recipes.runner.join.join_run` and `recipes.runner.worker.work` set Lightning's ``rank_zero_only.rank``, which this
-    reads. Before that the variables of the launchers decide.
-    """
-    return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
-
-
-def rank_of_process() -> int:
-    """The rank of this process, as far as it is known."""
-    return int(getattr(rank_zero_only, "rank", 0) or 0)
-
-
-def rank_zero_print(message: str) -> None:
-    """Print a line on rank 0."""
-    if is_rank_zero():
-        print(message, flush=True)  # noqa: T201
-
-
-def print_error(line: str) -> None:
-    """Print a line on standard error."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True)
@@ -308,6 +205,11 @@ class _Start:
             raise UserError(
                 f"WORLD_SIZE says that this is one of {world} processes; set RANK, LOCAL_RANK and MASTER_ADDR too, or"
                 " start them by torchrun, as torchrun -m in place of python -m, or unset it"
+            )
+        if own and nodes * devices != world:
+            raise UserError(
+                f"this node has {devices} of {world} processes; expected as many on each node: start all with the same"
+                " --devices"
             )
         if nodes * devices != world or rank % devices != local:
             raise UserError(

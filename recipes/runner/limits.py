@@ -39,24 +39,6 @@ def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any,
     return -(-items // batch_size) if isinstance(batch_size, int) else None
 
 
-def check_global_batch(samples: int | None, batch_size: Any, world_size: int) -> None:
-    """Refuse a global batch that has fewer micro-batches than devices, before a process starts and reads data.
-
-    Args:
-        samples: of an update on all devices; None where it follows from the devices.
-        batch_size: of a micro-batch, as far as it is known.
-
-    Raises:
-        UserError: a device would have nothing to do.
-    """
-    micro_batches = micro_batches_of_update(1, samples, batch_size, world_size)
-    if micro_batches is not None and micro_batches < world_size:
-        raise UserError(
-            f"a global batch of {samples} has {micro_batches} micro-batches of {batch_size}, and there are {world_size}"
-            f" devices: pass fewer devices, or a `batch_size` of {max(1, (samples or 1) // world_size)} or less"
-        )
-
-
 def _counts(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
     """Those limits that are numbers; the others are shares, times, 0 or not given."""
     given = {name: options.get(name) for name in names}

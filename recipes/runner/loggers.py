@@ -17,7 +17,7 @@ from typing_extensions import override
 from callbacks.lib.lightning_internals import set_writer
 from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.errors import UserError
-from recipes.runner.launch import is_rank_zero
+from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import write_rows
 from recipes.runner.saved_run import read_run
 

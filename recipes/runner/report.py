@@ -20,8 +20,8 @@ from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.runner.experiment import Experiment, takes_inputs
-from recipes.runner.launch import print_error
 from recipes.runner.loggers import METRICS
+from recipes.runner.printing import print_error
 from recipes.runner.results import (
     RESULTS,
     Stopwatch,

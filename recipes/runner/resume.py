@@ -18,7 +18,7 @@ from typing import Any
 
 from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
 from datamodules.errors import UserError
-from recipes.runner.launch import is_rank_zero
+from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import RESULTS, read_results, write_rows
 from recipes.runner.saved_run import (
     SavedRun,

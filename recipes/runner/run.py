@@ -25,39 +25,30 @@ from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError, first_line, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.base import Recipe
+from recipes.runner.command import Command, flag_of
 from recipes.runner.commands import Trained, carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
 from recipes.runner.experiment import Classes, as_user_errors, build_experiment, takes_inputs
 from recipes.runner.failures import exit_now, failures_reported, is_lost_connection
 from recipes.runner.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, leave_run, shared_folder
-from recipes.runner.launch import (
-    Command,
-    Launch,
-    LaunchSettings,
-    flag_of,
-    is_rank_zero,
-    plan_launch,
-    print_error,
-    rank_of_process,
-    rank_zero_print,
-)
-from recipes.runner.limits import LIMIT_TEXTS, check_global_batch
+from recipes.runner.launch import LaunchSettings
+from recipes.runner.limits import LIMIT_TEXTS
 from recipes.runner.loggers import logger_names
 from recipes.runner.machine import (
     detect_machine,
-    devices_of,
     resolve_precision,
     stop_gpu_search,
     tune_allocator,
 )
+from recipes.runner.printing import is_rank_zero, print_error, rank_of_process, rank_zero_print
+from recipes.runner.processes import check_shared_update, plan_processes
 from recipes.runner.quick_imports import program_name
 from recipes.runner.report import check_output, shown
 from recipes.runner.results import process_age
 from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss, resume_in
 from recipes.runner.saved_run import describe_differences, is_open, read_run, same_setting
 from recipes.runner.settings import RunSettings
-from recipes.runner.strategies import check_strategy
 from recipes.runner.verify import find_interval
 from recipes.runner.weights_record import Interval
 from recipes.runner.worker import STARTED_AT, end_with_torchrun, is_worker
@@ -429,40 +420,6 @@ class CommandLine:
 
     # Find out which process this is, start the others or wait for them, build, and go
 
-    def _plan(self, command: str, values: dict[str, Any], options: LaunchSettings) -> Launch:
-        """Find out which process of the run this one is, and refuse what cannot be shared by them."""
-        if command in ("predict", "export"):
-            return Launch("local", 1, 1)
-        here = detect_machine(values["accelerator"])
-        typed = Command(self.program, self.args, in_program=self.classes.in_program)
-        launch = plan_launch(os.environ, options, values["devices"], here, typed)
-        if launch.starts_agent and self.classes.in_program:
-            raise UserError(
-                f"a program trains on one device by itself, and {launch.devices} are asked for; start it as"
-                f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
-                " or use the recipe's command line"
-            )
-        check_strategy(values["strategy"])
-        if launch.address is not None and not launch.starts_agent:
-            values["devices"] = devices_of(launch.devices, values["devices"], here)
-        return launch
-
-    def _start_agent(
-        self, launch: Launch, options: LaunchSettings, values: dict[str, Any], run: RunSettings, typed: Command
-    ) -> None:
-        """Start the processes of this node, and return when they have ended."""
-        from recipes.runner.agent import run_agent  # A process that trains does not need it.
-
-        if launch.is_elastic and run.global_batch_size is None:
-            raise UserError(
-                f"--num-nodes {options.num_nodes} lets the number of devices change, and the global batch would change"
-                " with it: pass --global-batch-size, the samples of an update on all devices"
-            )
-        if self._point.checkpoint is None:
-            check_global_batch(run.global_batch_size, values.get("batch_size"), launch.world_size)
-        modules = {kind.__module__ for kind in (self.classes.recipe, self.classes.data)} - {"__main__"}
-        run_agent(launch, sorted(modules), options.rendezvous_timeout, typed, self.after_loss, self.started_at)
-
     def _go(self, command: str, namespace: Namespace, interval: Interval | None = None) -> Trained | None:
         tuned = tune_allocator()
         stop_gpu_search()
@@ -478,11 +435,17 @@ class CommandLine:
 
         run = RunSettings(**options("Run"))  # What is out of its range is refused before a process waits for another.
         launch_options = LaunchSettings(**options("Launch"))
-        launch = self._plan(command, values, launch_options)
         typed = Command(self.program, self.args, in_program=self.classes.in_program)
+        launch = plan_processes(command, values, launch_options, typed)
         typed = typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         if launch.starts_agent:
-            self._start_agent(launch, launch_options, values, run, typed)
+            begins = self._point.checkpoint is None
+            check_shared_update(launch, run.global_batch_size, values.get("batch_size") if begins else None)
+            modules = {kind.__module__ for kind in (self.classes.recipe, self.classes.data)} - {"__main__"}
+            timeout = launch_options.rendezvous_timeout
+            from recipes.runner.agent import run_agent  # A process that trains does not need it.
+
+            run_agent(launch, sorted(modules), timeout, typed, self.after_loss, self.started_at)
             return None
 
         def settings() -> dict[str, Any]:

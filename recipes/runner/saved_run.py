@@ -13,7 +13,7 @@ import yaml
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.errors import UserError
-from recipes.runner.launch import flag_of
+from recipes.runner.command import flag_of
 
 log = logging.getLogger("lightning_recipes.resume")
 

@@ -18,9 +18,10 @@ from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from recipes.runner.console import prints_progress
 from recipes.runner.experiment import Experiment, as_user_errors
-from recipes.runner.launch import Launch, rank_zero_print
+from recipes.runner.launch import Launch
 from recipes.runner.limits import limits_per_device
 from recipes.runner.loggers import logger_names, loggers, wandb_id
+from recipes.runner.printing import rank_zero_print
 from recipes.runner.results import hardware
 from recipes.runner.strategies import build_strategy
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from callbacks.lib.writing import best_effort
 from datamodules.errors import UserError
-from recipes.runner.launch import rank_zero_print
+from recipes.runner.printing import rank_zero_print
 from recipes.runner.results import differences, environment, write_text
 from recipes.runner.saved_run import SavedRun
 

@@ -1,4 +1,4 @@
-"""Runs under torchrun that lose a process, a node, or are told to end: they resume by themselves, bit for bit.
+"""Runs that lose a process, a node, or are told to end: they go on by themselves, bit for bit.
 
 And a node whose network goes down in mid-run: both sides say so, and end in time.
 """
@@ -6,7 +6,6 @@ And a node whose network goes down in mid-run: both sides say so, and end in tim
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,32 +21,24 @@ from tests.support.ranks import free_port, run_ranks
 ARGS = ["--dataset", "digits", "--max-epochs", "12", "--accelerator", "cpu", "--precision", "32"]
 ARGS += ["--batch-size", "32", "--global-batch-size", "64", "--no-enable-progress-bar", "--save-every", "5 steps"]
 UPDATES = 12 * 21
-RUN = Path("runs/plain/elastic-job")
+RUN = Path("runs/plain/job")
 
 pytestmark = pytest.mark.slow
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 class Job:
-    """Agents of one rendezvous, in one folder."""
+    """The agents of a run, one on each node, in one folder."""
 
-    def __init__(self, folder: Path, nodes: str) -> None:
+    def __init__(self, folder: Path, nodes: str, *more: str) -> None:
         self.folder = folder
         self.agents: list[Agent] = []
         self.last = folder / RUN / "checkpoints" / "last.ckpt"
-        self.port = free_port()
-        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"]
-        # By default a lost node is missed after 15 s, and one that may come is waited for for 30 s.
-        where += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=3"]
-        how = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3"]
-        self.args = [*how, *where, "-m", "tests.support.plain_recipe", *ARGS]
+        where = ["--num-nodes", nodes, "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        program = [sys.executable, "-m", "tests.support.plain_recipe", *ARGS, "--name", "job", "--devices", "1"]
+        self.args = [*program, *where, "--max-restarts", "3", *more, "--node-rank"]
 
-    def start(self) -> Agent:
-        agent = Agent(self.folder, f"agent{len(self.agents)}", self.args)
+    def start(self, node: int) -> Agent:
+        agent = Agent(self.folder, f"agent{len(self.agents)}", [*self.args, str(node)])
         self.agents.append(agent)
         return agent
 
@@ -59,14 +50,12 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(folder: Path, nodes: str) -> Iterator[Job]:
+def job(folder: Path, nodes: str, *more: str) -> Iterator[Job]:
     """Two agents of a job, started; none is left behind."""
-    made = Job(folder, nodes)
+    made = Job(folder, nodes, *more)
     try:
-        # The first keeps the rendezvous: torchrun cannot resume without the node that its endpoint names.
-        made.start()
-        wait_until(lambda: listens(made.port), "the first agent")
-        made.start()
+        for node in (0, 1):
+            made.start(node)
         yield made
     finally:
         for agent in made.agents:
@@ -74,47 +63,84 @@ def job(folder: Path, nodes: str) -> Iterator[Job]:
                 agent.kill()
 
 
+def undisturbed(folder: Path, *more: str) -> str:
+    """The weights of a run that nobody disturbs."""
+    folder.mkdir()
+    run_ranks(live, 2, [*ARGS, "--name", "job", "--devices", "2", "--strategy", "ddp", *more], str(folder))
+    return weights_of(folder / RUN / "checkpoints" / "last.ckpt")
+
+
 def test_a_killed_process_and_a_killed_node_that_comes_back_leave_no_trace_in_the_weights(tmp_path):
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    run_ranks(live, 2, [*ARGS, "--name", "elastic-job", "--devices", "2", "--strategy", "ddp"], str(whole))
+    whole = undisturbed(tmp_path / "whole")
     with job(tmp_path, "2") as two:
         two.reaches(20)
         os.kill(two.agents[1].workers()[0], signal.SIGKILL)
         wait_until(lambda: "resuming from" in two.output(), "the restart")
         two.reaches(60)
         two.agents[1].kill()
-        two.start()
+        two.start(1)
         assert [two.agents[0].wait(), two.agents[2].wait()] == [0, 0], two.output()
         assert two.output().count("resuming from") == 2
     assert updates_done(two.last) == UPDATES
-    assert weights_of(two.last) == weights_of(whole / RUN / "checkpoints" / "last.ckpt")
+    assert weights_of(two.last) == whole
 
 
-def test_a_lost_node_shrinks_the_world_and_sigterm_to_the_agent_saves_and_ends_without_a_restart(tmp_path):
-    with job(tmp_path, "1:2") as shrinking:
-        shrinking.reaches(20)
-        shrinking.agents[1].kill()
-        first = shrinking.agents[0]
+def test_a_run_shrinks_with_a_lost_node_grows_with_one_that_joins_and_has_the_same_weights(tmp_path):
+    longer = ["--max-epochs", "90"]  # So that the new node finds it training.
+    whole = undisturbed(tmp_path / "whole", *longer)
+    with job(tmp_path, "1:2", *longer) as elastic:
+        first = elastic.agents[0]
+        wait_until(lambda: "on 2 devices of 2 nodes" in first.output(), "both nodes")
+        elastic.reaches(20)
+        elastic.agents[1].kill()
         stays = "devices: 2 before, 1 now; the updates and their order stay"
         wait_until(lambda: stays in first.output(), "the smaller world")
         wait_until(lambda: "64 = 2 micro-batches of 32 on 1 device of 1 node" in first.output(), "the first line")
-        before = updates_done(shrinking.last)
-        shrinking.reaches(before + 5)
-        first.process.send_signal(signal.SIGTERM)
-        # Of torchrun itself, whatever its workers end with.
-        assert first.wait() == 1
-        assert first.output().count("started by torchrun") + first.output().count("plain: 1 x") == 2
-        saved = updates_done(shrinking.last)
-        assert f"SIGTERM after update {saved}: saved" in first.output()
-        assert before + 5 <= saved < UPDATES
+        elastic.reaches(updates_done(elastic.last) + 5)
+        elastic.start(1)
+        grows = "devices: 1 before, 2 now; the updates and their order stay"
+        wait_until(lambda: grows in elastic.output() or first.process.poll() is not None, "the larger world")
+        assert grows in elastic.output()
+        assert [first.wait(), elastic.agents[2].wait()] == [0, 0], elastic.output()
+    assert weights_of(elastic.last) == whole
+
+
+def test_sigterm_to_an_agent_saves_and_ends_without_a_restart(tmp_path):
+    with job(tmp_path, "2") as two:
+        two.reaches(20)
+        for agent in two.agents:
+            agent.process.send_signal(signal.SIGTERM)
+        assert [agent.wait() for agent in two.agents] == [143, 143]
+        saved = updates_done(two.last)
+        assert f"SIGTERM after update {saved}: saved" in two.output()
+        assert 20 <= saved < UPDATES
+        assert "starting again" not in two.output()
+
+
+def test_under_torchrun_a_killed_process_is_started_again_and_leaves_no_trace(tmp_path):
+    whole = undisturbed(tmp_path / "whole")
+    how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    agent = Agent(tmp_path, "agent", ["torchrun", *how, "-m", "tests.support.plain_recipe", *ARGS])
+    runs = tmp_path / "runs" / "plain"
+    try:
+        wait_until(lambda: any(runs.glob("elastic-*/checkpoints/last.ckpt")), "a checkpoint")
+        (last,) = runs.glob("elastic-*/checkpoints/last.ckpt")
+        wait_until(lambda: updates_done(last) >= 20, "20 updates")
+        os.kill(agent.workers()[1], signal.SIGKILL)
+        assert agent.wait() == 0, agent.output()
+    finally:
+        if agent.process.poll() is None:
+            agent.kill()
+    assert "resuming from" in agent.output()
+    assert weights_of(last) == whole
 
 
 CUT_OFF = ["--accelerator", "cpu", "--precision", "32", "--dataset", "digits", "--max-epochs", "2000", "--name", "run"]
 CUT_OFF += ["--devices", "1", "--num-nodes", "2", "--master-port", "29500", "--no-enable-progress-bar"]
+CUT_OFF += ["--collective-timeout", "20"]
 
 
-def test_nodes_with_addresses_of_their_own_train_and_one_that_is_cut_off_is_named_on_both_sides(tmp_path):
+def test_nodes_with_addresses_of_their_own_train_and_both_sides_of_a_cut_cable_end_within_the_timeouts(tmp_path):
     with two_nodes() as cable:
         nodes = []
         for node in (0, 1):
@@ -135,7 +161,5 @@ def test_nodes_with_addresses_of_their_own_train_and_one_that_is_cut_off_is_name
         assert statuses == [1, 1]
         first, second = ((tmp_path / f"{node}.log").read_text() for node in (0, 1))
         assert f"2 nodes x 1 device, {cable.addresses[0]}:29500, gloo" in first
-        end = "does not answer: its node or the network is down"
-        assert first.splitlines()[-1].startswith("error: rank 1 (node 1, ")
-        assert first.splitlines()[-1].endswith(end)
-        assert second.splitlines()[-1] == f"error: rank 0 (node 0, the master's host) {end}"
+        assert first.splitlines()[-1].startswith("error: rank 0 (node 0, ")
+        assert second.splitlines()[-1].startswith("error: "), second

@@ -2,16 +2,14 @@
 
 import json
 import secrets
+import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
-from datamodules.errors import UserError
-from recipes.runner import join
-from recipes.runner.join import Request, rendezvous
-from recipes.runner.launch import Command, Launch
+from tests.support.agents import Agent, children_of, is_fork_server, lives, wait_until, weights_of
 from tests.support.nodes import Ended, start
 from tests.support.ranks import free_port
 
@@ -70,8 +68,16 @@ def free_job() -> int:
     raise AssertionError("no free port")
 
 
-def on_two_ranks(folder: Path, args: str) -> list[Ended]:
-    return start(folder, [(["--name", "run", *args.split()], env) for env in by_torchrun(free_port())])
+def on_two_ranks(folder: Path, args: str) -> Ended:
+    """What becomes of the agent of two processes."""
+    return start(folder, [(["--name", "run", "--devices", "2", *args.split()], {})])[0]
+
+
+def on_two_nodes(folder: Path, *of_node: str) -> list[Ended]:
+    """What becomes of the agents of nodes of one process each."""
+    where = f"--name run --num-nodes {len(of_node)} --master-addr localhost --master-port {free_port()}".split()
+    args = [[*where, "--node-rank", str(node), *more.split()] for node, more in enumerate(of_node)]
+    return start(folder, [(each, {}) for each in args])
 
 
 def last_line(ended: Ended) -> str:
@@ -95,102 +101,91 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
 
 
 @pytest.mark.parametrize(
-    ("rank", "how", "statuses", "line"),
+    ("rank", "how", "status", "line"),
     [
-        (1, "raise", [1, 1], "error: rank 1 (node 0, {host}) failed: ValueError: a bad pixel"),
-        (1, "kill", [1, -9], "error: rank 1 (node 0, {host}) ended without a report"),
-        (1, "interrupt", [130, 130], ""),
-        (0, "kill", [-9, 1], "error: rank 0 (node 0,"),
-        (1, "wait", [1, 1], "error: rank 0 (node 0, {host}) failed: ...Timed out"),
+        (1, "raise", 1, "error: rank 1 (node 0, {host}) failed: ValueError: a bad pixel"),
+        (1, "kill", 1, "error: rank 1 (node 0, {host}) was killed by SIGKILL"),
+        (0, "kill", 1, "error: rank 0 (node 0, {host}) was killed by SIGKILL"),
+        (1, "interrupt", 130, ""),
+        (1, "wait", 1, "error: rank 0 (node 0, {host}) failed: TimeoutError: another rank did not"),
     ],
 )
-def test_when_one_rank_ends_all_end_and_one_says_why_in_its_last_line(tmp_path, rank, how, statuses, line):
+def test_when_one_rank_ends_all_end_and_the_last_line_says_why(tmp_path, rank, how, status, line):
     limit = "--collective-timeout 4" if how == "wait" else ""
     ended = on_two_ranks(tmp_path, f"--fail-rank {rank} --fail-how {how} {limit}")
-    assert [each.status for each in ended] == statuses, ended
+    assert ended.status == status, ended
     if line:
-        says, (begin, _, end) = ended[0 if rank else 1], line.partition("...")
-        assert last_line(says).startswith(begin.format(host=socket.gethostname()))
-        assert end in last_line(says)
-    if rank == 1 and how in ("raise", "kill"):  # Else the other rank may fail in its step before it learns the cause.
-        assert "Traceback" not in ended[0].err
-        assert ("in training_step" in ended[1].err) == (how == "raise")
+        assert last_line(ended).startswith(line.format(host=socket.gethostname()))
+    assert ("in training_step" in ended.err) == (how == "raise")
+    if how in ("raise", "kill"):
+        assert ended.err.count("Traceback") == (how == "raise")
 
 
-def test_a_missing_rank_is_refused_and_named(tmp_path):
-    all_ended = start(tmp_path, [(["--rendezvous-timeout", "8"], env) for env in by_torchrun(free_port(), 2)[:3]])
-    assert [ended.status for ended in all_ended] == [2, 2, 2]
-    assert "3 of 4 processes joined within 8 s; missing: rank 3 on node 1" in all_ended[0].err
+def test_a_killed_process_is_started_again_and_the_run_ends_with_the_same_weights(tmp_path):
+    for name, fault in (("whole", ""), ("killed", "--fail-rank 1 --fail-how kill --fail-until 1 --max-restarts 1")):
+        (tmp_path / name).mkdir()
+        ended = on_two_ranks(tmp_path / name, f"--save-every 1 {fault}")
+        assert ended.status == 0, ended
+    assert "was killed by SIGKILL, perhaps because the machine ran out of memory; starting again, 0 res" in ended.err
+    assert "resuming from" in ended.out
+    whole, killed = (tmp_path / name / "runs/failing/run/checkpoints/last.ckpt" for name in ("whole", "killed"))
+    assert weights_of(whole) == weights_of(killed)
 
 
-def test_nodes_with_unequal_numbers_of_devices_are_named_at_once_with_what_to_type_on_each(tmp_path):
-    port = free_port()
-    where = f"--num-nodes 2 --master-addr 127.0.0.1 --master-port {port} --rendezvous-timeout 3600".split()
-    each = [["--devices", devices, *where, "--node-rank", node] for node, devices in (("0", "2"), ("1", "1"))]
-    zero, one = start(tmp_path, [(args, {}) for args in each])
-    assert (zero.status, one.status) == (2, 2), (zero, one)
-    line = last_line(zero)
-    assert f"node 1 ({socket.gethostname()}) was started as one of 2 nodes x 1 devices, node 0 as one of 2 x 2" in line
-    on_zero, on_one = line.split(": on node 0 ")[1].split(" and on node 1 ")
-    assert "--node-rank 0" in on_zero
-    assert "--node-rank 1" in on_one
-    assert f"--master-addr 127.0.0.1 --master-port {port}" in on_one
-    assert on_zero.count("--devices 1") == on_one.count("--devices 1") == 1
+def test_an_error_that_the_user_has_to_correct_is_not_tried_again(tmp_path):
+    ended = on_two_ranks(tmp_path, "--broken-rank 1 --max-restarts 3")
+    assert ended.status == 2
+    assert ended.err.splitlines() == [f"error on rank 1 (node 0, {socket.gethostname()}): rank 1 found nothing"]
 
 
-def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
-    zero, one = on_two_ranks(tmp_path, "--broken-rank 1")
-    assert (zero.status, one.status) == (2, 2)
-    assert zero.err.splitlines()[-1] == f"error on rank 1 (node 0, {socket.gethostname()}): rank 1 found nothing"
-    assert not one.err
-    zero, one = on_two_ranks(tmp_path, "--optimizer sdg")
-    assert (zero.status, one.status) == (2, 2)
-    assert zero.err.startswith("error: no optimizer 'sdg'")
-    assert zero.err.count("\n") == 1
-    assert not one.err
-
-
-def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_missing_variable_is_named(tmp_path):
-    """Each agent counts for itself: one that was started again is at 0 where the others are at 1."""
-    agents = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
-    restarted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    one, two = (env | restarted for env in by_torchrun(agents.port, nodes=2, devices=1))
-    args = ["--name", "run", "--rendezvous-timeout", "20"]
-    both = start(tmp_path, [(args, one), (args, two | {"TORCHELASTIC_RESTART_COUNT": "1"})])
-    assert [ended.status for ended in both] == [0, 0], both
-    assert f"127.0.0.1:{agents.port}," not in both[0].out
-    assert [ended.err.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") for ended in both] == [1, 0]
+def test_a_mistake_on_the_command_line_is_refused_before_a_process_starts(tmp_path):
+    ended = on_two_ranks(tmp_path, "--optimizer sdg")
+    assert (ended.status, ended.err.count("\n")) == (2, 1)
+    assert ended.err.startswith("error: no optimizer 'sdg'")
 
 
 def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     (tmp_path / "no-curve").touch()
-    zero, one = on_two_ranks(tmp_path, "--rendezvous-timeout 3600")
-    assert (zero.status, one.status) == (2, 2), (zero, one)
-    assert last_line(zero) == "error: there is no curve"
+    ended = on_two_ranks(tmp_path, "")
+    assert (ended.status, last_line(ended)) == (2, "error: there is no curve")
     assert not (tmp_path / "runs/failing/run").exists()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "advice"),
-    [
-        ("manual", "on every node: python -m r --master-port {}"),
-        ("slurm", "type srun --nodes=2 --ntasks-per-node=1 python -m r --master-port {}"),
-        ("torchrun", "when it is started again, on every node: torchrun --nnodes 2 --rdzv-backend c10d"),
-    ],
-)
-def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher, advice):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        command = Command("python -m r").started_by(launcher, 2, 1)
-        launch = Launch(launcher, 2, 1, address="127.0.0.1", port=port)
-        with pytest.raises(UserError) as refused:
-            rendezvous(Request(launch, {}, 5.0, command))
-    assert advice.format(port + 1) in str(refused.value)
+def test_nodes_that_were_started_unlike_each_other_are_refused_on_both(tmp_path):
+    for unlike, text in (
+        ("--lr 0.5", "the ranks have different settings: rank 1 (node 1, {host}): lr is 0.5, on rank 0 "),
+        ("--devices 2", "expected as many on each node: start all with the same --devices"),
+    ):
+        both = on_two_nodes(tmp_path, "", unlike)
+        assert [ended.status for ended in both] == [2, 2], both
+        assert all(text.format(host=socket.gethostname()) in last_line(ended) for ended in both), both
 
 
-def test_a_service_that_never_answers_is_not_a_run_of_this_program(monkeypatch):
-    monkeypatch.setattr(join, "_CONNECT_TIMEOUT", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=silent.getsockname()[1])
-        with pytest.raises(UserError, match="is not a run of this program"):
-            rendezvous(Request(launch, {}, 5.0, Command("python -m r")))
+def test_an_error_on_one_node_is_said_on_every_node_and_a_missing_node_is_told(tmp_path):
+    both = on_two_nodes(tmp_path, *["--fail-rank 1 --fail-how raise"] * 2)
+    assert [ended.status for ended in both] == [1, 1]
+    line = f"error: rank 1 (node 1, {socket.gethostname()}) failed: ValueError: a bad pixel"
+    assert [last_line(ended) for ended in both] == [line, line]
+    where = f"--num-nodes 2 --node-rank 0 --master-addr localhost --master-port {free_port()}"
+    alone = start(tmp_path, [([*where.split(), "--rendezvous-timeout", "3"], {})])[0]
+    assert alone.status == 2
+    assert "error: fewer than 2 nodes joined within 3 s; type on each node that is missing" in last_line(alone)
+    assert "--node-rank I --master-addr localhost" in last_line(alone)
+
+
+@pytest.mark.slow
+def test_the_fork_server_has_one_thread_and_no_device_and_nothing_is_left_of_a_run(tmp_path):
+    command = [sys.executable, "-m", "recipes.mnist", "--accelerator", "cpu", "--dataset", "digits"]
+    agent = Agent(tmp_path, "agent", [*command, "--max-epochs", "2000", "--devices", "2", "--name", "run"])
+    last = tmp_path / "runs/mnist/run/checkpoints/last.ckpt"
+    wait_until(lambda: last.exists() or agent.process.poll() is not None, "the first epoch")
+    (server,) = filter(is_fork_server, children_of(agent.process.pid))
+    status = Path(f"/proc/{server}/status").read_text()
+    assert "Threads:\t1\n" in status
+    mapped = Path(f"/proc/{server}/maps").read_text()
+    assert "/dev/nvidia" not in mapped
+    processes = [server, *children_of(server)]
+    assert len(processes) == 3
+    agent.process.send_signal(signal.SIGKILL)
+    agent.process.wait()
+    wait_until(lambda: not any(map(lives, processes)), "the end of the orphans")

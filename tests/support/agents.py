@@ -17,7 +17,17 @@ from sklearn.datasets import load_digits
 from datamodules.errors import UserError
 from recipes.runner.saved_run import read_run
 
-__all__ = ["Agent", "children_of", "shell_environment", "updates_done", "wait_until", "weights_of", "write_digits"]
+__all__ = [
+    "Agent",
+    "children_of",
+    "is_fork_server",
+    "lives",
+    "shell_environment",
+    "updates_done",
+    "wait_until",
+    "weights_of",
+    "write_digits",
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,13 +78,28 @@ def weights_of(checkpoint: Path) -> str:
     return sha256.hexdigest()
 
 
+def is_fork_server(pid: int) -> bool:
+    """Whether a process is the one that an agent of ours forks its workers from."""
+    with contextlib.suppress(OSError):
+        return b"recipes.runner.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody has asked for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 class Agent:
-    """One node's torchrun, with its output in a file.
+    """One node's agent, ours or torchrun, with its output in a file.
 
     Args:
         folder: where it runs.
         name: of its file of output.
-        args: what follows ``torchrun``.
+        args: the command.
         env: variables in addition to those of a shell.
     """
 
@@ -82,7 +107,7 @@ class Agent:
         self.name, self.path = name, folder / f"{name}.log"
         with self.path.open("w") as file:
             self.process = subprocess.Popen(
-                ["torchrun", *args],
+                list(args),
                 cwd=folder,
                 env=shell_environment() | dict(env or {}),
                 stdout=file,
@@ -94,8 +119,10 @@ class Agent:
         return self.path.read_text()
 
     def workers(self) -> list[int]:
-        """The processes of the run that it has started."""
-        return children_of(self.process.pid)
+        """The processes of the run that it has started, or that its fork server has forked for it."""
+        children = children_of(self.process.pid)
+        forked = [pid for child in children if is_fork_server(child) for pid in children_of(child)]
+        return forked or children
 
     def kill(self) -> None:
         """Kill -9 to it and to its workers at once, as when a node loses its power."""

@@ -5,6 +5,7 @@ end in any way.
 """
 
 import os
+import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.runner import agent
 from tests.support.ranks import context
 
 __all__ = ["Ended", "Shell", "start"]
@@ -35,11 +37,11 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(env)
     torch.set_num_threads(1)
-    from recipes import run
-    from tests.support import launch_recipe
-
-    sys.argv = [str(launch_recipe.__file__), *args]  # It starts the other processes of a node.
-    run(launch_recipe.FailingLine, launch_recipe.CountedPoints, args=args)
+    # This process has imported everything, like the server that an agent forks its workers from.
+    agent.start_method = lambda: "fork"  # type: ignore[assignment]
+    agent.start_fork_server = list  # type: ignore[assignment]
+    sys.argv = [str(Path(__file__).with_name("launch_recipe.py")), *args]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Shell:

@@ -6,6 +6,7 @@ a fraction of a second and still gets fresh processes.
 
 import faulthandler
 import io
+import itertools
 import multiprocessing
 import os
 import signal
@@ -24,18 +25,24 @@ _PRELOADED += " recipes.runner.run recipes.mnist.recipe datamodules.images.mnist
 context.set_forkserver_preload(_PRELOADED.split())
 
 
+_ports = itertools.count()
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port that nobody listens on, below those that the system gives to a socket that asks for any.
+
+    So nobody is given it by chance before its user has bound it.
+    """
+    while True:
+        port = 16000 + (61 * os.getpid() + next(_ports)) % 16000
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def _child(
     pipe: Connection, function: Callable, args: tuple, kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> None:
-    # A test in the process that started the server of processes may have left it.
-    os.environ.pop("LIGHTNING_RECIPES_RESUME_POINT", None)
     # Workers of loaders are started as in a process of a launcher, and not by another server.
     multiprocessing.set_start_method(None, force=True)
     os.environ.update(env)

@@ -158,8 +158,9 @@ def test_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_pa
     ],
 )
 def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(batch_size, line, tmp_path, capsys):
+    from recipes.runner.command import Command
     from recipes.runner.experiment import Classes, build_experiment
-    from recipes.runner.launch import Command, Launch
+    from recipes.runner.launch import Launch
     from recipes.runner.resume import ResumePoint
     from recipes.runner.run import build_parser
     from recipes.runner.settings import RunSettings
@@ -179,7 +180,6 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
         config,
         classes,
         launch=Launch("local", 1, 4),
-        connection=None,
         point=ResumePoint(checkpoint=last),
         typed=Command("prog"),
         notes="",

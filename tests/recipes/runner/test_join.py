@@ -1,78 +1,92 @@
-import time
-from concurrent.futures import ThreadPoolExecutor
+"""Ranks that have been started form one group, or each says why they cannot."""
+
+import os
+import socket
+from typing import Any
 
 import pytest
 
 from datamodules import UserError
-from recipes.runner import join
-from recipes.runner.join import Request, rendezvous
-from recipes.runner.launch import Command, Launch
-from tests.support.ranks import free_port
+from recipes.runner import agent
+from recipes.runner.command import Command
+from recipes.runner.join import _open_store, join_run, share
+from recipes.runner.launch import Launch, LaunchSettings
+from tests.support.ranks import free_port, run_ranks
 
 COMMAND = Command("python -m r", [])
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(3, 2), (2, 1)])
-def test_a_node_that_was_started_as_part_of_another_run_is_named_on_both(nodes: int, devices: int):
+def _launch(port: int, nodes: int = 1, rank: int | None = None) -> Launch:
+    rank = int(os.environ["RANK"]) if rank is None else rank
+    world = int(os.environ["WORLD_SIZE"])
+    devices = world // nodes
+    return Launch("manual", nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
+
+
+def _join(port: int, by_rank: list[Any], claims: list[int], seconds: float = 600.0) -> tuple[str, Any]:
+    rank = int(os.environ["RANK"])
+    if rank >= len(by_rank):
+        return "absent", None
+    options = LaunchSettings(rendezvous_timeout=seconds)
+    try:
+        joined = join_run(_launch(port, rank=claims[rank]), lambda: by_rank[rank], options, COMMAND)
+    except UserError as error:
+        return str(error), None
+    return joined.describe(), share(lambda: f"of rank {rank}")
+
+
+def test_ranks_join_at_the_port_that_they_were_told_and_share_what_rank_0_says():
     port = free_port()
-    zero = Launch("manual", 2, 2, address="127.0.0.1", port=port, spawns=True)
-    one = Launch("manual", nodes, devices, node_rank=1, address="127.0.0.1", port=port, spawns=True)
-    with ThreadPoolExecutor() as pool:
-        requests = [Request(launch, {}, 5.0, COMMAND) for launch in (zero, one)]
-        joined = [pool.submit(rendezvous, request) for request in requests]
-    for result in joined:
-        with pytest.raises(UserError, match=f"as one of {nodes} nodes x {devices} devices, node 0 as one of 2 x 2; "):
-            result.result()
+    settings = [{"lr": 0.1}, {"lr": 0.1}]
+    answers = run_ranks(_join, 2, port, settings, [0, 1])
+    assert answers == [(f"started manually, 1 node x 2 devices, 127.0.0.1:{port}", "of rank 0")] * 2
+
+
+def test_a_process_with_other_settings_is_named_on_both():
+    for answer, _ in run_ranks(_join, 2, free_port(), [{"lr": 0.1, "a": {0: 4}}, {"lr": 0.2, "a": {0: 4}}], [0, 1]):
+        assert (
+            f"rank 1 (node 0, {socket.gethostname()}): lr is 0.2, on rank 0 0.1. Start all with one command" in answer
+        )
+
+
+def test_ranks_with_unequal_checkpoints_are_told_to_share_the_folder():
+    for answer, _ in run_ranks(_join, 2, free_port(), [{"updates done": 5}, {"updates done": 0}], [0, 1]):
+        assert answer.startswith("the ranks do not find the same checkpoint: rank 1")
+        assert "Pass a `run_dir` that all nodes share" in answer
+
+
+def test_where_a_rank_is_missing_the_others_say_how_many_have_come():
+    for answer, _ in run_ranks(_join, 3, free_port(), [{}, {}], [0, 1], 3.0)[:2]:
+        assert "the 3 processes did not meet at 127.0.0.1:" in answer
+        assert "within 3 s: " in answer
+
+
+@pytest.mark.parametrize(
+    ("launcher", "advice"),
+    [
+        ("manual", "python -m r --master-port {}"),
+        ("slurm", "srun --nodes=2 --ntasks-per-node=1 python -m r --master-port {}"),
+    ],
+)
+def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher: str, advice: str):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = COMMAND.started_by(launcher, 2, 1)
+        with pytest.raises(UserError) as refused:
+            _open_store(Launch(launcher, 2, 1, address="127.0.0.1", port=port), 5.0, command)
+        assert advice.format(port + 1) in str(refused.value)
+        if launcher == "manual":
+            with pytest.raises(UserError, match=f"in use .* --master-port {port + 1}"):
+                agent.open_store(Launch(launcher, 2, 1, address="127.0.0.1", port=port), 5.0, command)
 
 
 def test_an_address_of_another_machine_is_refused_on_node_0_before_it_waits_for_the_others():
     launch = Launch("manual", 2, 1, address="192.0.2.1", port=free_port())
     with pytest.raises(UserError, match="node 0 cannot connect to itself at 192.0.2.1:.*`master_addr` "):
-        rendezvous(Request(launch, {}, 60.0, COMMAND))
+        agent.open_store(launch, 60.0, COMMAND)
 
 
-def test_a_process_with_other_settings_is_named_on_both():
-    port = free_port()
-    requests = [
-        Request(
-            Launch("manual", 2, 1, node, address="127.0.0.1", port=port),
-            {"lr": lr, "accumulate": {0: 4}},
-            20.0,
-            COMMAND,
-        )
-        for node, lr in ((0, 0.1), (1, 0.2))
-    ]
-    with ThreadPoolExecutor() as pool:
-        joined = [pool.submit(rendezvous, request) for request in requests]
-    for result in joined:
-        with pytest.raises(UserError, match=r"rank 1 \(node 1, .*\): lr is 0.2, on rank 0 0.1"):
-            result.result()
-
-
-def test_a_process_that_ends_during_the_rendezvous_does_not_leave_the_others_waiting(monkeypatch):
-    monkeypatch.setattr(join, "_SEEN_WITHIN", 1.0)
-    port = free_port()
-    zero, one = (
-        Request(Launch("manual", 2, 1, node, address="127.0.0.1", port=port), {}, 20.0, COMMAND) for node in (0, 1)
-    )
-    with ThreadPoolExecutor() as pool:
-        joined = pool.submit(rendezvous, zero)
-        while True:
-            try:
-                store = join._connect(one, "127.0.0.1", port)
-                break
-            except OSError:
-                time.sleep(0.1)
-        join.append(store, join._RECORDS, one.record)  # And then it is killed.
-    with pytest.raises(UserError, match="rank 1 ended during the rendezvous; see its own output"):
-        joined.result()
-
-
-def test_two_processes_that_claim_to_be_one_rank_are_told():
-    port = free_port()
-    launches = [Launch("manual", 3, 1, node, address="127.0.0.1", port=port) for node in (0, 1, 1)]
-    with ThreadPoolExecutor() as pool:
-        joined = [pool.submit(rendezvous, Request(launch, {}, 20.0, COMMAND)) for launch in launches]
-    for result in joined:
-        with pytest.raises(UserError, match="two processes claim to be rank 1 .node 1.; give each node its own"):
-            result.result()
+def test_a_node_0_that_does_not_answer_is_named_with_what_to_type():
+    launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=free_port())
+    with pytest.raises(UserError, match="node 0 does not answer at 127.0.0.1.*--rendezvous-timeout 4"):
+        agent.open_store(launch, 1.0, COMMAND)

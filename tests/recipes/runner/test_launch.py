@@ -6,31 +6,36 @@ from typing import Any
 import pytest
 
 from datamodules import UserError
-from recipes.runner.launch import Command, Launch, LaunchSettings, first_host, plan_launch
+from recipes.runner.command import Command
+from recipes.runner.launch import Launch, LaunchSettings, first_host, plan_launch
 from recipes.runner.machine import Machine, devices_of
+from recipes.runner.processes import check_shared_update
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
 BY_HAND = {"LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "9"}
 
 
-def plan(env: dict[str, str], devices: Any = "auto", nodes: int = 1, here: Machine = CPU, **flags: Any) -> Launch:
+def plan(env: dict[str, str], devices: Any = "auto", nodes: int | str = 1, here: Machine = CPU, **flags: Any) -> Launch:
     typed = ["--lr", "0.1", f"--devices={devices}", "--num_nodes", str(nodes)]
-    return plan_launch(env, LaunchSettings(**flags), (devices, nodes), here, Command("python -m r", typed))
+    return plan_launch(env, LaunchSettings(num_nodes=nodes, **flags), devices, here, Command("python -m r", typed))
 
 
 def test_one_process_and_local_processes_need_no_address():
     assert plan({}) == Launch("local", 1, 1)
-    assert plan({}, devices="auto", here=GPUS) == Launch("local", 1, 2, address="127.0.0.1", spawns=True)
+    assert plan({}, devices="auto", here=GPUS) == Launch("local", 1, 2, address="127.0.0.1", starts_agent=True)
+    alone = plan({}, max_restarts=2)
+    assert (alone.starts_agent, alone.world_size, alone.max_restarts) == (True, 1, 2), "one that is started again"
 
 
 def test_flags_and_variables_both_serve_on_nodes_started_by_hand_and_flags_win():
     env = {"MASTER_ADDR": "head", "MASTER_PORT": "1234", "NODE_RANK": "1"}
-    expected = Launch("manual", 4, 8, 1, 0, "head", 1234, spawns=True)
+    expected = Launch("manual", 4, 8, 1, 0, "head", 1234, starts_agent=True, min_nodes=4)
     assert plan(env, 8, 4) == expected
     assert plan({}, 8, 4, node_rank=1, master_addr="head", master_port=1234) == expected
     assert plan(env, 8, 4, node_rank=3, master_port=9).rank == 24
-    assert plan(env, 8, 4, node_rank=0).first_ranks == [0, 8, 16, 24]
+    elastic = plan(env, 8, "1:4")
+    assert (elastic.num_nodes, elastic.min_nodes, elastic.is_elastic) == (4, 1, True)
 
 
 def test_torchrun_and_slurm_settle_nodes_and_devices():
@@ -38,7 +43,6 @@ def test_torchrun_and_slurm_settle_nodes_and_devices():
     assert ranks == [0, 1, 2, 3]
     launch = plan(by_torchrun(1234, nodes=2, devices=2)[3], 2, 2)
     assert launch == Launch("torchrun", 2, 2, 1, 1, "127.0.0.1", 1234)
-    assert launch.first_ranks == [0, 1, 2, 3]
     launch = plan(by_slurm(1001, nodes=2, devices=2)[3])
     assert launch == Launch("slurm", 2, 2, 1, 1, "localhost", 15000 + 7007)
 
@@ -87,7 +91,7 @@ def test_one_process_in_a_slurm_job_with_more_is_refused_with_the_srun_line(env,
 
 
 def test_what_was_asked_for_on_one_node_of_slurm_starts_there():
-    two_here = Launch("local", 1, 2, address="127.0.0.1", spawns=True)
+    two_here = Launch("local", 1, 2, address="127.0.0.1", starts_agent=True)
     assert plan(SALLOC_2_TASKS, 2) == two_here
     assert plan(by_slurm(7, nodes=1, devices=1)[0], 2) == two_here
     assert plan({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "4"}) == Launch("local", 1, 1)
@@ -119,10 +123,10 @@ def test_torchrun_within_a_step_of_slurm_decides():
     assert plan(by_torchrun(1234)[1] | by_slurm(7, nodes=1, devices=2)[0]).launcher == "torchrun"
 
 
-def test_another_process_of_ours_is_told_where_it_belongs():
-    mark = {"LIGHTNING_RECIPES_LAUNCHER": "manual", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4"}
-    env = mark | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
-    assert plan(env, 2, 2) == Launch("manual", 2, 2, 1, 1, "head", 9, joins=True)
+def test_a_worker_takes_its_place_from_the_agent_and_its_flags_are_those_of_the_agent():
+    env = by_torchrun(9, nodes=2, devices=2)[3] | {"LIGHTNING_RECIPES_STORE_PREFIX": "a"}
+    assert plan(env, 2, "1:4", master_port=1234) == Launch("manual", 2, 2, 1, 1, "127.0.0.1", 9)
+    assert plan(by_torchrun(9)[1] | {"LIGHTNING_RECIPES_STORE_PREFIX": "a"}, 2).launcher == "local"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,9 @@ def test_another_process_of_ours_is_told_where_it_belongs():
             "master_port=70000: expected a whole number from 1 to 65,535",
         ),
         ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
+        ({}, {"nodes": "4:2"}, "num_nodes=4:2: expected a number of nodes, or MIN:MAX as in 1:4"),
+        ({}, {"devices": 9999}, "--devices 9999 starts 9999 processes on"),
+        ({}, {"devices": "0,1"}, "names devices by number, and the processes of a CPU have none: python -m r --lr 0.1"),
         ({}, {"devices": 0}, "--devices 0 requests none; pass 1 or more, auto, or indices such as 0,1"),
         ({}, {"here": Machine("cuda", 0)}, "there is no cuda device here: python -m r --lr 0.1"),
         (by_torchrun(1)[0], {"devices": 4}, "decides: torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
@@ -167,3 +174,12 @@ def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
 def test_slurms_lists_of_hosts_and_steps():
     assert first_host("rack[07-12,15]-n[3],login") == "rack07-n3"
     assert plan({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).launcher == "local", "no step"
+
+
+def test_an_update_that_the_devices_cannot_share_is_refused_before_they_start():
+    for samples, batch_size, devices in ((None, 256, 8), (512, 256, 2), (100, "auto", 8)):
+        check_shared_update(Launch("local", 1, devices), samples, batch_size)
+    with pytest.raises(UserError, match="of 100 has 1 micro-batches of 256, and there are 2 devices: .* of 50 or less"):
+        check_shared_update(Launch("local", 1, 2), 100, 256)
+    with pytest.raises(UserError, match="--num-nodes 1:4 lets the number of devices change.* pass --global-batch-size"):
+        check_shared_update(Launch("manual", 4, 1, min_nodes=1), None, 256)

@@ -7,9 +7,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ExactCheckpoint, GradientAccumulation, update_loop
+from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
 from recipes.runner.limits import CheckLimits, limits_per_device, micro_batches_of_update
@@ -122,7 +123,7 @@ def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_save
     assert torch.load(tmp_path / "best.ckpt")["global_step"] == max(first, 5)
     assert validated(timedelta(hours=1), "none") == []
     # A rank follows the clock of rank 0, for which no time has passed.
-    monkeypatch.setattr(update_loop, "broadcast", lambda *_: False)
+    monkeypatch.setattr(SingleDeviceStrategy, "broadcast", lambda _, value: value and value is not True)
     assert validated(timedelta(microseconds=1), "other") == []
 
 

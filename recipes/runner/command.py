@@ -1,0 +1,83 @@
+"""What the user typed, to be printed with other flags."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+DEFAULT_PORT = 29500
+
+
+def flag_of(name: str) -> str:
+    """The flag of a parameter.
+
+    Example:
+        >>> flag_of("max_epochs")
+        '--max-epochs'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user typed, to be printed with other flags.
+
+    Args:
+        program: without what starts it on several devices.
+        launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
+        in_program: nothing was typed: `recipes.fit` has been called by a program, which goes on after the run.
+
+    Example:
+        >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
+        >>> typed.using(num_nodes=4, node_rank="I")
+        'python -m recipes.mnist --lr 0.1 --num-nodes 4 --node-rank I'
+        >>> typed.started_by("slurm", 2, 8).using(master_port=1234)
+        'srun --nodes=2 --ntasks-per-node=8 python -m recipes.mnist --lr 0.1 --master-port 1234'
+    """
+
+    program: str
+    args: Sequence[str] = ()
+    launcher: str = ""
+    nodes: int = 1
+    devices: int = 1
+    in_program: bool = False
+
+    def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
+        """The same for processes that a launcher has started; others are started by the program itself."""
+        return replace(self, launcher=launcher, nodes=nodes, devices=devices)
+
+    def alone(self, command: str = "") -> "Command":
+        """The program, and a command of it, without the flags."""
+        return replace(self, program=f"{self.program} {command}".rstrip(), args=())
+
+    def using(self, **flags: Any) -> str:
+        """The command with these flags replaced; None removes a flag."""
+        start = self.program
+        if self.launcher == "slurm":
+            start = f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
+        elif self.launcher == "torchrun":
+            several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+            where = "--standalone" if self.nodes == 1 else several
+            start = f"torchrun {where} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
+        if self.launcher in ("slurm", "torchrun"):
+            flags = {"devices": None, "num_nodes": None} | flags
+        kept: list[str] = []
+        skip = False
+        for i, arg in enumerate(self.args):
+            name, equals, _ = arg.removeprefix("--").partition("=")
+            if skip:
+                skip = False
+            elif arg.startswith("--") and name.replace("-", "_") in flags:
+                skip = not equals and i + 1 < len(self.args) and not self.args[i + 1].startswith("--")
+            else:
+                kept.append(shlex.quote(arg))
+        for name, value in flags.items():
+            if value is not None:
+                kept += [flag_of(name), shlex.quote(str(value))]
+        return " ".join([start, *kept])
+
+    def split(self, nodes: int, devices: int) -> str:
+        """The command for other numbers of nodes and devices."""
+        if self.launcher in ("slurm", "torchrun"):
+            return self.started_by(self.launcher, nodes, devices).using()
+        return self.using(devices=devices, **({} if nodes == self.nodes else {"num_nodes": nodes}))

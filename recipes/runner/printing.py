@@ -1,0 +1,31 @@
+"""Lines that one rank prints."""
+
+import os
+import sys
+
+from lightning.pytorch.utilities import rank_zero_only
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0 of its run.
+
+    `recipes.runner.join.join_run` and `recipes.runner.worker.work` set Lightning's ``rank_zero_only.rank``, which this
+    reads. Before that the variables of the launchers decide.
+    """
+    return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def rank_of_process() -> int:
+    """The rank of this process, as far as it is known."""
+    return int(getattr(rank_zero_only, "rank", 0) or 0)
+
+
+def rank_zero_print(message: str) -> None:
+    """Print a line on rank 0."""
+    if is_rank_zero():
+        print(message, flush=True)  # noqa: T201
+
+
+def print_error(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

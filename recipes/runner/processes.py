@@ -1,0 +1,61 @@
+"""Which processes a command needs, and what they could not share."""
+
+import os
+from typing import Any
+
+from datamodules.errors import UserError
+from recipes.runner.command import Command
+from recipes.runner.launch import Launch, LaunchSettings, plan_launch
+from recipes.runner.limits import micro_batches_of_update
+from recipes.runner.machine import detect_machine, devices_of
+from recipes.runner.strategies import check_strategy
+
+
+def plan_processes(command: str, values: dict[str, Any], options: LaunchSettings, typed: Command) -> Launch:
+    """Find out which process of its run this one is.
+
+    Args:
+        command: fit, validate, test, predict or export.
+        values: of all flags; the devices become those of this node.
+
+    Raises:
+        UserError: the run could not start, or would wait for ever.
+    """
+    if command in ("predict", "export"):
+        return Launch("local", 1, 1)
+    here = detect_machine(values["accelerator"])
+    launch = plan_launch(os.environ, options, values["devices"], here, typed)
+    if launch.starts_agent and typed.in_program:
+        raise UserError(
+            f"a program trains on one device by itself, and {launch.devices} are asked for; start it as"
+            f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
+            " or use the recipe's command line"
+        )
+    check_strategy(values["strategy"])
+    if launch.address is not None and not launch.starts_agent:
+        values["devices"] = devices_of(launch.devices, values["devices"], here)
+    return launch
+
+
+def check_shared_update(launch: Launch, samples: int | None, batch_size: Any) -> None:
+    """Refuse an update that the devices cannot share, before a process starts and reads data.
+
+    Args:
+        samples: of an update on all devices; None where it follows from the devices.
+        batch_size: of a micro-batch, as far as it is known.
+
+    Raises:
+        UserError: a device would have nothing to do, or the global batch would change with the nodes.
+    """
+    if launch.is_elastic and samples is None:
+        raise UserError(
+            f"--num-nodes {launch.min_nodes}:{launch.num_nodes} lets the number of devices change, and the global batch"
+            " would change with it: pass --global-batch-size, the samples of an update on all devices"
+        )
+    micro_batches = micro_batches_of_update(1, samples, batch_size, launch.world_size)
+    if micro_batches is not None and micro_batches < launch.world_size:
+        raise UserError(
+            f"a global batch of {samples} has {micro_batches} micro-batches of {batch_size}, and there are"
+            f" {launch.world_size} devices: pass fewer devices, or a `batch_size` of"
+            f" {max(1, (samples or 1) // launch.world_size)} or less"
+        )
