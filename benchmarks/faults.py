@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ import torch
 from typing_extensions import override
 
 from benchmarks.harness.processes import ROOT, free_port
+from benchmarks.harness.recovery_picture import picture
 from benchmarks.harness.tiny_recipes import TINY_RECIPES
 from recipes import run as run_recipe
 
@@ -411,31 +412,6 @@ def run_random(draw: random.Random, recipe: str, folder: Path) -> tuple[str, boo
         return text, True, "equal to the bit"
     how = f"two devices, or {fault} on {broken.world_size} and a resume on {resumed.world_size}"
     return text, False, f"other weights or scores on {how}: {found}"
-
-
-def picture(outcomes: Mapping[tuple[str, str, int], Outcome]) -> str:
-    """The seconds of recovery as SVG: a bar for each fault, recipe and number of processes, with the end of the run."""
-    title = "seconds from a fault: dark, until the command has ended; light, until the next update"
-    drawn, y, before = [f'<text x="10" y="20" font-weight="bold">{title}</text>'], 30, ""
-    longest = max([1.0, *(found.updates_after for found in outcomes.values() if math.isfinite(found.updates_after))])
-    for (fault, recipe, processes), found in outcomes.items():
-        recovered = math.isfinite(found.updates_after)
-        if fault != before:
-            y, before = y + 26, fault
-            drawn.append(f'<text x="10" y="{y - 2}">{fault}</text>')
-        who = f"{recipe}, {processes} process{'es' * (processes > 1)}"
-        drawn.append(f'<text x="180" y="{y + 12}" text-anchor="end">{who}</text>')
-        for seconds, colour in ((found.updates_after, "#9ec5f8"), (found.ended_after, "#2f6fd0")):
-            if found.updates_after >= seconds:  # A run that goes on has no end to wait for.
-                width = max(1.0, 400 * seconds / longest)
-                drawn.append(f'<rect x="190" y="{y + 3}" width="{width:.1f}" height="11" fill="{colour}"/>')
-        end = 198 + 400 * found.updates_after / longest if recovered else 198
-        shown = f"{found.updates_after:.1f} s" if recovered else "no further update"
-        drawn.append(f'<text x="{end:.0f}" y="{y + 12}">{shown}</text>')
-        y += 16
-    size = f'viewBox="0 0 670 {y + 14}" font-family="sans-serif" font-size="11"'
-    drawn[:0] = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>']
-    return "\n".join([*drawn, "</svg>", ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

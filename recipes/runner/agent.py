@@ -18,10 +18,8 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of
@@ -44,14 +41,12 @@ from recipes.runner.command import Command
 from recipes.runner.failures import describe_failure, exit_now, is_users, was_lost
 from recipes.runner.fork_server import start_fork_server, start_method
 from recipes.runner.launch import Launch
-from recipes.runner.network import LOOPBACK, is_loopback, listen
 from recipes.runner.printing import print_error
+from recipes.runner.rendezvous import make_rendezvous, open_store
 from recipes.runner.worker import STARTED_AT, STORE_PREFIX, Program, work
 
 _FAILURE = "lightning_recipes/failure"
-_KEEP_ALIVE, _MISSED = 2, 5  # A node without a sign of life for ten seconds is left out of the next rendezvous.
 _LEFT_WAITING = 5.0  # Seconds for workers to end by themselves once another one has failed with an error.
-_ANSWERS_WITHIN = 30.0  # Seconds for node 0 to answer another node's agent.
 _OTHERS_READ = 1.0  # Seconds for the other agents to read what is in node 0's store, which ends with it.
 
 
@@ -70,35 +65,6 @@ class Failure:
     status: int
     lost: bool = False
     unreachable: bool = False
-
-
-class _Handler(DynamicRendezvousHandler):
-    """torch's rendezvous, which notices that node 0 cannot be reached: a call of a store without an answer waits."""
-
-    @override
-    def is_closed(self) -> bool:
-        return bool(self._in_time(super().is_closed))
-
-    @override
-    def num_nodes_waiting(self) -> int:
-        return int(self._in_time(super().num_nodes_waiting))
-
-    def _in_time(self, call: Callable[[], int]) -> int:
-        if self.settings.max_nodes == 1:
-            return call()
-        answer: Future[int] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(call())
-            except Exception as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=ask, daemon=True, name="rendezvous").start()
-        try:
-            return answer.result(_ANSWERS_WITHIN)
-        except TimeoutError as error:
-            raise RendezvousConnectionError(f"no answer within {_ANSWERS_WITHIN:g} s") from error
 
 
 class NodeAgent(LocalElasticAgent):
@@ -205,50 +171,6 @@ def _kill(*pids: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def open_store(launch: Launch, timeout: float, command: Command) -> TCPStore:
-    """The store in which the agents meet: served by node 0's, and found by the others.
-
-    Raises:
-        UserError: the port is taken, or node 0 does not answer.
-    """
-    address, port = launch.address or LOOPBACK, launch.port or 0
-    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(30.0, timeout))}
-    if launch.node_rank == 0:
-        try:
-            listener = listen(port, loopback=is_loopback(address))
-        except OSError as error:
-            raise UserError(
-                f"port {port} of this machine is in use ({error.strerror}), perhaps by another run; on every node:"
-                f" {command.using(master_port=port + 1)}"
-            ) from error
-        port = listener.getsockname()[1]
-        _check_own_address(address, port, command)
-        return TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=5.0).close()
-            return TCPStore(address, port, is_master=False, **options)
-        except (OSError, RuntimeError) as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"node 0 does not answer at {address}:{port} within {timeout:g} s ({error}); start the run there"
-                    " too, check `master_addr` and firewalls, or wait longer:"
-                    f" {command.using(rendezvous_timeout=int(4 * timeout))}"
-                ) from error
-        time.sleep(0.2)
-
-
-def _check_own_address(address: str, port: int, command: Command) -> None:
-    try:
-        socket.create_connection((address, port), timeout=5.0).close()
-    except OSError as error:
-        raise UserError(
-            f"node 0 cannot connect to itself at {address}:{port} ({error}); `master_addr` has to be an address of the"
-            f" node with node_rank=0: {command.using(master_addr=socket.gethostname())}"
-        ) from error
-
-
 def _silence(*packages: str) -> None:
     """Leave out what torch logs of each worker and signal: what has happened is said in one line."""
     for name in [*packages, *logging.root.manager.loggerDict]:
@@ -301,20 +223,7 @@ def run_agent(
     program.environ[STARTED_AT] = str(started_at)
     start_fork_server(preload)
     store = open_store(launch, timeout, command)
-    backend = C10dRendezvousBackend(store, "lightning-recipes")
-    wait = timedelta(seconds=timeout)
-    handler = _Handler.from_backend(
-        "lightning-recipes",
-        store,
-        backend,
-        launch.min_nodes,
-        launch.num_nodes,
-        # Nodes are sorted by this name, so the first of them is the one of the lowest number.
-        local_addr=f"node-{launch.node_rank:05}",
-        timeout=RendezvousTimeout(join=wait, last_call=timedelta(seconds=3 if launch.is_elastic else 0.1)),
-        keep_alive_interval=_KEEP_ALIVE,
-        keep_alive_max_attempt=_MISSED,
-    )
+    handler = make_rendezvous(launch, store, timeout)
     # Without it torch opens a second store, which listens on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _handled_signals()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import yaml
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,12 +29,12 @@ from recipes.prediction import all_rows, prediction_table
 from recipes.runner.early_stopping import why_stopped
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.failures import exit_now
-from recipes.runner.folder import run_folder
+from recipes.runner.folder import run_folder, write_config
 from recipes.runner.join import share_folder
 from recipes.runner.loggers import log_settings
 from recipes.runner.printing import is_rank_zero, rank_zero_print
 from recipes.runner.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
-from recipes.runner.results import RESULTS, Stopwatch, write_rows, write_text
+from recipes.runner.results import RESULTS, Stopwatch, write_rows
 from recipes.runner.resume import start_from
 from recipes.runner.saved_run import read_run
 from recipes.runner.settings import checkpoint_callbacks
@@ -163,7 +162,7 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
         more.append(stopwatch)
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if folder and is_rank_zero():
-            _write_config(folder, experiment.config)
+            write_config(folder, experiment.config)
             log_settings(trainer.loggers, experiment.config)
         if folder:
             _record_start(experiment, folder)
@@ -178,16 +177,6 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
     parent = Path(experiment.run.run_dir) / experiment.recipe.title
     with run_folder(parent, experiment.run.name, experiment.point) as folder:
         return train(folder)
-
-
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    try:
-        write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
-    except OSError as error:
-        raise UserError(
-            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass --run-dir with a"
-            " folder on another disk"
-        ) from error
 
 
 def _record_start(experiment: Experiment, folder: Path) -> None:

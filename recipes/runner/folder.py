@@ -1,16 +1,19 @@
 """A run's folder and its lock."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import yaml
 from filelock import FileLock, Timeout
 
 from datamodules.errors import UserError
 from recipes.runner.loggers import METRICS
 from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
+from recipes.runner.results import write_text
 from recipes.runner.resume import ResumePoint, numbered
 
 # The loader workers of a run that was killed hold its lock for a while.
@@ -97,3 +100,14 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the settings of a run, as ``--config`` reads them."""
+    try:
+        write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass --run-dir with a"
+            " folder on another disk"
+        ) from error

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from datamodules import UserError
-from recipes.runner import agent
+from recipes.runner import rendezvous
 from recipes.runner.command import Command
 from recipes.runner.join import _open_store, join_run, share
 from recipes.runner.launch import Launch, LaunchSettings
@@ -77,16 +77,16 @@ def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher: str,
         assert advice.format(port + 1) in str(refused.value)
         if launcher == "manual":
             with pytest.raises(UserError, match=f"in use .* --master-port {port + 1}"):
-                agent.open_store(Launch(launcher, 2, 1, address="127.0.0.1", port=port), 5.0, command)
+                rendezvous.open_store(Launch(launcher, 2, 1, address="127.0.0.1", port=port), 5.0, command)
 
 
 def test_an_address_of_another_machine_is_refused_on_node_0_before_it_waits_for_the_others():
     launch = Launch("manual", 2, 1, address="192.0.2.1", port=free_port())
     with pytest.raises(UserError, match="node 0 cannot connect to itself at 192.0.2.1:.*`master_addr` "):
-        agent.open_store(launch, 60.0, COMMAND)
+        rendezvous.open_store(launch, 60.0, COMMAND)
 
 
 def test_a_node_0_that_does_not_answer_is_named_with_what_to_type():
     launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=free_port())
     with pytest.raises(UserError, match="node 0 does not answer at 127.0.0.1.*--rendezvous-timeout 4"):
-        agent.open_store(launch, 1.0, COMMAND)
+        rendezvous.open_store(launch, 1.0, COMMAND)

@@ -123,7 +123,7 @@ def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_save
     assert torch.load(tmp_path / "best.ckpt")["global_step"] == max(first, 5)
     assert validated(timedelta(hours=1), "none") == []
     # A rank follows the clock of rank 0, for which no time has passed.
-    monkeypatch.setattr(SingleDeviceStrategy, "broadcast", lambda _, value: value and value is not True)
+    monkeypatch.setattr(SingleDeviceStrategy, "broadcast", lambda _, value, *_source: False if value is True else value)
     assert validated(timedelta(microseconds=1), "other") == []
 
 
