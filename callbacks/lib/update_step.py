@@ -23,7 +23,7 @@ from callbacks.lib.first_micro_batch import FirstMicroBatch
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.targets import count_targets
-from callbacks.lib.uneven_logs import uneven_logs
+from callbacks.lib.uneven_updates import kept_metrics, uneven_logs, weighted_gradients
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.updates import Update
@@ -119,7 +119,7 @@ class UpdateStep:
         (number,) = update.numbers
         self._seed_micro_batch(number)
         part = _Part(number, first, is_first=True, is_last=True, is_stand_in=update.is_stand_in)
-        with self._uneven(update, part):
+        with self._uneven(update, part), self._weighted(self._share_of_mean(update, part)):
             return self._loop.manual_optimization.run(self._loop._build_kwargs(OrderedDict(), first, batch_idx))
 
     def _attach(self) -> None:
@@ -323,8 +323,18 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def _uneven_part(self, is_stand_in: bool) -> Iterator[None]:
-        with uneven_logs(self._loop._results, is_stand_in), stand_in(self._synchronised if is_stand_in else ()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(uneven_logs(self._loop._results, is_stand_in))
+            if is_stand_in:
+                stack.enter_context(stand_in(self._synchronised))
+                stack.enter_context(kept_metrics(self.calls.module))
             yield
+
+    def _weighted(self, share: float) -> contextlib.AbstractContextManager[Any]:
+        """What surrounds a `training_step` that makes its backward passes itself."""
+        if share == 1.0:
+            return contextlib.nullcontext()
+        return weighted_gradients(self.calls.module, share)
 
 
 def _joined(outputs: list[dict[str, Any]], update: Update[Any]) -> dict[str, Any]:
