@@ -56,6 +56,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self._stop_requested = False
         self._plateaus_stepped = False
         self._validates = False
+        self._validates_every = 1
         self._has_schedules = False
         self._updates_in_epoch: int | float = 0
         self._look_at_loader(None)
@@ -164,6 +165,10 @@ class UpdateLoop(_TrainingEpochLoop):
         self._has_schedules = bool(self.trainer.lr_scheduler_configs)
         self._updates_in_epoch = self.trainer.num_training_batches
         self._validates = self._should_check_val_epoch()
+        interval: Any = self.trainer.val_check_batch
+        # Lightning counts updates of the run, or looks at the clock, where it is no number of updates of an epoch.
+        is_within_epoch = type(interval) is int and self.trainer.check_val_every_n_epoch is not None
+        self._validates_every = interval if is_within_epoch else 1
 
     @override
     def advance(self, data_fetcher: Any) -> None:
@@ -171,7 +176,8 @@ class UpdateLoop(_TrainingEpochLoop):
         progress = self.batch_progress
         if self.restarting and self._goes_on_with_validation(data_fetcher):
             return
-        self.val_loop.restarting = False
+        if self.val_loop.restarting:
+            self.val_loop.restarting = False
         if self.calls.world_size > 1 and self.watches_sigterm:
             self._broadcast_sigterm_tensor()
         batch_idx = self.batch_idx + 1
@@ -235,6 +241,14 @@ class UpdateLoop(_TrainingEpochLoop):
 
     @property
     @override
+    def global_step(self) -> int:
+        # Callbacks ask for it several times in an update: the counter of a module that optimizes automatically.
+        if self.calls.is_lean:
+            return self.automatic_optimization.optim_progress.optimizer.step.total.completed
+        return super().global_step
+
+    @property
+    @override
     def done(self) -> bool:
         # What is asked before each update, without Lightning's way to the number of steps.
         if self.max_steps == -1 and not self.restarting and not self.trainer.should_stop:
@@ -247,7 +261,10 @@ class UpdateLoop(_TrainingEpochLoop):
         trainer: Any = self.trainer
         trainer.should_stop = trainer.should_stop or self._stop_requested
         self._stop_requested = False
-        if self._validates and self._should_check_val_fx(data_fetcher):
+        progress = self.batch_progress
+        may_validate = progress.is_last_batch or trainer.should_stop or self.restarting
+        may_validate = may_validate or progress.current.ready % self._validates_every == 0
+        if self._validates and may_validate and self._should_check_val_fx(data_fetcher):
             super().on_advance_end(data_fetcher)
         else:
             if self._has_schedules:
@@ -301,6 +318,7 @@ class UpdateLoop(_TrainingEpochLoop):
     def teardown(self) -> None:
         super().teardown()
         self.step.release()
+        self.calls.is_lean = False
         self._stop_requested = False
         self._look_at_loader(None)
 

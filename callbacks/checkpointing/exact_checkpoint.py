@@ -179,9 +179,12 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save, unless the update is an epoch's last, after which `on_train_epoch_end` does."""
+        saves_at_interval = internals.saves_within_epochs(self)
+        if not saves_at_interval and not self._has_validated:
+            return
         if trainer.is_last_batch or not RULES[place_after_update(trainer)].saves:
             return
-        if internals.saves_within_epochs(self):
+        if saves_at_interval:
             self._save_at_interval(trainer)
         if self._has_validated:
             self._has_validated = False

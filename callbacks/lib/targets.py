@@ -23,7 +23,8 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
         >>> count_targets(torch.tensor(0.5), batch=torch.zeros(3, 10))
         3
     """
-    count: int | Tensor | None = output.get("count") if isinstance(output, Mapping) else None
+    is_mapping = type(output) is dict or isinstance(output, Mapping)
+    count: int | Tensor | None = output.get("count") if is_mapping else None
     if count is not None:
         return count
     try:
