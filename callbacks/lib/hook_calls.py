@@ -6,7 +6,6 @@ of `training_step` each time. For a small network that takes longer than the ari
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -18,6 +17,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from callbacks.lib.hooks import is_idle
@@ -247,19 +247,22 @@ class HookCalls:
         # On the CPU nothing moves, and visiting the parts takes longer than all else here.
         return type(batch)(batch)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the module's `training_step` returns, through the strategy."""
+    def step_arguments(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Those of the module's `training_step`, which need not take ``batch_idx``."""
         # Its signature is inspected once and not, as Lightning does it, at each step.
         step = self.module.training_step
         function = getattr(step, "__func__", step)
         if function is not self.step:
             self.step = function
-            loop = self.trainer.fit_loop.epoch_loop
-            self.takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), batch, batch_idx)
-        args = (batch, batch_idx) if self.takes_index else (batch,)
+            self.takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return {"batch": batch, "batch_idx": batch_idx} if self.takes_index else {"batch": batch}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the module's `training_step` returns, through the strategy."""
+        args = self.step_arguments(batch, batch_idx).values()
         strategy = self.strategy
         if self.is_lean and self.calls_step and strategy.model is self.module:
-            return self.named("training_step", step, *args)
+            return self.named("training_step", self.module.training_step, *args)
         if self.is_lean:
             return self.named("training_step", strategy.training_step, *args)
         output = call._call_strategy_hook(self.trainer, "training_step", *args)
@@ -295,14 +298,14 @@ class HookCalls:
     def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
         """The module's `optimizer_step`, whose optimizer calls the closure."""
         trainer = self.trainer
-        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        if not self.is_lean:
-            optimization._optimizer_step(batch_idx, closure)
-            return
-        progress = optimization.optim_progress.optimizer.step
-        optimizer = self.optimizers[0]
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         progress.increment_ready()
-        self.named("optimizer_step", self._run_optimizer, optimizer, closure)
+        if self.is_lean:
+            self.named("optimizer_step", self._run_optimizer, self.optimizers[0], closure)
+        else:
+            epoch = trainer.current_epoch
+            optimizer = self.module.optimizers()  # As Lightning wraps it.
+            call._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, optimizer, closure)
         progress.increment_completed()
 
     def _run_optimizer(self, optimizer: Any, closure: Callable[[], Any]) -> None:

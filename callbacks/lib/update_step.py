@@ -22,8 +22,8 @@ from callbacks.lib.batch_norm import (
 from callbacks.lib.first_micro_batch import FirstMicroBatch
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
 from callbacks.lib.hook_calls import HookCalls
+from callbacks.lib.stand_ins import kept_metrics, weighted_gradients
 from callbacks.lib.targets import count_targets
-from callbacks.lib.uneven_updates import kept_metrics, uneven_logs, weighted_gradients
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.updates import Update
@@ -120,7 +120,8 @@ class UpdateStep:
         self._seed_micro_batch(number)
         part = _Part(number, first, is_first=True, is_last=True, is_stand_in=update.is_stand_in)
         with self._uneven(update, part), self._weighted(self._share_of_mean(update, part)):
-            return self._loop.manual_optimization.run(self._loop._build_kwargs(OrderedDict(), first, batch_idx))
+            arguments = OrderedDict(self.calls.step_arguments(first, batch_idx))
+            return self._loop.manual_optimization.run(arguments)
 
     def _attach(self) -> None:
         """Put the sums in the place of DDP's reduction; DDP is another one where layers were unfrozen."""
@@ -199,7 +200,7 @@ class UpdateStep:
         """A micro-batch on the device; `log` takes its size as the weight of a mean."""
         self.seed_loading(part.number)
         batch = self.calls.to_device(part.batch)
-        results = self._loop._results
+        results = self._loop.results
         results.batch = batch
         results.batch_size = None
         return batch
@@ -324,7 +325,7 @@ class UpdateStep:
     @contextlib.contextmanager
     def _uneven_part(self, is_stand_in: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(uneven_logs(self._loop._results, is_stand_in))
+            stack.enter_context(self._loop.results.uneven(is_stand_in))
             if is_stand_in:
                 stack.enter_context(stand_in(self._synchronised))
                 stack.enter_context(kept_metrics(self.calls.module))
