@@ -16,7 +16,6 @@ from typing_extensions import override
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.targets import count_targets, micro_batch_outputs
-from callbacks.lib.updates import undivided
 from datamodules.errors import RunFailedError
 
 _FOLD = 64
@@ -158,7 +157,9 @@ class TrainLoss(pl.Callback):
             loss = output.get("loss")
             if loss is None:
                 continue
-            self._batches.append((undivided(loss, trainer), count_targets(output, batch), _right(output)))
+            # A Trainer that accumulates has divided the loss; `UpdateLoop` does not.
+            loss = loss * trainer.accumulate_grad_batches if trainer.accumulate_grad_batches > 1 else loss
+            self._batches.append((loss, count_targets(output, batch), _right(output)))
             self._interval.has_losses = True
         if len(self._batches) >= _FOLD:
             self._fold()

@@ -47,6 +47,12 @@ _STOCK = {
 """They do what is done here, where there is no GradScaler."""
 
 
+def _has_stock(owner: Any, names: tuple[str, ...]) -> bool:
+    """Whether these methods are Lightning's own: no subclass overrides one, and none was set on the object."""
+    is_stock = all(getattr(type(owner), name, None) in _STOCK for name in names)
+    return is_stock and vars(owner).keys().isdisjoint(names)
+
+
 def _call_hook(owner: Any, name: str, *args: Any) -> Any:
     hook = getattr(owner, name)
     return hook(*args) if callable(hook) else None
@@ -90,8 +96,6 @@ class HookCalls:
         """Whether a hook, or a precision, takes part in moving a batch to the device."""
         self.has_clipping = False
         """Whether the module clips gradients in its own way."""
-        self.classes: dict[tuple[type, tuple[str, ...]], bool] = {}
-        """Whether these methods of a class are stock."""
         self.step: Any = None
         """The `training_step` of which is known whether it takes ``batch_idx``."""
         self.takes_index = True
@@ -110,18 +114,11 @@ class HookCalls:
         configs = self.trainer.lr_scheduler_configs
         self.schedulers = [each for each in configs if each.interval == "step" and not each.reduce_on_plateau]
         data = self.trainer.datamodule
-        stock = self.has_stock(self.module, _TRANSFERS) and (data is None or self.has_stock(data, _TRANSFERS))
+        stock = _has_stock(self.module, _TRANSFERS) and (data is None or _has_stock(data, _TRANSFERS))
         self.moves_batches = not (self.is_lean and stock)
-        self.calls_step = type(self.precision) is Precision and self.has_stock(self.strategy, _STEP)
-        self.has_clipping = not self.has_stock(self.module, _CLIPPING)
+        self.calls_step = type(self.precision) is Precision and _has_stock(self.strategy, _STEP)
+        self.has_clipping = not _has_stock(self.module, _CLIPPING)
         self._find_hooks()
-
-    def has_stock(self, owner: Any, names: tuple[str, ...]) -> bool:
-        """Whether these methods are Lightning's own: no subclass overrides one, and none was set on the object."""
-        key = type(owner), names
-        if key not in self.classes:
-            self.classes[key] = all(getattr(type(owner), name, None) in _STOCK for name in names)
-        return self.classes[key] and vars(owner).keys().isdisjoint(names)
 
     def _is_ordinary(self) -> bool:
         trainer = self.trainer
@@ -137,8 +134,8 @@ class HookCalls:
             and getattr(strategy, "_model_averager", None) is None
             and not strategy.handles_gradient_accumulation
             and len(trainer.optimizers) == 1
-            and self.has_stock(module, _UPDATE)
-            and self.has_stock(strategy, _STRATEGY)
+            and _has_stock(module, _UPDATE)
+            and _has_stock(strategy, _STRATEGY)
             and type(precision) in _PRECISIONS
         )
 

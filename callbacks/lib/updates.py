@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
@@ -131,12 +130,6 @@ def accumulates(trainer: pl.Trainer) -> bool:
     if isinstance(loader, GroupedUpdates):
         return loader.size > 1
     return trainer.accumulate_grad_batches > 1
-
-
-def undivided(loss: Tensor, trainer: pl.Trainer) -> Tensor:
-    """The loss that `training_step` returned: a Trainer that accumulates has divided it, and `UpdateLoop` does not."""
-    micro_batches = trainer.accumulate_grad_batches
-    return loss if micro_batches == 1 else loss * micro_batches
 
 
 def global_batch_size(trainer: pl.Trainer) -> int:
