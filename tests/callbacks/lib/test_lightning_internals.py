@@ -91,6 +91,23 @@ def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_
     assert found[-1][1]["x"].item() == pytest.approx(ends)
 
 
+def test_saved_sums_end_with_their_epoch() -> None:
+    def go_on(trainer: pl.Trainer, _: Any) -> None:
+        saved = [{"on_train_batch_end.x": [torch.tensor(100.0), torch.tensor(1)]}]
+        install_update_loop(trainer).results.go_on_from(trainer, saved)
+
+    def log(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.current_epoch:
+            module.log("x", 3.0, on_step=False, on_epoch=True, batch_size=2)
+
+    hooks = LambdaCallback(
+        setup=lambda trainer, *_, **__: install_update_loop(trainer), on_train_start=go_on, on_train_batch_end=log
+    )
+    trainer = quiet_trainer(hooks, max_epochs=2)
+    trainer.fit(tiny(), loader())
+    assert trainer.callback_metrics["x"] == 3.0
+
+
 STEP = {
     _TrainingEpochLoop: (
         *("advance", "reset", "on_run_start", "on_advance_end", "update_lr_schedulers"),
