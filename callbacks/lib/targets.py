@@ -62,3 +62,17 @@ def micro_batch_outputs(outputs: Any) -> list[dict[str, Any]]:
         return []
     several: list[dict[str, Any]] | None = outputs.get("micro_batches")
     return [outputs] if several is None else several
+
+
+def joined_outputs(outputs: list[dict[str, Any]], is_stand_in: bool) -> dict[str, Any]:
+    """The outputs of several micro-batches: the mean loss over their targets, and all of them.
+
+    Args:
+        is_stand_in: whether the only micro-batch counts for nothing.
+    """
+    trained = [output for output in outputs if output["loss"] is not None]
+    loss = None
+    if trained:
+        total = sum(output.get("count", 1) for output in trained)
+        loss = sum(output["loss"] * output.get("count", 1) for output in trained) / total
+    return {**outputs[-1], "loss": loss, "micro_batches": [] if is_stand_in else outputs}

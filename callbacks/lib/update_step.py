@@ -1,6 +1,7 @@
 """One update: the mean gradient over all its targets, its statistics, and the optimizer's step."""
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from callbacks.lib.first_micro_batch import FirstMicroBatch
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.stand_ins import kept_metrics, weighted_gradients
-from callbacks.lib.targets import count_targets
+from callbacks.lib.targets import count_targets, joined_outputs
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.updates import Update
@@ -112,7 +113,7 @@ class UpdateStep:
             )
         if len(update) == 1 and not update.is_stand_in:
             return outputs[0] if outputs[0]["loss"] is not None else {}
-        return _joined(outputs, update)
+        return joined_outputs(outputs, update.is_stand_in)
 
     def _make_manually(self, update: Update[Any], first: Any, batch_idx: int) -> Any:
         """A step of a module that optimizes manually, whose update is one micro-batch."""
@@ -256,9 +257,12 @@ class UpdateStep:
         output = None if batch is None else self.calls.training_step(batch, batch_idx)
         if output is None and self.calls.world_size > 1:
             raise RuntimeError(
-                "Skipping the `training_step` by returning None in distributed training is not supported."
-                " It is recommended that you rewrite your training logic to avoid having to skip the step in the first"
-                " place."
+                "Skipping the `training_step` by returning None in distributed training is not supported. It is"
+                " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
+            )
+        if output is None and batch is not None:
+            warnings.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning...", stacklevel=2
             )
         loss = output if type(output) is Tensor else output.get("loss") if type(output) is dict else None
         if type(loss) is not Tensor:
@@ -336,13 +340,3 @@ class UpdateStep:
         if share == 1.0:
             return contextlib.nullcontext()
         return weighted_gradients(self.calls.module, share)
-
-
-def _joined(outputs: list[dict[str, Any]], update: Update[Any]) -> dict[str, Any]:
-    """The outputs of several micro-batches: the mean loss over their targets, and all of them."""
-    trained = [output for output in outputs if output["loss"] is not None]
-    loss = None
-    if trained:
-        total = sum(output.get("count", 1) for output in trained)
-        loss = sum(output["loss"] * output.get("count", 1) for output in trained) / total
-    return {**outputs[-1], "loss": loss, "micro_batches": [] if update.is_stand_in else outputs}

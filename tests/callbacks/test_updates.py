@@ -173,6 +173,16 @@ def test_a_micro_batch_of_nothing_leaves_the_mean_of_the_rest(left_out: list[int
     assert_close(weights(train(Line(), GradientAccumulation(3), loader=loader)), by_hand(updates))
 
 
+def test_a_step_that_returns_nothing_makes_a_warning() -> None:
+    class Nothing(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) if batch_idx else None
+
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        found = train(Nothing(), SeedControl(1))
+    assert_close(weights(found), by_hand([[2, 3], [4, 5], [6, 7]]))
+
+
 # Several ranks
 
 
