@@ -145,8 +145,9 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        config = {"scheduler": scheduler, "interval": "step", "frequency": 2}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 def samples(n: int = 4 * BATCHES - 1) -> TensorDataset:
@@ -243,6 +244,11 @@ def assert_equal_with_update_loop(make: Case, folder: Path, **more: Any) -> dict
 @case
 def nothing_is_overridden(_: Transcript) -> dict[str, Any]:
     return {}
+
+
+@case
+def validations_are_counted_over_epochs(_: Transcript) -> dict[str, Any]:
+    return {"check_val_every_n_epoch": None, "val_check_interval": 4}
 
 
 @case
