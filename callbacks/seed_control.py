@@ -144,7 +144,7 @@ class SeedControl(pl.Callback):
         loop = trainer.fit_loop
         # A resumed epoch goes on in an order that was drawn before; and a loader with numbers draws none.
         if loop.restarted_mid_epoch or hasattr(trainer.train_dataloader, "division"):
-            self.seed_loading(trainer, install_update_loop(trainer).first_number(loop.batch_idx + 1))
+            self.seed_loading(trainer, install_update_loop(trainer).loaded.first_number(loop.batch_idx + 1))
         else:
             self.seed_epoch(trainer)
 

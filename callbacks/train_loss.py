@@ -153,7 +153,6 @@ class TrainLoss(pl.Callback):
         every = log_interval(trainer)
         if not every:
             return
-        correct = _right(outputs) if isinstance(outputs, dict) else None
         for output in micro_batch_outputs(outputs):
             loss = output.get("loss")
             if loss is None:
@@ -165,10 +164,14 @@ class TrainLoss(pl.Callback):
         if len(self._batches) >= _FOLD:
             self._fold()
         interval_ends = trainer.global_step // every > self._interval.update // every
-        if interval_ends or (trainer.is_last_batch and not self._interval.logged):
-            self._log_interval(trainer, correct is not None)
-        if trainer.is_last_batch:
-            self._log_epoch(trainer, correct is not None)
+        is_last = trainer.is_last_batch
+        if not interval_ends and not is_last:
+            return
+        has_accuracy = isinstance(outputs, dict) and _right(outputs) is not None
+        if interval_ends or not self._interval.logged:
+            self._log_interval(trainer, has_accuracy)
+        if is_last:
+            self._log_epoch(trainer, has_accuracy)
 
     def _totals(self, trainer: pl.Trainer) -> Tensor:
         """The sums of all ranks, without waiting for the device."""

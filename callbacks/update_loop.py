@@ -5,9 +5,9 @@ micro-batches, of which each rank computes a range. So everything that Lightning
 checkpoints and stops, is counted in updates, on any number of devices.
 """
 
-import copy
 import inspect
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +19,11 @@ from typing_extensions import override
 
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.loaded_updates import LoadedUpdates
 from callbacks.lib.training_loaders import check_interval, number_micro_batches
+from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep
-from callbacks.lib.updates import flattened
 from datamodules.errors import UserError
-from datamodules.loading.resumable import ResumableLoader
-from datamodules.loading.sampling import Division
-from datamodules.loading.updates import Update, join_updates
 
 
 class UpdateLoop(_TrainingEpochLoop):
@@ -45,6 +43,8 @@ class UpdateLoop(_TrainingEpochLoop):
         super().__init__(stock.trainer, stock.min_steps, stock.max_steps)
         # Counters, results, and the validation loop, which `fit` has given its loaders already.
         vars(self).update(vars(stock))
+        self.results = UpdateResults()
+        self._results = self.results
         self.calls = HookCalls(self.trainer)
         self.step = UpdateStep(self.trainer, self.calls)
         self.source: Any = self.trainer.fit_loop._data_source
@@ -52,12 +52,13 @@ class UpdateLoop(_TrainingEpochLoop):
         """What `GradientAccumulation` makes of the training loaders."""
         self.watches_sigterm = True
         """Whether Lightning asks all ranks in each update whether it has received SIGTERM."""
+        self.loaded = LoadedUpdates(self.trainer)
         self._stop_requested = False
         self._plateaus_stepped = False
         self._validates = False
+        self._validates_every = 1
         self._has_schedules = False
         self._updates_in_epoch: int | float = 0
-        self._look_at_loader(None)
 
     # The loaders
 
@@ -68,26 +69,6 @@ class UpdateLoop(_TrainingEpochLoop):
             loaders = self.prepare_loaders(loaders)
         check_interval(loaders, self.trainer)
         return loaders
-
-    def first_number(self, batch_idx: int) -> int:
-        """The number of this rank's first micro-batch in the update of that number of the epoch."""
-        if self._has_numbers:
-            loader: Any = self._loader
-            return int(loader.first_number(batch_idx))
-        return batch_idx * self.trainer.world_size + self.trainer.global_rank
-
-    def _as_update(self, item: Any, batch_idx: int, number: int) -> Update[Any]:
-        if type(item) is Update:
-            if item.count is None:
-                # A loader that goes on within an epoch counts from where it goes on.
-                item.numbers = range(number, number + len(item) * self.calls.world_size, self.calls.world_size)
-            return item
-        if self._joins_updates:
-            return join_updates(item)
-        if self._division is None or self.calls.world_size == 1:
-            return Update([item], [number], None)
-        share = self._division.share(batch_idx, self.trainer.global_rank)
-        return Update([item], [share.first], share.total, share.is_stand_in)
 
     # The epoch
 
@@ -101,68 +82,32 @@ class UpdateLoop(_TrainingEpochLoop):
             # A checkpoint may have been written before or after Lightning counts the update in this number.
             progress: Any = self.batch_progress.total
             self._batches_that_stepped = progress.processed - self.val_loop.restarted_mid_evaluation
-            self._check_position()
         # Asked to stop as an epoch starts, Lightning counts that epoch as done. Here it stops after the first update.
         self.drop_early_stop()
         self._stop_requested = self._stop_requested or self.trainer.should_stop
         self.trainer.should_stop = False
         self._plateaus_stepped = False
 
-    def _check_position(self) -> None:
-        """Refuse to go on within an epoch where the loader stands elsewhere than the counters."""
-        loader: Any = self.trainer.train_dataloader
-        done = self.batch_progress.current.ready
-        # A loader that has given an epoch's last batch is at the start of the next.
-        if not isinstance(loader, ResumableLoader) or self.batch_progress.is_last_batch or loader.updates_done == done:
-            return
-        raise UserError(
-            f"the run was saved within an epoch, after {done:,} updates, and with the devices and batches of now"
-            f" {loader.updates_done:,} have those samples: add GradientAccumulation, which keeps the size of an update,"
-            " or resume with those of before"
-        )
-
-    def _keep_position(self, data_fetcher: Any) -> None:
-        """Have checkpoints hold the position after this update: of a loader without a length the next one is loaded."""
-        if data_fetcher.length is not None:
-            return
-        loaders = data_fetcher.combined_loader
-        states = copy.deepcopy(type(loaders)._state_dicts(loaders))
-        if states:
-            loaders._state_dicts = lambda: states
-
-    @override
-    def _on_before_fetch(self) -> None:
-        if not self.calls.is_lean:
-            super()._on_before_fetch()
-
-    @override
-    def _on_after_fetch(self) -> None:
-        if not self.calls.is_lean:
-            super()._on_after_fetch()
-
-    def _look_at_loader(self, loader: Any) -> None:
-        """Keep what is asked of the training loader in each update."""
-        loaders = [] if loader is None else flattened(loader)
-        numbered = [each for each in loaders if hasattr(each, "first_number")]
-        self._has_numbers = bool(loaders) and len(numbered) == len(loaders)
-        self._loader = numbered[0] if numbered else loader
-        divisions = {getattr(each, "division", None) for each in loaders}
-        self._joins_updates = any(getattr(each, "gives_updates", False) for each in loaders)
-        # Several loaders together are one micro-batch, if they are dealt alike.
-        self._division: Division | None = divisions.pop() if len(divisions) == 1 else None
-
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        self._look_at_loader(self.trainer.train_dataloader)
+        self.loaded.look_at(self.trainer.train_dataloader)
         if self.step.seeds is not None:
             # Here the loader's iterator is made, and drawn from. The module's hook before may have drawn, too.
             self.step.seeds.seed_iterator(self.trainer)
+        if self.restarting:
+            self.loaded.resume(data_fetcher, self.batch_progress)
+        else:
+            self.loaded.begin_anew(data_fetcher)
         super().on_run_start(data_fetcher)
         self.calls.begin_epoch()
         self.step.skips_backward = self.automatic_optimization._skip_backward
         self._has_schedules = bool(self.trainer.lr_scheduler_configs)
         self._updates_in_epoch = self.trainer.num_training_batches
         self._validates = self._should_check_val_epoch()
+        interval: Any = self.trainer.val_check_batch
+        # Lightning counts updates of the run, or looks at the clock, where it is no number of updates of an epoch.
+        is_within_epoch = type(interval) is int and self.trainer.check_val_every_n_epoch is not None
+        self._validates_every = interval if is_within_epoch else 1
 
     @override
     def advance(self, data_fetcher: Any) -> None:
@@ -170,33 +115,29 @@ class UpdateLoop(_TrainingEpochLoop):
         progress = self.batch_progress
         if self.restarting and self._goes_on_with_validation(data_fetcher):
             return
-        self.val_loop.restarting = False
+        if self.val_loop.restarting:
+            self.val_loop.restarting = False
         if self.calls.world_size > 1 and self.watches_sigterm:
             self._broadcast_sigterm_tensor()
         batch_idx = self.batch_idx + 1
-        number = self.first_number(batch_idx)
+        number = self.loaded.first_number(batch_idx)
         # A loader without numbers draws the order of the epoch with its first batch.
-        if self.step.seeds is not None and (batch_idx > 0 or self._division is not None):
+        if self.step.seeds is not None and (batch_idx > 0 or self.loaded.division is not None):
             self.step.seed_loading(number)
-        self._keep_position(data_fetcher)
+        self.loaded.keep_position(data_fetcher)
         item, _, _ = next(data_fetcher)
         progress.is_last_batch = data_fetcher.done
-        update = self._as_update(item, batch_idx, number)
+        update = self.loaded.as_update(item, batch_idx, number, self.calls.world_size)
         first = self.calls.to_device(update.batches[0])
         shown = first if len(update) == 1 else update
         progress.increment_ready()
         connector = trainer._logger_connector
-        results = self._results
-        if self.calls.is_lean:
-            # As `on_batch_start` of the connector, without its search for the loop that runs.
-            connector._first_loop_iter = connector._first_loop_iter is None
-            results.batch, results.batch_size, results.dataloader_idx = first, None, None
-        else:
-            connector.on_batch_start(first)
+        results = self.results
+        connector.on_batch_start(first)
         outputs: Any = None
         stops = False
         if all(batch is None for batch in update.batches):
-            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...", stacklevel=2)
         else:
             stops = self.calls.hook("on_train_batch_start", shown, batch_idx) == -1
             self.calls.strategy_hook("on_train_batch_start", shown, batch_idx)
@@ -234,6 +175,14 @@ class UpdateLoop(_TrainingEpochLoop):
 
     @property
     @override
+    def global_step(self) -> int:
+        # Callbacks ask for it several times in an update: the counter of a module that optimizes automatically.
+        if self.calls.is_lean:
+            return self.automatic_optimization.optim_progress.optimizer.step.total.completed
+        return super().global_step
+
+    @property
+    @override
     def done(self) -> bool:
         # What is asked before each update, without Lightning's way to the number of steps.
         if self.max_steps == -1 and not self.restarting and not self.trainer.should_stop:
@@ -246,13 +195,18 @@ class UpdateLoop(_TrainingEpochLoop):
         trainer: Any = self.trainer
         trainer.should_stop = trainer.should_stop or self._stop_requested
         self._stop_requested = False
-        if self._validates and self._should_check_val_fx(data_fetcher):
+        progress = self.batch_progress
+        may_validate = progress.is_last_batch or trainer.should_stop or self.restarting
+        may_validate = may_validate or progress.current.ready % self._validates_every == 0
+        if self._validates and may_validate and self._should_check_val_fx(data_fetcher):
             super().on_advance_end(data_fetcher)
         else:
             if self._has_schedules:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)
             self._batches_that_stepped += 1
-            self._save_loggers_on_train_batch_end()
+            if trainer.should_stop:
+                for logger in trainer.loggers:
+                    logger.save()
             if self.watches_sigterm and trainer.received_sigterm and not self._is_training_done:
                 raise SIGTERMException
         if trainer.should_stop and not self.batch_progress.is_last_batch:
@@ -299,9 +253,11 @@ class UpdateLoop(_TrainingEpochLoop):
     @override
     def teardown(self) -> None:
         super().teardown()
+        self.results.reset()
         self.step.release()
+        self.calls.is_lean = False
         self._stop_requested = False
-        self._look_at_loader(None)
+        self.loaded.look_at(None)
 
 
 def install_update_loop(trainer: pl.Trainer) -> UpdateLoop:

@@ -6,7 +6,6 @@ depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps
 """
 
 import re
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +98,6 @@ class ExactCheckpoint(ModelCheckpoint):
     _loaded: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _scored: tuple[int, list[str]] = (0, [])
-    _undo: Sequence[Callable[[], None]] = ()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -114,7 +112,6 @@ class ExactCheckpoint(ModelCheckpoint):
             self._has_validated = False
             self._loaded = self._resumed = None
             save_best_first(trainer)
-            internals.load_states_into_made_loaders(trainer)
             if isinstance(trainer.precision_plugin, DoublePrecision):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)
@@ -160,10 +157,9 @@ class ExactCheckpoint(ModelCheckpoint):
             replay.replay_epoch(trainer, resumed)
             trainer.should_stop = trainer.should_stop or replay.was_stopped_early(trainer)
             install_update_loop(trainer).drop_early_stop()
-        self._release()
         if resumed and is_first and (sums := resumed.get(_SUMS)) and trainer.fit_loop.restarted_mid_epoch:
             replay.refuse_torchmetrics(trainer, sums)
-            self._undo = [internals.continue_epoch_sums(trainer, sums)]
+            install_update_loop(trainer).results.go_on_from(trainer, sums)
         metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
 
@@ -179,9 +175,12 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save, unless the update is an epoch's last, after which `on_train_epoch_end` does."""
+        saves_at_interval = internals.saves_within_epochs(self)
+        if not saves_at_interval and not self._has_validated:
+            return
         if trainer.is_last_batch or not RULES[place_after_update(trainer)].saves:
             return
-        if internals.saves_within_epochs(self):
+        if saves_at_interval:
             self._save_at_interval(trainer)
         if self._has_validated:
             self._has_validated = False
@@ -223,20 +222,9 @@ class ExactCheckpoint(ModelCheckpoint):
             self._loaded = None
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        self._release()
-
-    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         internals.restore_modes(trainer)
-        self._release()
-
-    def _release(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = ()
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:

@@ -24,7 +24,8 @@ from torch.utils.data import (
 
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.lightning_internals import iterate_anew, unused_loader_states
+from callbacks.lib.lightning_internals import unused_loader_states
+from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 from datamodules.notes import warn
@@ -167,7 +168,7 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     if within_epoch:
         _check_position(trainer)
     elif without:
-        iterate_anew(trainer)
+        install_update_loop(trainer).loaded.iterates_anew = True
 
 
 def was_stopped_early(trainer: pl.Trainer) -> bool:

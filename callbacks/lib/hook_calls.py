@@ -6,7 +6,6 @@ of `training_step` each time. For a small network that takes longer than the ari
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -18,6 +17,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from callbacks.lib.hooks import is_idle
@@ -25,6 +25,7 @@ from callbacks.lib.lightning_internals import RUNNING_HOOK
 
 _UPDATE = ("optimizer_step",)
 _STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step", "batch_to_device", "post_training_step")
+_STEP = ("training_step",)
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Methods that are not called, as long as they are Lightning's own."""
@@ -40,10 +41,16 @@ _HOOKS = (
 _STOCK = {
     getattr(kind, name)
     for kind in (Strategy, DDPStrategy, pl.LightningModule, pl.LightningDataModule)
-    for name in {*_UPDATE, *_STRATEGY, *_CLIPPING, *_TRANSFERS}
+    for name in {*_UPDATE, *_STRATEGY, *_STEP, *_CLIPPING, *_TRANSFERS}
     if hasattr(kind, name)
 }
 """They do what is done here, where there is no GradScaler."""
+
+
+def _has_stock(owner: Any, names: tuple[str, ...]) -> bool:
+    """Whether these methods are Lightning's own: no subclass overrides one, and none was set on the object."""
+    is_stock = all(getattr(type(owner), name, None) in _STOCK for name in names)
+    return is_stock and vars(owner).keys().isdisjoint(names)
 
 
 def _call_hook(owner: Any, name: str, *args: Any) -> Any:
@@ -77,15 +84,23 @@ class HookCalls:
         """The ``on_update_end`` of callbacks that have one."""
         self.callbacks: list[pl.Callback] = []
         """Those of the Trainer when `hooked` was made."""
-        self.hooked: dict[str, list[tuple[int, pl.Callback]]] = {}
-        """Which of them have a hook of their own, by its name, with their places."""
-        self.idle: set[str] = set()
-        """The hooks of which neither they nor the module's class have one."""
-        self.classes: dict[tuple[type, tuple[str, ...]], bool] = {}
-        """Whether these methods of a class are stock."""
+        self.hooked: dict[str, list[tuple[int, Callable[..., Any]]]] = {}
+        """The hooks of their own that they have, by name, with their places in the list."""
+        self.own_hooks: set[str] = set()
+        """The names of those that the module's class has."""
+        self.attributes: dict[str, Any] = {}
+        """Those of the module."""
+        self.schedulers: list[Any] = []
+        """The configurations of learning-rate schedulers that step with updates."""
+        self.moves_batches = False
+        """Whether a hook, or a precision, takes part in moving a batch to the device."""
+        self.has_clipping = False
+        """Whether the module clips gradients in its own way."""
         self.step: Any = None
         """The `training_step` of which is known whether it takes ``batch_idx``."""
         self.takes_index = True
+        self.calls_step = False
+        """Whether `Strategy.training_step` has no context around the module's."""
 
     def begin_epoch(self) -> None:
         """Look at what takes part in the epoch that begins."""
@@ -94,15 +109,16 @@ class HookCalls:
         self.precision = self.trainer.precision_plugin
         self.optimizers = self.trainer.optimizers
         self.world_size = self.trainer.world_size
+        self.attributes = vars(self.module)
         self.is_lean = self._is_ordinary()
+        configs = self.trainer.lr_scheduler_configs
+        self.schedulers = [each for each in configs if each.interval == "step" and not each.reduce_on_plateau]
+        data = self.trainer.datamodule
+        stock = _has_stock(self.module, _TRANSFERS) and (data is None or _has_stock(data, _TRANSFERS))
+        self.moves_batches = not (self.is_lean and stock)
+        self.calls_step = type(self.precision) is Precision and _has_stock(self.strategy, _STEP)
+        self.has_clipping = not _has_stock(self.module, _CLIPPING)
         self._find_hooks()
-
-    def has_stock(self, owner: Any, names: tuple[str, ...]) -> bool:
-        """Whether these methods are Lightning's own: no subclass overrides one, and none was set on the object."""
-        key = type(owner), names
-        if key not in self.classes:
-            self.classes[key] = all(getattr(type(owner), name, None) in _STOCK for name in names)
-        return self.classes[key] and vars(owner).keys().isdisjoint(names)
 
     def _is_ordinary(self) -> bool:
         trainer = self.trainer
@@ -118,8 +134,8 @@ class HookCalls:
             and getattr(strategy, "_model_averager", None) is None
             and not strategy.handles_gradient_accumulation
             and len(trainer.optimizers) == 1
-            and self.has_stock(module, _UPDATE)
-            and self.has_stock(strategy, _STRATEGY)
+            and _has_stock(module, _UPDATE)
+            and _has_stock(strategy, _STRATEGY)
             and type(precision) in _PRECISIONS
         )
 
@@ -127,12 +143,14 @@ class HookCalls:
         """Look which callbacks have hooks of their own; one that is set on an object later counts from here on."""
         self.callbacks = list(self.trainer.callbacks)
         self.after_update = [each.on_update_end for each in self.callbacks if hasattr(each, "on_update_end")]
-        self.idle = set()
         for name in _HOOKS:
-            places = enumerate(self.callbacks)
-            self.hooked[name] = [(place, each) for place, each in places if not is_idle(each, name, pl.Callback)]
-            if not self.hooked[name] and is_idle(self.module, name, pl.LightningModule):
-                self.idle.add(name)
+            hooks = [
+                (place, getattr(each, name))
+                for place, each in enumerate(self.callbacks)
+                if not is_idle(each, name, pl.Callback)
+            ]
+            self.hooked[name] = [(place, hook) for place, hook in hooks if callable(hook)]
+        self.own_hooks = {name for name in _HOOKS if not is_idle(self.module, name, pl.LightningModule)}
 
     def hook(self, name: str, *args: Any) -> Any:
         """A hook of all callbacks and then of the module, whose answer is returned."""
@@ -141,27 +159,28 @@ class HookCalls:
             return call._call_lightning_module_hook(self.trainer, name, *args)
         module = self.module
         callbacks = self.trainer.callbacks
-        attributes = vars(module)
+        attributes = self.attributes
         if callbacks != self.callbacks:
             self._find_hooks()
-        if name in self.idle and name not in attributes:
+        hooked = self.hooked[name]
+        has_own = name in self.own_hooks or name in attributes
+        if not hooked and not has_own:
             return None
         before = attributes[RUNNING_HOOK]
         attributes[RUNNING_HOOK] = name
-        for place, callback in self.hooked[name]:
-            if callable(hook := getattr(callback, name)):
-                hook(self.trainer, module, *args)
+        for place, hook in hooked:
+            hook(self.trainer, module, *args)
             if callbacks != self.callbacks:  # As Lightning goes on, by places, where a hook has changed the list.
                 for other in islice(callbacks, place + 1, None):
                     _call_hook(other, name, self.trainer, module, *args)
                 break
-        answer = _call_hook(module, name, *args)
+        answer = _call_hook(module, name, *args) if has_own else None
         attributes[RUNNING_HOOK] = before
         return answer
 
     def named(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function as the hook of this name."""
-        attributes = vars(self.module)
+        attributes = self.attributes
         before = attributes[RUNNING_HOOK]
         attributes[RUNNING_HOOK] = name
         answer = function(*args)
@@ -189,8 +208,8 @@ class HookCalls:
             updates: those of the epoch so far.
             progress: Lightning's counter of the steps.
         """
-        for config in self.trainer.lr_scheduler_configs:
-            if not config.reduce_on_plateau and config.interval == "step" and updates % config.frequency == 0:
+        for config in self.schedulers:
+            if updates % config.frequency == 0:
                 progress.increment_ready()
                 self.module_hook("lr_scheduler_step", config.scheduler, None)
                 progress.increment_completed()
@@ -211,32 +230,36 @@ class HookCalls:
 
     def to_device(self, batch: Any) -> Any:
         """A batch on the device, as Lightning and the module's hooks bring it there."""
-        trainer = self.trainer
-        module = self.module
-        data = trainer.datamodule
         if type(self.precision) not in (Precision, MixedPrecision):
             batch = self.precision.convert_input(batch)  # Those two leave it as it is.
-        stock = self.is_lean and self.has_stock(module, _TRANSFERS)
-        if stock and (data is None or self.has_stock(data, _TRANSFERS)):
-            device = self.strategy.root_device
-            # On the CPU nothing moves, and visiting the parts takes longer than all else here.
-            if type(batch) in (tuple, list) and all(type(part) is Tensor and part.device == device for part in batch):
-                return type(batch)(batch)
+        if self.moves_batches:
+            batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+        device = self.strategy.root_device
+        if type(batch) not in (tuple, list):
             return move_data_to_device(batch, device)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        for part in batch:
+            if type(part) is not Tensor or part.device != device:
+                return move_data_to_device(batch, device)
+        # On the CPU nothing moves, and visiting the parts takes longer than all else here.
+        return type(batch)(batch)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the module's `training_step` returns, through the strategy."""
+    def step_arguments(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Those of the module's `training_step`, which need not take ``batch_idx``."""
         # Its signature is inspected once and not, as Lightning does it, at each step.
         step = self.module.training_step
         function = getattr(step, "__func__", step)
         if function is not self.step:
             self.step = function
-            loop = self.trainer.fit_loop.epoch_loop
-            self.takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), batch, batch_idx)
-        args = (batch, batch_idx) if self.takes_index else (batch,)
+            self.takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return {"batch": batch, "batch_idx": batch_idx} if self.takes_index else {"batch": batch}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the module's `training_step` returns, through the strategy."""
+        args = self.step_arguments(batch, batch_idx).values()
         strategy = self.strategy
+        if self.is_lean and self.calls_step and strategy.model is self.module:
+            return self.named("training_step", self.module.training_step, *args)
         if self.is_lean:
             return self.named("training_step", strategy.training_step, *args)
         output = call._call_strategy_hook(self.trainer, "training_step", *args)
@@ -272,14 +295,14 @@ class HookCalls:
     def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
         """The module's `optimizer_step`, whose optimizer calls the closure."""
         trainer = self.trainer
-        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        if not self.is_lean:
-            optimization._optimizer_step(batch_idx, closure)
-            return
-        progress = optimization.optim_progress.optimizer.step
-        optimizer = self.optimizers[0]
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         progress.increment_ready()
-        self.named("optimizer_step", self._run_optimizer, optimizer, closure)
+        if self.is_lean:
+            self.named("optimizer_step", self._run_optimizer, self.optimizers[0], closure)
+        else:
+            epoch = trainer.current_epoch
+            optimizer = self.module.optimizers()  # As Lightning wraps it.
+            call._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, optimizer, closure)
         progress.increment_completed()
 
     def _run_optimizer(self, optimizer: Any, closure: Callable[[], Any]) -> None:
@@ -292,7 +315,7 @@ class HookCalls:
         def gradients() -> Any:
             loss = closure()
             self.hook("on_before_optimizer_step", optimizer)
-            if value is not None or not self.has_stock(module, _CLIPPING):
+            if value is not None or self.has_clipping:
                 clip = partial(module.configure_gradient_clipping, optimizer)
                 clip = partial(clip, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
                 self.named("configure_gradient_clipping", clip)

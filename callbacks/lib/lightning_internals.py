@@ -1,17 +1,15 @@
-"""Lightning's private names: beside `hook_calls`, `update_step` and `update_loop`, no other file touches them.
+"""Lightning's private names: beside the update loop and what it is made of, no other file touches them.
 
 Each function does one thing that Lightning has no public name for. `tests/callbacks/lib/test_lightning_internals.py`
 holds a test for each, so that a release of Lightning that renames one fails there.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -86,36 +84,6 @@ def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
             yield key, metric
 
 
-def continue_epoch_sums(trainer: pl.Trainer, by_rank: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-    """Lets each sum of this epoch go on from those of a checkpoint; returns how to undo it.
-
-    Args:
-        by_rank: what `epoch_sums` gave on each rank; on another number of ranks, rank 0 takes over the sums of all.
-    """
-    results: Any = trainer.fit_loop.epoch_loop._results
-    update, rank = results.update_metrics, trainer.global_rank
-    same = len(by_rank) == trainer.world_size
-    left, epoch = [dict(sums) for sums in (by_rank[rank : rank + 1] if same else by_rank)], trainer.current_epoch
-
-    def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        if trainer.current_epoch != epoch:
-            left.clear()
-        metric, found = results[key], [part for sums in left if (part := sums.pop(key, None))]
-        if found:
-            device = metric.value.device
-            values, weights = (torch.stack(part).to(device) for part in zip(*found, strict=True))
-            if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
-                metric.value = metric.meta.reduce_fx(values)
-            elif same or rank == 0:
-                metric.value = values.sum()
-                if metric.meta.is_mean_reduction:
-                    metric.cumulated_batch_size = weights.sum()
-        update(key, value, batch_size)
-
-    results.update_metrics = update_metrics
-    return lambda: vars(results).pop("update_metrics", None)
-
-
 def means_of_trained_epoch(trainer: pl.Trainer) -> dict[str, Tensor]:
     """What ``log(on_epoch=True)`` gives for the epoch, once its last batch is trained; to be called on all ranks."""
     if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
@@ -142,30 +110,6 @@ def uses_distributed_sampler(trainer: pl.Trainer) -> bool:
 def set_sampler_epoch(loader: Any, epoch: int) -> None:
     """Tell the samplers of a loader which epoch begins."""
     _set_sampler_epoch(loader, epoch)
-
-
-def _setup_data(loop: Any) -> None:
-    type(loop).setup_data(loop)
-    if loop.restarting and loop._combined_loader_states_to_load:
-        loop._load_combined_loader_states()
-        iter(loop._data_fetcher)
-
-
-def load_states_into_made_loaders(trainer: pl.Trainer) -> None:
-    """Has a resume load the states of training loaders that were made before its checkpoint was restored, too.
-
-    They are where `configure_optimizers` asks for ``estimated_stepping_batches`` (Lightning #20550).
-    """
-    loop: Any = trainer.fit_loop
-    loop.setup_data = partial(_setup_data, loop)
-
-
-def iterate_anew(trainer: pl.Trainer) -> None:
-    """Has the training loaders iterated over again in the epoch that begins, also where it is the first after a resume.
-
-    Lightning takes the iterator of its set-up then, in the order of epoch 0.
-    """
-    trainer.fit_loop._resuming_from_checkpoint = False
 
 
 # Signals, strategies and loggers

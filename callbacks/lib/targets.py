@@ -23,7 +23,8 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
         >>> count_targets(torch.tensor(0.5), batch=torch.zeros(3, 10))
         3
     """
-    count: int | Tensor | None = output.get("count") if isinstance(output, Mapping) else None
+    is_mapping = type(output) is dict or isinstance(output, Mapping)
+    count: int | Tensor | None = output.get("count") if is_mapping else None
     if count is not None:
         return count
     try:
@@ -61,3 +62,17 @@ def micro_batch_outputs(outputs: Any) -> list[dict[str, Any]]:
         return []
     several: list[dict[str, Any]] | None = outputs.get("micro_batches")
     return [outputs] if several is None else several
+
+
+def joined_outputs(outputs: list[dict[str, Any]], is_stand_in: bool) -> dict[str, Any]:
+    """The outputs of several micro-batches: the mean loss over their targets, and all of them.
+
+    Args:
+        is_stand_in: whether the only micro-batch counts for nothing.
+    """
+    trained = [output for output in outputs if output["loss"] is not None]
+    loss = None
+    if trained:
+        total = sum(output.get("count", 1) for output in trained)
+        loss = sum(output["loss"] * output.get("count", 1) for output in trained) / total
+    return {**outputs[-1], "loss": loss, "micro_batches": [] if is_stand_in else outputs}

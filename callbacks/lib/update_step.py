@@ -1,6 +1,7 @@
 """One update: the mean gradient over all its targets, its statistics, and the optimizer's step."""
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from callbacks.lib.batch_norm import (
 from callbacks.lib.first_micro_batch import FirstMicroBatch
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
 from callbacks.lib.hook_calls import HookCalls
-from callbacks.lib.targets import count_targets
-from callbacks.lib.uneven_logs import uneven_logs
+from callbacks.lib.stand_ins import kept_metrics, weighted_gradients
+from callbacks.lib.targets import count_targets, joined_outputs
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.updates import Update
@@ -112,15 +113,16 @@ class UpdateStep:
             )
         if len(update) == 1 and not update.is_stand_in:
             return outputs[0] if outputs[0]["loss"] is not None else {}
-        return _joined(outputs, update)
+        return joined_outputs(outputs, update.is_stand_in)
 
     def _make_manually(self, update: Update[Any], first: Any, batch_idx: int) -> Any:
         """A step of a module that optimizes manually, whose update is one micro-batch."""
         (number,) = update.numbers
         self._seed_micro_batch(number)
         part = _Part(number, first, is_first=True, is_last=True, is_stand_in=update.is_stand_in)
-        with self._uneven(update, part):
-            return self._loop.manual_optimization.run(self._loop._build_kwargs(OrderedDict(), first, batch_idx))
+        with self._uneven(update, part), self._weighted(self._share_of_mean(update, part)):
+            arguments = OrderedDict(self.calls.step_arguments(first, batch_idx))
+            return self._loop.manual_optimization.run(arguments)
 
     def _attach(self) -> None:
         """Put the sums in the place of DDP's reduction; DDP is another one where layers were unfrozen."""
@@ -199,7 +201,7 @@ class UpdateStep:
         """A micro-batch on the device; `log` takes its size as the weight of a mean."""
         self.seed_loading(part.number)
         batch = self.calls.to_device(part.batch)
-        results = self._loop._results
+        results = self._loop.results
         results.batch = batch
         results.batch_size = None
         return batch
@@ -255,9 +257,12 @@ class UpdateStep:
         output = None if batch is None else self.calls.training_step(batch, batch_idx)
         if output is None and self.calls.world_size > 1:
             raise RuntimeError(
-                "Skipping the `training_step` by returning None in distributed training is not supported."
-                " It is recommended that you rewrite your training logic to avoid having to skip the step in the first"
-                " place."
+                "Skipping the `training_step` by returning None in distributed training is not supported. It is"
+                " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
+            )
+        if output is None and batch is not None:
+            warnings.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning...", stacklevel=2
             )
         loss = output if type(output) is Tensor else output.get("loss") if type(output) is dict else None
         if type(loss) is not Tensor:
@@ -323,15 +328,15 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def _uneven_part(self, is_stand_in: bool) -> Iterator[None]:
-        with uneven_logs(self._loop._results, is_stand_in), stand_in(self._synchronised if is_stand_in else ()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._loop.results.uneven(is_stand_in))
+            if is_stand_in:
+                stack.enter_context(stand_in(self._synchronised))
+                stack.enter_context(kept_metrics(self.calls.module))
             yield
 
-
-def _joined(outputs: list[dict[str, Any]], update: Update[Any]) -> dict[str, Any]:
-    """The outputs of several micro-batches: the mean loss over their targets, and all of them."""
-    trained = [output for output in outputs if output["loss"] is not None]
-    loss = None
-    if trained:
-        total = sum(output.get("count", 1) for output in trained)
-        loss = sum(output["loss"] * output.get("count", 1) for output in trained) / total
-    return {**outputs[-1], "loss": loss, "micro_batches": [] if update.is_stand_in else outputs}
+    def _weighted(self, share: float) -> contextlib.AbstractContextManager[Any]:
+        """What surrounds a `training_step` that makes its backward passes itself."""
+        if share == 1.0:
+            return contextlib.nullcontext()
+        return weighted_gradients(self.calls.module, share)

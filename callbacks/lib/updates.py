@@ -45,10 +45,12 @@ def total_updates(trainer: pl.Trainer) -> int | float:
         RuntimeError: the training loader is not built yet.
         UserError: Lightning's `GradientAccumulationScheduler` changes the number.
     """
-    max_steps = math.inf if trainer.max_steps == -1 else -(-trainer.max_steps // max(1, len(trainer.optimizers)))
-    if trainer.max_epochs in (None, -1):
+    steps = trainer.max_steps
+    max_steps = math.inf if steps == -1 else -(-steps // max(1, len(trainer.optimizers)))
+    epochs = trainer.max_epochs
+    if epochs is None or epochs == -1:
         return max_steps
-    return min(max_steps, _updates_of_epochs(trainer, trainer.max_epochs))
+    return min(max_steps, _updates_of_epochs(trainer, epochs))
 
 
 def _trained_batches(trainer: pl.Trainer) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
-from callbacks import FreezeLayers, Preemption, WarmupLR, WeightAveraging
+from callbacks import FreezeLayers, Preemption, SeedControl, WarmupLR, WeightAveraging
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.signals import Preempted
 from datamodules.errors import UserError
@@ -112,3 +113,15 @@ def test_a_run_that_accumulates_by_hand_is_saved_where_no_gradient_waits(batch: 
     timed = ExactCheckpoint(tmp_path / "timed", train_time_interval=timedelta(0), save_top_k=-1)
     assert equal(train(Manual(2, 3), saves[1], timed, resume=tmp_path / "last.ckpt"), expected)
     assert list(tmp_path.glob("timed/*.ckpt"))
+
+
+def test_a_second_fit_counts_the_steps_of_its_own_module() -> None:
+    steps: list[int] = []
+    note = LambdaCallback(on_fit_start=lambda trainer, _: steps.append(trainer.global_step))
+    trainer = quiet_trainer(SeedControl(1), note, max_epochs=1)
+    loader = TrainLoader(*noisy_images(40), torch.arange(40), 4, 1)
+    for module in (Automatic(), Manual()):
+        trainer.fit_loop.epoch_progress.reset()
+        trainer.fit(module, loader)
+        steps.append(trainer.global_step)
+    assert steps == [0, 10, 0, 10]

@@ -185,6 +185,9 @@ def test_an_interrupted_validation_is_repeated_and_its_epoch_continues(tmp_path:
     assert ends[1].places[0] == ends[3].places[0] == ("validation", 1, 0)
     assert ends[1][1:2] == ends[3][1:2] == entire[1:2]
     assert ends[1].scores == ends[3].scores == entire.scores
+    run_ranks(live, 1, BARE, 1, tmp_path / "other", ("validation", 1, 1), val_check_interval=6)
+    other = run_ranks(live, 1, BARE, 1, tmp_path / "other", val_check_interval=4)[0]
+    assert other.places[0] == ("validation", 1, 0), "also where no validation would be due"
 
 
 def test_before_the_first_update_nothing_is_saved(tmp_path: Path) -> None:

@@ -145,8 +145,9 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        config = {"scheduler": scheduler, "interval": "step", "frequency": 2}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 def samples(n: int = 4 * BATCHES - 1) -> TensorDataset:
@@ -243,6 +244,11 @@ def assert_equal_with_update_loop(make: Case, folder: Path, **more: Any) -> dict
 @case
 def nothing_is_overridden(_: Transcript) -> dict[str, Any]:
     return {}
+
+
+@case
+def validations_are_counted_over_epochs(_: Transcript) -> dict[str, Any]:
+    return {"check_val_every_n_epoch": None, "val_check_interval": 4}
 
 
 @case
@@ -451,12 +457,15 @@ def test_an_optimizer_that_ignores_its_closure_is_refused() -> None:
 @pytest.mark.parametrize(("hook", "owner"), zip(STEP_HOOKS, ["callback", "module", "module", "callback"], strict=True))
 @pytest.mark.parametrize("what", ["stops", "raises"])
 def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(what, hook, owner, tmp_path) -> None:
+    # A run validates after an update in which it is asked to stop, also between two intervals.
+    place = 2 if "validation" in hook else 1
+
     def make(_: Transcript) -> dict[str, Any]:
         def act(instance: Any, *args: Any) -> None:
             module = instance if owner == "module" else args[1]
-            if module.trainer.fit_loop.epoch_loop.total_batch_idx == 2 and what == "stops":
+            if module.trainer.fit_loop.epoch_loop.total_batch_idx == place and what == "stops":
                 module.trainer.should_stop = True
-            elif module.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            elif module.trainer.fit_loop.epoch_loop.total_batch_idx == place:
                 raise RuntimeError("in a hook")
 
         if owner == "module":

@@ -173,6 +173,16 @@ def test_a_micro_batch_of_nothing_leaves_the_mean_of_the_rest(left_out: list[int
     assert_close(weights(train(Line(), GradientAccumulation(3), loader=loader)), by_hand(updates))
 
 
+def test_a_step_that_returns_nothing_makes_a_warning() -> None:
+    class Nothing(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) if batch_idx else None
+
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        found = train(Nothing(), SeedControl(1))
+    assert_close(weights(found), by_hand([[2, 3], [4, 5], [6, 7]]))
+
+
 # Several ranks
 
 
@@ -208,39 +218,6 @@ def test_a_log_that_waits_in_an_uneven_update_is_refused() -> None:
     for uneven, even in run_ranks(_logs_by_step, 2, 2):
         assert "self.log(on_step=True, sync_dist=True) waits for all devices" in uneven
         assert even == ""
-
-
-def _epoch_mean(world_size: int) -> float:
-    """The mean loss of an epoch of 5 micro-batches in updates of 2, which ends with a stand-in on one rank."""
-    inputs, targets = samples(10)
-    model = Logging(on_epoch=True, on_step=False, sync_dist=True)
-    nn.init.zeros_(model.network.weight)  # type: ignore[arg-type]
-    nn.init.zeros_(model.network.bias)  # type: ignore[arg-type]
-    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.0)  # type: ignore[method-assign]
-    trainer = quiet_trainer(GradientAccumulation(global_batch_size=4), world_size=world_size)
-    loader = TrainLoader(inputs, targets, torch.arange(10), 2, 1, trainer.global_rank, world_size)
-    trainer.fit(model, loader)
-    return float(trainer.callback_metrics["loss"])
-
-
-def test_what_a_stand_in_logs_does_not_count() -> None:
-    wanted = float((samples(10)[1] ** 2).mean())
-    for found in [_epoch_mean(1), *run_ranks(_epoch_mean, 2, 2)]:
-        assert found == pytest.approx(wanted, rel=1e-9)
-
-
-def _log_of_stand_ins(world_size: int) -> float:
-    """Two epochs of one micro-batch, in which a rank computes nothing else than a stand-in."""
-    model = Logging(on_epoch=True, on_step=False, sync_dist=True)
-    trainer = quiet_trainer(GradientAccumulation(global_batch_size=4), world_size=world_size, max_epochs=2)
-    loader = TrainLoader(*samples(2), torch.arange(2), 2, 1, trainer.global_rank, world_size)
-    trainer.fit(model, loader)
-    return float(trainer.callback_metrics["loss"])
-
-
-def test_a_rank_of_stand_ins_only_keeps_no_other_waiting() -> None:
-    wanted = pytest.approx(_log_of_stand_ins(1), rel=1e-12)
-    assert run_ranks(_log_of_stand_ins, 2, 2, timeout=60) == [wanted, wanted]
 
 
 class Noisy(Line):
@@ -318,27 +295,3 @@ def test_uneven_ranks_normalise_what_they_see_at_one_step() -> None:
     for found in run_ranks(_normalised_together, 2, 2):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
-
-
-def _without_accumulation(world_size: int, rank_count: int, synchronised: bool) -> list[Tensor]:
-    """An update of each rank's micro-batch; the last one of the epoch has fewer micro-batches than ranks."""
-    model = Normalised() if synchronised else Line()
-    callbacks: list[pl.Callback] = [SyncBN()] if synchronised else [SeedControl(1)]
-    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=LR)  # type: ignore[method-assign]
-    trainer = quiet_trainer(*callbacks, world_size=world_size)
-    rows = torch.arange(4 * (rank_count - 1))
-    loader = TrainLoader(*samples(12), rows, 4, 1, trainer.global_rank, world_size, shuffle=False)
-    trainer.fit(model, loader)
-    return weights(model)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("synchronised", [False, True])
-def test_a_stand_in_counts_for_nothing_without_accumulation(ranks: int, synchronised: bool) -> None:
-    model = Normalised() if synchronised else Line()
-    inputs, targets = samples(12)
-    model.loss((inputs[: 4 * (ranks - 1)], targets[: 4 * (ranks - 1)])).backward()
-    wanted = [parameter.detach() - LR * parameter.grad for parameter in model.parameters()]  # type: ignore[operator]
-    for found in run_ranks(_without_accumulation, ranks, ranks, ranks, synchronised):
-        for mine, expected in zip(found, wanted, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-12)

@@ -23,15 +23,19 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib import lightning_internals as internals
+from callbacks.update_loop import install_update_loop
 from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 ROOT = Path(__file__).parents[3]
 FENCE = [
     ROOT / "callbacks/lib/lightning_internals.py",
     ROOT / "callbacks/lib/hook_calls.py",
+    ROOT / "callbacks/lib/loaded_updates.py",
+    ROOT / "callbacks/lib/update_results.py",
     ROOT / "callbacks/lib/update_step.py",
     ROOT / "callbacks/update_loop.py",
 ]
@@ -63,16 +67,18 @@ def test_a_value_is_logged_as_in_the_running_hook() -> None:
 def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_fx: str, ends: float) -> None:
     found: list[Any] = []
 
-    def install(trainer: pl.Trainer, _: Any) -> None:
+    def go_on(trainer: pl.Trainer, _: Any) -> None:
         saved = [{"on_train_batch_end.x": [torch.tensor(value), torch.tensor(1)]} for value in (4.0, 6.0, 5.0)]
-        internals.continue_epoch_sums(trainer, saved)
+        install_update_loop(trainer).results.go_on_from(trainer, saved)
 
     def log(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if index := trainer.fit_loop.batch_idx:  # Not after the first batch.
             module.log("x", float(index), on_step=False, on_epoch=True, batch_size=2, reduce_fx=reduce_fx)
         found.append((internals.epoch_sums(trainer), internals.means_of_trained_epoch(trainer)))
 
-    hooks = LambdaCallback(on_train_start=install, on_train_batch_end=log)
+    hooks = LambdaCallback(
+        setup=lambda trainer, *_, **__: install_update_loop(trainer), on_train_start=go_on, on_train_batch_end=log
+    )
     quiet_trainer(hooks).fit(tiny(), loader())
     assert [list(sums) for sums, _ in found] == [[], *[["on_train_batch_end.x"]] * 3]
     if reduce_fx == "mean":
@@ -85,9 +91,26 @@ def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_
     assert found[-1][1]["x"].item() == pytest.approx(ends)
 
 
+def test_saved_sums_end_with_their_epoch() -> None:
+    def go_on(trainer: pl.Trainer, _: Any) -> None:
+        saved = [{"on_train_batch_end.x": [torch.tensor(100.0), torch.tensor(1)]}]
+        install_update_loop(trainer).results.go_on_from(trainer, saved)
+
+    def log(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.current_epoch:
+            module.log("x", 3.0, on_step=False, on_epoch=True, batch_size=2)
+
+    hooks = LambdaCallback(
+        setup=lambda trainer, *_, **__: install_update_loop(trainer), on_train_start=go_on, on_train_batch_end=log
+    )
+    trainer = quiet_trainer(hooks, max_epochs=2)
+    trainer.fit(tiny(), loader())
+    assert trainer.callback_metrics["x"] == 3.0
+
+
 STEP = {
     _TrainingEpochLoop: (
-        *("advance", "reset", "on_run_start", "on_advance_end", "update_lr_schedulers", "_build_kwargs"),
+        *("advance", "reset", "on_run_start", "on_advance_end", "update_lr_schedulers"),
         *("_should_check_val_fx", "_broadcast_sigterm_tensor", "done"),
     ),
     _AutomaticOptimization: (
@@ -101,8 +124,9 @@ STEP = {
     LightningOptimizer: ("step",),
     pl.LightningModule: ("optimizer_step", "clip_gradients", "_on_before_batch_transfer"),
     _LoggerConnector: ("on_batch_start", "on_batch_end", "update_train_step_metrics"),
+    _ResultCollection: ("log", "update_metrics", "reset"),
 }
-"""The methods that `UpdateLoop` and `HookCalls` replace, and those that they build on."""
+"""The methods that `UpdateLoop`, `HookCalls` and `UpdateResults` replace, and those that they build on."""
 
 
 def test_the_step_of_this_lightning_is_the_one_that_is_replaced() -> None:
@@ -110,7 +134,7 @@ def test_the_step_of_this_lightning_is_the_one_that_is_replaced() -> None:
     methods = [getattr(method, "fget", method) for method in methods]
     methods += [call._call_callback_hooks, call._call_lightning_module_hook, call._call_strategy_hook]
     text = "".join(map(inspect.getsource, methods))
-    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "f94b9f214368", (
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "c59485522f00", (
         "compare them with callbacks/update_loop.py and callbacks/lib/hook_calls.py"
     )
 
