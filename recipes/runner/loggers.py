@@ -10,8 +10,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from PIL.Image import Image
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
@@ -58,7 +60,7 @@ class _MetricsFile(ExperimentWriter):
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
-        self.metrics_keys, _ = _read(Path(self.metrics_file_path))
+        self.metrics_keys, _ = read_metrics(Path(self.metrics_file_path))
 
     @override
     def _check_log_dir_exists(self) -> None:
@@ -73,7 +75,7 @@ class _MetricsFile(ExperimentWriter):
         if columns == self.metrics_keys and path.is_file():
             self._append(path)
         else:
-            write_rows(path, [*_read(path)[1], *self.metrics], columns)
+            write_rows(path, [*read_metrics(path)[1], *self.metrics], columns)
         self.metrics, self.metrics_keys = [], columns
         forget_failures(path.name)
 
@@ -87,7 +89,7 @@ class _MetricsFile(ExperimentWriter):
             raise
 
 
-def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+def read_metrics(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """The columns and rows of a file of metrics; none where there is no file."""
     if not path.is_file():
         return [], []
@@ -105,7 +107,7 @@ def _csv(folder: Path, updates: int) -> CSVLogger:
         if not updates:
             file.unlink(missing_ok=True)
         elif file.is_file():
-            columns, rows = _read(file)
+            columns, rows = read_metrics(file)
             # A machine that went down may have cut the last row.
             kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < updates]
             write_rows(file, kept, columns)
@@ -190,6 +192,22 @@ def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> Non
     plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
     _, session, _ = hparams(plain, {})
     logger.experiment.file_writer.add_summary(session)
+
+
+def log_image(loggers: Iterable[Logger], name: str, image: Image, step: int) -> None:
+    """Give an image to the loggers that take one: TensorBoard and W&B.
+
+    Args:
+        step: updates that were made.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            with best_effort(_NAMES["tensorboard"]):
+                logger.experiment.add_image(name, np.asarray(image), step, dataformats="HWC")
+                logger.experiment.flush()
+        elif isinstance(logger, WandbLogger):
+            with best_effort(_NAMES["wandb"]):
+                logger.log_image(name, [image])
 
 
 def wandb_id(loggers: Iterable[Logger]) -> str | None:
