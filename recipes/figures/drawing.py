@@ -24,6 +24,25 @@ PALETTE: dict[Colour, tuple[int, int, int]] = {
     "val": (201, 84, 0),
 }
 
+DARK: dict[Colour, tuple[int, int, int]] = {
+    "paper": (20, 23, 28),
+    "ink": (230, 233, 238),
+    "faint": (154, 164, 178),
+    "grid": (52, 59, 70),
+    "train": (116, 171, 255),
+    "val": (255, 154, 77),
+}
+"""The colours of a page where a reader prefers dark ones."""
+
+
+def colour_style() -> str:
+    """The style sheet that gives a page the colours of its figures, light or dark as the reader prefers."""
+    light, dark = (
+        " ".join(f"--{name}: #{bytes(rgb).hex()};" for name, rgb in palette.items()) for palette in (PALETTE, DARK)
+    )
+    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+
+
 # Pixels that Pillow draws for each one that is kept, which smooths lines.
 _OVERSAMPLING = 2
 _FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial Unicode.ttf")

@@ -10,6 +10,8 @@ from recipes.runner.loggers import METRICS, read_metrics
 
 Row = Mapping[str, str]
 
+_TITLES = {"bleu": "BLEU", "chrf": "chrF", "macro_f1": "macro-F1"}
+
 
 def _number(cell: str | None) -> float:
     try:
@@ -51,7 +53,7 @@ def curves(rows: Sequence[Row], monitor: str | None) -> dict[str, Figure]:
     if monitor and monitor.rpartition("/")[2] != "loss":
         part, _, name = monitor.rpartition("/")
         parts = _both_parts(rows, name) if part == "val" else {"": series(rows, monitor)}
-        plots["curve_score"] = curve_plot(name.replace("_", " "), parts)
+        plots["curve_score"] = curve_plot(_TITLES.get(name, name.replace("_", " ")), parts)
     rates = sorted(name for row in rows[:1] for name in row if name == "lr" or name.startswith("lr/"))
     if rates:
         plots["curve_rate"] = curve_plot("learning rate", {rates[0]: series(rows, rates[0])}, may_be_log=False)

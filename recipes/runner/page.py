@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.figures.drawing import colour_style
 from recipes.figures.images import Picture
 from recipes.runner.loggers import METRICS
 from recipes.runner.results import write_text
@@ -23,15 +24,19 @@ def _tables(folder: Path) -> dict[str, list[list[str]]]:
     tables = {}
     for path in sorted(folder.glob("*.csv")):
         if path.name not in (METRICS, _TRANSLATIONS):
-            tables[path.name] = _first_rows(path, _MOST_ROWS + 1)
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                tables[path.name] = list(itertools.islice(csv.reader(file), _MOST_ROWS + 1))
     return tables
 
 
-def _first_rows(path: Path, most: int) -> list[list[str]]:
+def _translations(path: Path) -> tuple[list[dict[str, str]], int]:
+    """Twelve rows of a table, spread evenly over it since files are often sorted, and how many it has."""
     if not path.is_file():
-        return []
+        return [], 0
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        return list(itertools.islice(csv.reader(file), most))
+        rows = list(csv.DictReader(file))
+    shown = min(_MOST_TRANSLATIONS, len(rows))
+    return [rows[number * len(rows) // shown] for number in range(shown)], len(rows)
 
 
 def _words(name: str) -> set[str]:
@@ -117,8 +122,9 @@ def write_page(
     tiles, scores, signatures = split_scores(results["headline"], results["scores"])
     groups = {group: [p for name, p in pictures.items() if name.startswith(group)] for group in ("curve_", "attention")}
     others = [p for name, p in pictures.items() if not name.startswith(tuple(groups))]
-    translations = _first_rows(folder / _TRANSLATIONS, _MOST_TRANSLATIONS + 1)
+    translations, number_of_translations = _translations(folder / _TRANSLATIONS)
     page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
+        colours=colour_style(),
         title=f"{results['recipe']}: {folder.resolve().name}",
         state=results["stopped_early"],
         command=results["command"],
@@ -129,7 +135,8 @@ def write_page(
         curves=groups["curve_"],
         attention=groups["attention"],
         pictures=others,
-        translations=[dict(zip(translations[0], row)) for row in translations[1:]],
+        translations=translations,
+        number_of_translations=number_of_translations,
         translations_file=_TRANSLATIONS,
         tables=_tables(folder),
         most_rows=_MOST_ROWS,
