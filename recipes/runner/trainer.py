@@ -68,7 +68,8 @@ def _callbacks(experiment: Experiment) -> list[Callback]:
     options, callbacks = experiment.trainer, experiment.callbacks()
     shows = options["enable_progress_bar"] is not False and prints_progress()
     given = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    return [FailureReporter(), *callbacks, *([RunProgress()] if shows and not given else [])]
+    progress = RunProgress(log_interval=experiment.run.progress_interval)
+    return [FailureReporter(), *callbacks, *([progress] if shows and not given else [])]
 
 
 def renew_callbacks(trainer: pl.Trainer, experiment: Experiment, *more: Callback) -> None:

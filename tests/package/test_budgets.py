@@ -26,7 +26,6 @@ LONGER = {
     "tests/callbacks/test_gradient_accumulation.py": 417,
     "tests/recipes/test_resnet.py": 384,
     "recipes/runner/commands.py": 375,
-    "tests/recipes/test_recipe.py": 374,
     "datamodules/images/image_folder.py": 367,
     "tests/recipes/test_seq2seq_recipe.py": 366,
     "datamodules/loading/worker_loaders.py": 361,
