@@ -22,6 +22,7 @@ from datamodules.errors import UserError
 from recipes.runner.launch import is_rank_zero
 from recipes.runner.results import write_rows
 from recipes.runner.saved_run import read_run
+from recipes.runner.summary import SUMMARY, EpochSummary
 
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log"}
@@ -54,13 +55,20 @@ class _CSV(CSVLogger):
     def save(self) -> None:
         super(CSVLogger, self).save()  # Without hparams.yaml, too.
 
+    @override
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        if self._experiment is not None:
+            self.experiment.write_summary()
+
 
 class _MetricsFile(ExperimentWriter):
     """Writes metrics.csv; where it cannot, the file stays as it was, and the rows are written with the next ones."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
-        self.metrics_keys, _ = read_metrics(Path(self.metrics_file_path))
+        self.metrics_keys, rows = read_metrics(Path(self.metrics_file_path))
+        self._summary = EpochSummary(rows)
 
     @override
     def _check_log_dir_exists(self) -> None:
@@ -76,8 +84,18 @@ class _MetricsFile(ExperimentWriter):
             self._append(path)
         else:
             write_rows(path, [*read_metrics(path)[1], *self.metrics], columns)
+        written = self.metrics
         self.metrics, self.metrics_keys = [], columns
         forget_failures(path.name)
+        for row in written:
+            self._summary.add(row)
+        if any(name.endswith("_epoch") for row in written for name in row):
+            self.write_summary()
+
+    def write_summary(self) -> None:
+        """Write summary.csv; it has the epochs whose rows are in metrics.csv."""
+        if rows := self._summary.rows():
+            write_rows(Path(self.log_dir) / SUMMARY, rows, self._summary.columns())
 
     def _append(self, path: Path) -> None:
         size = path.stat().st_size
@@ -106,6 +124,7 @@ def _csv(folder: Path, updates: int) -> CSVLogger:
         file = folder / METRICS
         if not updates:
             file.unlink(missing_ok=True)
+            (folder / SUMMARY).unlink(missing_ok=True)
         elif file.is_file():
             columns, rows = read_metrics(file)
             # A machine that went down may have cut the last row.
