@@ -27,15 +27,20 @@ _FIRST_LINE = 5.0
 _STAGES = {"validate": "validating", "test": "testing", "predict": "predicting", "sanity_check": "sanity check"}
 
 
+def shown_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Scalars by name, without learning rates, single classes and the means of epochs."""
+    shown = [n for n in sorted(metrics) if "_class_" not in n and n.split("/")[0] != "lr" and not n.endswith("_epoch")]
+    return {name: float(metrics[name]) for name in shown}
+
+
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """Scalars on one line, without learning rates, single classes and the means of epochs.
+    """The `shown_scores` on one line.
 
     Example:
         >>> format_metrics({"val/accuracy": 0.99, "lr": 0.1, "val/accuracy_class_3": 0.98, "train/loss": 0.0312})
         'train/loss 0.0312  val/accuracy 0.9900'
     """
-    shown = [n for n in sorted(metrics) if "_class_" not in n and n.split("/")[0] != "lr" and not n.endswith("_epoch")]
-    values = [(name, float(metrics[name])) for name in shown]
+    values = shown_scores(metrics).items()
     return "  ".join(f"{name} {value:.4f}" if abs(value) < 1e6 else f"{name} {value:.4g}" for name, value in values)
 
 
@@ -111,15 +116,22 @@ class RunProgress(ProgressBar):
     def _is_due(self) -> bool:
         return time.monotonic() >= self._next_drawing
 
-    def _show(self, parts: Sequence[tuple[int, str]]) -> None:
-        """Draw a line on a terminal, and print it where it is time for one in a file."""
+    def _draws(self) -> bool:
+        """Whether there is something to draw on."""
+        return self.line.is_possible()
+
+    def _show(self, trainer: pl.Trainer, parts: Sequence[tuple[int, str]]) -> None:
+        """Draw a line, and print it where it is time for one in a file."""
         now = time.monotonic()
         if self._enabled:
-            self.line.show(fitting(parts, columns() - 1))
-            if now >= self._next_log and self._prints_lines():
-                self._print(fitting(parts, 1_000))
-        draws = self._enabled and self.line.is_possible()
+            self._draw(trainer, parts)
+        draws = self._enabled and self._draws()
         self._next_drawing = now + self.interval if draws else self._next_log
+
+    def _draw(self, trainer: pl.Trainer, parts: Sequence[tuple[int, str]]) -> None:
+        self.line.show(fitting(parts, columns() - 1))
+        if time.monotonic() >= self._next_log and self._prints_lines():
+            self._print(fitting(parts, 1_000))
 
     def _print(self, line: str) -> None:
         """Print a line that stays."""
@@ -150,7 +162,7 @@ class RunProgress(ProgressBar):
     ) -> None:
         if self._is_due():
             self._pace.end_batch(self._batches(trainer))
-            self._show(self._training_line(trainer, batch_idx + 1))
+            self._show(trainer, self._training_line(trainer, batch_idx + 1))
             if self._pace.batches == 0:
                 self._next_drawing = 0.0  # The second batch shows the loss of the first.
 
@@ -195,8 +207,12 @@ class RunProgress(ProgressBar):
             means |= {"train/loss": loss} if targets else {}
         self.line.clear()
         if self._enabled:
-            parts = _epoch(trainer), format_metrics(known | means), f"{time.monotonic() - self._epoch_began:.1f} s"
-            self._print("  ".join(filter(None, parts)))
+            scores = shown_scores(known | means)
+            self._end_epoch(trainer, scores, time.monotonic() - self._epoch_began)
+
+    def _end_epoch(self, trainer: pl.Trainer, scores: Mapping[str, float], seconds: float) -> None:
+        """Print what an epoch has ended with."""
+        self._print("  ".join(filter(None, (_epoch(trainer), format_metrics(scores), f"{seconds:.1f} s"))))
 
     def _close(self, *args: Any, **kwargs: Any) -> None:
         self.line.close()
@@ -220,7 +236,7 @@ class RunProgress(ProgressBar):
         total = evaluation_batches(trainer)
         of = f"/{total:,.0f}" if total else ""
         parts = [(2, f"{name} {self._evaluated:,}{of}")]
-        self._show([(0, _epoch(trainer)), *parts] if trainer.state.fn == "fit" else parts)
+        self._show(trainer, [(0, _epoch(trainer)), *parts] if trainer.state.fn == "fit" else parts)
 
     def _on_evaluation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated = True

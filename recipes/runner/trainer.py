@@ -23,6 +23,7 @@ from recipes.runner.join import FailureReporter
 from recipes.runner.launch import rank_zero_print
 from recipes.runner.limits import limits_per_device
 from recipes.runner.loggers import logger_names, loggers, wandb_id
+from recipes.runner.notebook import NotebookProgress, in_notebook
 from recipes.runner.results import hardware
 from recipes.runner.strategies import build_strategy
 
@@ -68,7 +69,7 @@ def _callbacks(experiment: Experiment) -> list[Callback]:
     options, callbacks = experiment.trainer, experiment.callbacks()
     shows = options["enable_progress_bar"] is not False and prints_progress()
     given = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    progress = RunProgress(log_interval=experiment.run.progress_interval)
+    progress = NotebookProgress() if in_notebook() else RunProgress(log_interval=experiment.run.progress_interval)
     return [FailureReporter(), *callbacks, *([progress] if shows and not given else [])]
 
 
