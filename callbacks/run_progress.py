@@ -17,6 +17,7 @@ from typing_extensions import override
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.pace import Pace, batches_left, format_seconds, limited_by_time
 from callbacks.lib.status_line import StatusLine, columns
+from callbacks.lib.targets import micro_batch_outputs
 from callbacks.preemption import evaluation_batches
 from callbacks.train_loss import TrainLoss
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
@@ -162,17 +163,15 @@ class RunProgress(ProgressBar):
     ) -> None:
         if self._is_due():
             self._pace.end_batch(self._batches(trainer))
-            self._show(trainer, self._training_line(trainer, batch_idx + 1))
-            if self._pace.batches == 0:
-                self._next_drawing = 0.0  # The second batch shows the loss of the first.
+            self._show(trainer, self._training_line(trainer, batch_idx + 1, outputs))
 
-    def _training_line(self, trainer: pl.Trainer, done: int) -> list[tuple[int, str]]:
+    def _training_line(self, trainer: pl.Trainer, done: int, outputs: Any) -> list[tuple[int, str]]:
         of_run = batches_left(trainer)
         total = min(float(trainer.num_training_batches), done + of_run)
         unit = "update" if trainer.accumulate_grad_batches == 1 else "batch"
         of_epoch = limited_by_time(trainer, self._pace.left(total - done, with_evaluations=False))
         run_left = limited_by_time(trainer, self._pace.left(of_run, with_evaluations=True))
-        loss, rate = self._loss_and_rate(trainer, unit)
+        loss, rate = self._loss_and_rate(trainer, unit, outputs)
         return [
             (0, _epoch(trainer)),
             (1, f"{unit} {done:,}/{total:,.0f}" if math.isfinite(total) else f"{unit} {done:,}"),
@@ -182,19 +181,24 @@ class RunProgress(ProgressBar):
             (3, f"run {format_seconds(run_left)} left" if math.isfinite(run_left) else ""),
         ]
 
-    def _loss_and_rate(self, trainer: pl.Trainer, unit: str) -> tuple[str, str]:
+    def _loss_and_rate(self, trainer: pl.Trainer, unit: str, outputs: Any) -> tuple[str, str]:
         """The mean loss of the epoch so far, and targets or updates per second."""
         seconds = self._pace.per_batch()
         rate = f"{1 / seconds:,.1f} {unit}{'es' if unit == 'batch' else 's'}/s" if seconds > 0 else ""
         if self._train_loss is None:
             return format_metrics(trainer.callback_metrics), rate
         loss, targets = self._train_loss.running()
+        if not targets:  # It is called after this callback, so that the first batch of an epoch is not in it yet.
+            outputs_of_batches = micro_batch_outputs(outputs)
+            losses = [float(each["loss"]) for each in outputs_of_batches if each.get("loss") is not None]
+            # A Trainer that accumulates has divided them.
+            loss = sum(losses) / len(losses) * trainer.accumulate_grad_batches if losses else math.nan
         now = time.monotonic()
         if self._targets is None:
             self._targets = targets, now
         elif (more := targets - self._targets[0]) > 0:
             rate = f"{trainer.world_size * more / (now - self._targets[1]):,.0f} {self._train_loss.targets}/s"
-        return f"loss {loss:.4f}" if targets else "", rate
+        return f"loss {loss:.4f}" if math.isfinite(loss) else "", rate
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
