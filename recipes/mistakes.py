@@ -125,7 +125,7 @@ def mistakes_grid(
     for place in order:
         number, true, predicted, probability = rows[place]
         name = str(sample_names[int(number)]).rpartition("/")[2] if sample_names else f"sample {int(number):,}"
-        said = f"{class_names[int(predicted)]} {100 * probability:.0f} %"
+        said = f"{class_names[int(predicted)]} ({100 * probability:.0f} %)"
         captions.append((said, f"is {class_names[int(true)]}", name))
     note = "What the network said and how surely, what is true, and the sample; the most confident mistakes first."
     return ImageGrid(f"Mistakes, {part}", images[order], captions, note)

@@ -14,6 +14,8 @@ from recipes.figures.drawing import PALETTE, Figure, font
 
 _SIDE = 112
 """Pixels of the longer side of an image in a grid; larger images are reduced to it."""
+_CELL = 96
+"""Pixels up to which small images are magnified, by a whole number."""
 _SMALL = 64
 """Images of at most this side are kept as they are, as PNG, and shown magnified."""
 
@@ -98,10 +100,11 @@ class ImageGrid:
     def image(self, columns: int = 8) -> Image.Image:
         """The grid as one image in RGB."""
         count, _, height, width = self.images.shape
-        magnified = max(1, _SIDE // max(height, width))
+        magnified = max(1, _CELL // max(height, width))
         lines = max(map(len, self.captions), default=0)
         gap, line_height = 8, 15
-        cell_width, cell_height = _SIDE + gap, magnified * height + line_height * lines + gap
+        cell = max(_CELL, width)
+        cell_width, cell_height = cell + gap, magnified * height + line_height * lines + gap
         rows = -(-count // columns)
         canvas = Image.new("RGB", (columns * cell_width + gap, rows * cell_height + gap), PALETTE["paper"])
         draw = ImageDraw.Draw(canvas)
@@ -111,7 +114,7 @@ class ImageGrid:
             size = magnified * width, magnified * height
             canvas.paste(_as_pillow(image).resize(size, Image.Resampling.NEAREST), (x, y))
             for place, text in enumerate(caption):
-                while text and font(12).getlength(text) > _SIDE:
+                while text and font(12).getlength(text) > cell:
                     text = text[:-1]
                 colour = PALETTE["faint" if place else "ink"]
                 draw.text((x, y + size[1] + 2 + place * line_height), text, fill=colour, font=font(12))

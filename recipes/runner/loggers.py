@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from PIL.Image import Image
@@ -213,20 +212,43 @@ def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> Non
     logger.experiment.file_writer.add_summary(session)
 
 
-def log_image(loggers: Iterable[Logger], name: str, image: Image, step: int) -> None:
-    """Give an image to the loggers that take one: TensorBoard and W&B.
+class LoggedImage(NamedTuple):
+    """An image, and the same as the bytes of a PNG file, so that no logger has to compress it again."""
+
+    image: Image
+    png: bytes
+
+
+def log_images(loggers: Iterable[Logger], images: Mapping[str, LoggedImage], step: int) -> None:
+    """Give images to the loggers that take some: TensorBoard and W&B.
 
     Args:
+        images: by name.
         step: updates that were made.
     """
-    for logger in loggers:
+    for logger in loggers if images else ():
         if isinstance(logger, TensorBoardLogger):
             with best_effort(_NAMES["tensorboard"]):
-                logger.experiment.add_image(name, np.asarray(image), step, dataformats="HWC")
-                logger.experiment.flush()
+                _write_images(logger, images, step)
         elif isinstance(logger, WandbLogger):
             with best_effort(_NAMES["wandb"]):
-                logger.log_image(name, [image])
+                for name, logged in images.items():
+                    logger.log_image(name, [logged.image])
+
+
+def _write_images(logger: TensorBoardLogger, images: Mapping[str, LoggedImage], step: int) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from torch.utils.tensorboard.writer import FileWriter
+
+    # After training its file is closed; TensorBoard goes on with the next one.
+    open_writer = logger.experiment.file_writer
+    writer = open_writer or FileWriter(logger.log_dir)
+    for name, (image, png) in images.items():
+        encoded = Summary.Image(height=image.height, width=image.width, colorspace=3, encoded_image_string=png)
+        writer.add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
+    writer.flush()
+    if writer is not open_writer:
+        writer.close()
 
 
 def wandb_id(loggers: Iterable[Logger]) -> str | None:

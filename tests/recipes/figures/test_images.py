@@ -62,8 +62,8 @@ def test_the_most_confident_mistakes_of_all_batches_are_kept() -> None:
     grid = mistakes_grid([None, found], ["a", "b"], (), "test")
     assert grid is not None
     # Every second sample is a mistake; the last ones are the surest.
-    assert grid.captions[0] == ("b 97 %", "is a", "sample 1,079")
-    assert grid.captions[23] == ("b 41 %", "is a", "sample 1,033")
+    assert grid.captions[0] == ("b (97 %)", "is a", "sample 1,079")
+    assert grid.captions[23] == ("b (41 %)", "is a", "sample 1,033")
     assert [int(image.max()) for image in grid.images[:5]] == [230, 230, 230, 230, 204]
 
 

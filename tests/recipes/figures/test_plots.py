@@ -71,10 +71,10 @@ def test_long_sentences_have_a_map_of_their_beginning() -> None:
     assert "first 40 tokens" in figure.note
 
 
-def test_an_image_has_the_colours_and_twice_the_size_of_the_figure() -> None:
+def test_an_image_has_the_colours_and_the_shapes_of_the_figure() -> None:
     figure = Figure("boxes", 40, 20, [Box(0, 0, 20, 20, "train"), Box(20, 0, 20, 20, "val", 0.0)])
     image: Image.Image = figure.image()
-    assert image.size == (80, 40)
+    assert image.size == (60, 30)
     assert image.getpixel((10, 10)) == PALETTE["train"]
-    assert image.getpixel((70, 10)) == PALETTE["paper"]
+    assert image.getpixel((50, 10)) == PALETTE["paper"]
     assert re.findall(r'fill="var\(--(\w+)\)"', figure.html()) == ["train", "val"]

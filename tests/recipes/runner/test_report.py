@@ -137,7 +137,7 @@ def test_a_classifier_shows_its_images_curves_and_confusions(tmp_path: Path) -> 
     with (folder / "test_mistakes.csv").open(newline="") as file:
         mistakes = list(csv.DictReader(file))
     number = f"sample {int(mistakes[0]['sample']):,}"
-    said = f"{mistakes[0]['predicted']} {100 * float(mistakes[0]['probability_predicted']):.0f} %"
+    said = f"{mistakes[0]['predicted']} ({100 * float(mistakes[0]['probability_predicted']):.0f} %)"
     assert page.text.index(said) < page.text.index(number), "the most confident mistake comes first"
     assert page.tags.count("img") == 24 + min(24, len(mistakes))
     # Both parts of the run are one curve.
