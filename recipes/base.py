@@ -147,6 +147,8 @@ class Recipe(pl.LightningModule):
         """What a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation."""
         self.figures: dict[str, Picture] = {}
         """What a run shows in ``report.html``, TensorBoard and ``figures/``, by name; of the last evaluation."""
+        self.figures_of_training: dict[str, Picture] = {}
+        """What `training_figures` gave as the run began, and is saved since then."""
         self.has_weights = False
         """Whether `weights` have been loaded, or a checkpoint that stands for them."""
         self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None

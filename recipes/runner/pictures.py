@@ -57,7 +57,7 @@ class RunPictures(pl.Callback):
         self._has_batch = True
         with best_effort("pictures of the training data"):
             pictures = pl_module.training_figures(micro_batches(batch)[0])
-            pl_module.figures |= pictures
+            pl_module.figures_of_training = pictures
             save_pictures(self.folder, pictures, trainer)
 
     @override

@@ -180,7 +180,7 @@ def _write(
         with best_effort(_REPORT):
             pictures = run_curves(folder, recipe.monitor) | recipe.figures
             save_pictures(folder, pictures, trainer)
-            page = write_page(folder / _REPORT, results, rows, pictures)
+            page = write_page(folder / _REPORT, results, rows, recipe.figures_of_training | pictures)
             written["report"] = f"{shown(page)}; its pictures in {FIGURES}/" if pictures else shown(page)
     return written
 
@@ -196,7 +196,7 @@ def report_interrupted(
     recipe = experiment.recipe
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.partition("/")[0] != "lr"}
     results = _results(trainer, experiment, stopwatch, Outcome(scores, None, how, trainer.current_epoch))
-    pictures = run_curves(folder, recipe.monitor) | recipe.figures
+    pictures = run_curves(folder, recipe.monitor) | recipe.figures_of_training | recipe.figures
     write_page(folder / _REPORT, results, _rows(results, {}), pictures)
 
 
