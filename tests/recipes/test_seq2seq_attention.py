@@ -11,10 +11,12 @@ from torch import Tensor
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
+from datamodules.translation.text import SOS
 from recipes.prediction import predict
 from recipes.seq2seq import translate
 from recipes.seq2seq.network import target_positions
 from recipes.seq2seq.recipe import Seq2SeqTranslator
+from recipes.seq2seq.vocabularies import known
 from tests.recipes.test_seq2seq_network import TRANSFORMER, batch, network
 from tests.recipes.test_seq2seq_recipe import corpus, data, translator, weights
 from tests.support.command_lines import typed
@@ -68,6 +70,17 @@ def test_translations_are_the_same_with_and_without_attention(trained: Seq2SeqTr
         assert found.attention.translation[:-1] == found.text.split()[: len(found.attention.translation) - 1]
         assert found.attention.weights.shape == (len(found.attention.translation), len(found.attention.source))
     assert trained.attention_maps is None, "nothing is computed that nobody asks for"
+
+
+def test_a_row_of_a_map_belongs_to_the_token_that_follows(trained: Seq2SeqTranslator) -> None:
+    source, target = known(trained.vocabularies)
+    for found in translate(trained, ["je vois le chat", "tu veux cela"], return_attention=True):
+        columns = torch.tensor([[source.tokens.index(token) for token in found.attention.source]])
+        rows = [target.tokens.index(token) for token in found.attention.translation]
+        inputs = torch.tensor([[SOS, *rows[:-1]]])
+        with torch.no_grad():
+            (expected,) = trained.network.eval().attention(columns, torch.tensor([columns.shape[1]]), inputs)
+        torch.testing.assert_close(found.attention.weights, expected.float())
 
 
 def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None:
