@@ -159,7 +159,7 @@ def confusions(counts: Sequence[Sequence[int]], names: Sequence[str], most: int 
 
     Example:
         >>> confusions([[8, 2], [0, 5]], ["cat", "dog"])
-        ['cat taken for dog 2 times (20 % of cat)']
+        ['cat taken for dog: 2 times, 20 % of cat']
     """
     pairs = [
         (count, true, predicted)
@@ -172,7 +172,7 @@ def confusions(counts: Sequence[Sequence[int]], names: Sequence[str], most: int 
     for count, true, predicted in pairs[:most]:
         times = "once" if count == 1 else f"{count:,} times"
         share = 100 * count / sum(counts[true])
-        found.append(f"{names[true]} taken for {names[predicted]} {times} ({share:.2g} % of {names[true]})")
+        found.append(f"{names[true]} taken for {names[predicted]}: {times}, {share:.2g} % of {names[true]}")
     return found
 
 
@@ -225,7 +225,7 @@ def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: 
             count = counts[true][predicted]
             x = left + side * column
             # A mistake of 1 % is to be seen beside a diagonal of 99 %.
-            share = math.sqrt(count / total)
+            share = max(0.15, math.sqrt(count / total))
             shapes.append(Box(x, y, side - 1, side - 1, "grid", 0.35))
             if not count:
                 continue

@@ -49,7 +49,7 @@ def test_a_confusion_matrix_has_the_classes_in_the_order_of_the_data() -> None:
     figure = confusion_plot([[9, 0, 1], [0, 5, 0], [4, 0, 6]], ["owl", "cat", "dog"], "test")
     texts = [shape.text for shape in figure.shapes if isinstance(shape, Text)]
     assert texts[2:8] == ["owl", "cat", "dog", "owl", "9", "1"]
-    assert figure.note.startswith("The largest confusions: dog taken for owl 4 times (40 % of dog); owl taken for dog")
+    assert figure.note.startswith("The largest confusions: dog taken for owl: 4 times, 40 % of dog; owl taken for dog")
 
 
 def test_of_many_classes_the_most_confused_are_shown() -> None:
@@ -60,7 +60,7 @@ def test_of_many_classes_the_most_confused_are_shown() -> None:
     assert {30, 700} <= set(most_confused(counts, 25))
     figure = confusion_plot(counts, [f"c{number}" for number in range(1000)], "test")
     assert "The 25 of 1,000 classes with most mistakes." in figure.note
-    assert "c700 taken for c30 9 times" in figure.note
+    assert "c700 taken for c30: 9 times" in figure.note
     assert max(figure.width, figure.height) < 700
 
 
