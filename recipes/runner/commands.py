@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,8 @@ def _run_callbacks(experiment: Experiment, folder: Path, stopwatch: Stopwatch) -
             with best_effort("the results of the shorter training"):
                 (folder / RESULTS).replace(folder / "results-before.json")
 
-    def write_page(trainer: pl.Trainer, how: str) -> None:
-        report_interrupted(trainer, experiment, folder, stopwatch, how)
-
-    callbacks: list[Callback] = [LambdaCallback(on_train_start=begin), RunPictures(folder, write_page)]
+    pictures = RunPictures(folder, partial(report_interrupted, experiment, folder, stopwatch))
+    callbacks: list[Callback] = [LambdaCallback(on_train_start=begin), pictures]
     if experiment.trainer["enable_checkpointing"] is not False:
         monitor = recipe.monitor if experiment.validates else None
         callbacks += checkpoint_callbacks(folder, monitor, recipe, experiment.run)

@@ -186,7 +186,7 @@ def _write(
 
 
 def report_interrupted(
-    trainer: pl.Trainer, experiment: Experiment, folder: Path, stopwatch: Stopwatch, how: str
+    experiment: Experiment, folder: Path, stopwatch: Stopwatch, trainer: pl.Trainer, how: str
 ) -> None:
     """Write the page of a run that has not finished, with the scores that were logged last.
 
