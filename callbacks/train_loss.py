@@ -4,6 +4,7 @@
 and does not make the device wait.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +173,12 @@ class TrainLoss(pl.Callback):
             self._log_interval(trainer, has_accuracy)
         if is_last:
             self._log_epoch(trainer, has_accuracy)
+
+    def running(self) -> tuple[float, float]:
+        """The mean loss of the epoch so far on this rank, NaN without targets, and their number; waits for a GPU."""
+        self._fold()
+        loss, targets, _ = (from_whole_numbers(row) for row in self._sums[1].tolist())
+        return (loss / targets if targets else math.nan), targets
 
     def _totals(self, trainer: pl.Trainer) -> Tensor:
         """The sums of all ranks, without waiting for the device."""

@@ -13,6 +13,10 @@ class UserError(ValueError):
 
     exit_status: ClassVar[int] = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and notebooks show of it: the message, as the command line does."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class RunFailedError(UserError):
     """The run started and failed on the way, such as by divergence or a full disk."""

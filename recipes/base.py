@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,9 @@ from recipes.optim import CheckOptimizer, check_optimizer
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
+
+if TYPE_CHECKING:
+    from recipes.figures.images import Picture  # Which imports Pillow.
 
 
 def _all_parameters(kind: type) -> inspect.Signature:
@@ -142,6 +145,10 @@ class Recipe(pl.LightningModule):
         self.left_open: Sequence[str] | None = None
         self.tables: dict[str, Table] = {}
         """What a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation."""
+        self.figures: dict[str, Picture] = {}
+        """What a run shows in ``report.html``, TensorBoard and ``figures/``, by name; of the last evaluation."""
+        self.figures_of_training: dict[str, Picture] = {}
+        """What `training_figures` gave as the run began, and is saved since then."""
         self.has_weights = False
         """Whether `weights` have been loaded, or a checkpoint that stands for them."""
         self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -216,6 +223,10 @@ class Recipe(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """What the network makes of the inputs: of the batch, or of its first part where it is a tuple or a list."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def training_figures(self, batch: Any) -> "dict[str, Picture]":
+        """Pictures of a batch of training as the network sees it, by name; a run asks for them once, as it begins."""
+        return {}
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
         """The rows of the closing table with the main scores, from all logged scores; an override chooses them."""

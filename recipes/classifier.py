@@ -12,8 +12,10 @@ from datamodules.errors import RunFailedError, UserError
 from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
 from recipes.calls import call_network
+from recipes.figures.images import Picture
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
+from recipes.mistakes import is_image_batch, training_grid
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables
 
@@ -155,6 +157,15 @@ class Classifier(Recipe):
                 note = "unclear: low probability" if values[0] < self.unclear_below else None
                 rows.append(row | {"note": note})
         return rows
+
+    @override
+    def training_figures(self, batch: tuple[Tensor, Tensor]) -> dict[str, Picture]:
+        """The first images of a batch with their labels: augmented, and with their normalisation undone."""
+        images, labels = batch[0], batch[1]
+        if not is_image_batch(images):
+            return {}
+        preprocessing = data_contract(self.data_module()).preprocessing()
+        return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
         """The rows of the final table with the main scores."""

@@ -1,15 +1,20 @@
 """Predictions of a recipe: for inputs from Python, and as rows of a table."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
+from datamodules.loading.loaders import sample_numbers
+from datamodules.translation.data_module import TranslationDataModule
+from datamodules.translation.packed_sentences import TranslationBatch
 from recipes.base import Recipe
 from recipes.inputs import in_dtype, new_data_module
 
@@ -77,7 +82,8 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
 
     Args:
         inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays or
-            tensors, or a list of them; sentences as text.
+            tensors, or a list of them; sentences as text. Or a data module: its test part, else its validation part,
+            is predicted; of a module without inputs to predict, what its ``predict_dataloader()`` yields.
 
     Returns:
         The rows that the command writes into its ``--output``, one or more for each input.
@@ -90,6 +96,8 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
         >>> [row["class"] for row in predict(model, ["3.png", "photographs/"])]  # doctest: +SKIP
         ['3', '7', '1']
     """
+    if isinstance(inputs, pl.LightningDataModule):
+        return _predict_part(recipe, inputs)
     data = new_data_module(recipe)
     if data is None:
         name = type(recipe).__name__
@@ -101,18 +109,66 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
         )
     contract = data_contract(data)
     contract.take_inputs(inputs)
+    data.setup("predict")
+    try:
+        outputs = _outputs(recipe, data, data.predict_dataloader())
+    finally:
+        data.teardown("predict")
+    return all_rows(recipe, outputs, contract)
+
+
+def _outputs(recipe: Recipe, data: pl.LightningDataModule, batches: Iterable[Any]) -> list[Any]:
+    """What `predict_step` makes of batches, in evaluation mode and on the device of the recipe."""
     modes = [(module, module.training) for module in recipe.modules()]
     recipe.eval()
     dtype = _MIXED.get(recipe.run_config.get("precision", recipe.saved_precision))
+    outputs = []
     try:
-        data.setup("predict")
-        outputs = []
-        for i, batch in enumerate(data.predict_dataloader()):
+        for i, batch in enumerate(batches):
             batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, recipe.device, 0), 0)
             with torch.autocast(recipe.device.type, dtype, enabled=dtype is not None):
                 outputs.append(recipe.predict_step(in_dtype(batch, recipe.dtype), i))
     finally:
-        data.teardown("predict")
         for module, training in modes:
             module.training = training
-    return all_rows(recipe, outputs, contract)
+    return outputs
+
+
+def _predict_part(recipe: Recipe, data: pl.LightningDataModule) -> list[dict[str, Any]]:
+    """Predict the samples of a data module."""
+    contract = data_contract(data)
+    if "predict_inputs" not in data.hparams:
+        data.setup("predict")
+        return recipe.prediction_rows(_outputs(recipe, data, data.predict_dataloader()), ())
+    data.setup("test")
+    part, loader = "test", data.test_dataloader()
+    if not loader:
+        data.setup("validate")
+        part, loader = "val", data.val_dataloader()
+    if not loader:
+        raise UserError(f"{contract.title} has neither a test nor a validation part to predict")
+    if isinstance(data, TranslationDataModule):
+        sentences: list[Tensor] = []
+        outputs = _outputs(recipe, data, _numbered_sentences(loader, sentences))
+        return recipe.prediction_rows(outputs, data.source_sentences(torch.cat(sentences)))
+    outputs = _outputs(recipe, data, _numbered_images(loader))
+    numbers, names = sample_numbers(loader), contract.sample_names(part)
+    assert numbers is not None
+    return recipe.prediction_rows(outputs, [str(names[n]) if names else f"sample {n}" for n in numbers.tolist()])
+
+
+def _numbered_images(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The images of an evaluation with their places in it, in place of labels."""
+    seen = 0
+    for images, *_ in loader:
+        yield images, torch.arange(seen, seen + len(images))
+        seen += len(images)
+
+
+def _numbered_sentences(loader: Iterable[Any], numbers: list[Tensor]) -> Iterator[TranslationBatch]:
+    """The sentences of an evaluation with their places in it; their numbers in the corpus are added to a list."""
+    seen = 0
+    for batch in loader:
+        numbers.append(batch.numbers)
+        yield batch._replace(numbers=torch.arange(seen, seen + len(batch.numbers)))
+        seen += len(batch.numbers)

@@ -11,7 +11,9 @@ from typing_extensions import override
 from callbacks.lib.exchange import gather
 from datamodules.contract import data_contract
 from datamodules.loading.loaders import EvaluationSampling, sample_numbers
+from recipes.figures.plots import confusion_plot
 from recipes.labels import as_classes
+from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid
 
 
 class Table(NamedTuple):
@@ -94,11 +96,14 @@ class EvaluationTables(pl.Callback):
     ``confusion_matrix`` and ``class_names``, as `Classifier`. A sample that is no file is named by its number in the
     data set. There are no mistakes of a loader whose order is not known, such as one that shuffles.
 
+    Among the ``figures`` of the module are the confusion matrix and the images of the most confident mistakes.
+
     Runs on: each batch and the end of an evaluation; not in training.
     """
 
     def __init__(self) -> None:
         self.samples: list[Tensor] = []
+        self.images = MistakeImages()
 
     @override
     def on_validation_batch_end(
@@ -106,7 +111,10 @@ class EvaluationTables(pl.Callback):
     ) -> None:
         if trainer.state.fn != "fit" and isinstance(outputs, dict) and "logits" in outputs:
             logits = outputs["logits"]
-            self.samples.append(_scored(logits, as_classes(batch[1], logits.shape[1])))
+            scored = _scored(logits, as_classes(batch[1], logits.shape[1]))
+            self.samples.append(scored)
+            if is_image_batch(batch[0]):
+                self.images.add(batch[0], scored)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -115,12 +123,22 @@ class EvaluationTables(pl.Callback):
             return
         tables = pl_module.tables
         tables[f"{part}_per_class.csv"] = class_table(pl_module.confusion_matrix, pl_module.class_names)
+        title = {"val": "validation"}.get(part, part)
+        pl_module.figures["confusion"] = confusion_plot(
+            pl_module.confusion_matrix.tolist(), pl_module.class_names, title
+        )
         loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
         numbers, names = sample_numbers(loader), data_contract(pl_module.data_module()).sample_names(part)
         if not isinstance(loader, EvaluationSampling) and len(names) != len(getattr(loader, "dataset", ())):
             names = ()  # Of a data module whose loader was replaced.
         mine = _mistakes(self.samples, numbers) if numbers is not None else None
+        preprocessing = data_contract(pl_module.data_module()).preprocessing()
+        images = gather(self.images.displayed(numbers, preprocessing))
+        pl_module.figures.pop("mistakes", None)
+        if grid := mistakes_grid(images, pl_module.class_names, names, title):
+            pl_module.figures["mistakes"] = grid
         self.samples = []
+        self.images = MistakeImages()
         mistakes = gather(mine)
         tables.pop(f"{part}_mistakes.csv", None)
         if all(found is not None for found in mistakes):

@@ -109,7 +109,9 @@ class SignalFlag:
             # By the system and not by a handler: the second one works where Python waits for other code, too.
             signal.signal(signum, signal.SIG_DFL)
             if self.on_interrupt:
-                os.write(2, f"\n{self.on_interrupt}\n".encode())
+                # A terminal's line of progress, behind which it shows ^C, gives way.
+                start = "\r\x1b[K" if os.isatty(2) else "\n"
+                os.write(2, f"{start}{self.on_interrupt}\n".encode())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree, split_by_class
 from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
-from datamodules.notes import warn
+from datamodules.notes import inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 
@@ -167,7 +167,8 @@ class ImageDataModule(BaseDataModule):
                     f"dataset={self._own_name!r} needs `data_dir`, a folder with a folder of images for each"
                     f" class{self._own_forms}"
                 )
-            tree = self._list()
+            with inform_if_slow(f"listing the images in {self._folder} ..."):
+                tree = self._list()
             for note in tree.notes:
                 warn(f"note: {note}")
             self._own = replace(tree, title=tree.title or self._folder.resolve().name)
@@ -184,7 +185,8 @@ class ImageDataModule(BaseDataModule):
 
     def _source(self, part: str) -> tuple[Any, Tensor]:
         if part not in self._sources:
-            self._sources[part] = self._load(part)
+            with inform_if_slow(f"{self.title}: reading the {part} part ..."):
+                self._sources[part] = self._load(part)
         return self._sources[part]
 
     def _split(self, labels: Tensor) -> dict[str, Tensor]:

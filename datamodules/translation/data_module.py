@@ -11,7 +11,7 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import OneCall
 from datamodules.errors import UserError
-from datamodules.notes import inform, warn
+from datamodules.notes import inform, inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
@@ -286,14 +286,11 @@ class TranslationDataModule(BaseDataModule):
             options = self.hparams
             keep = CorpusFilter(self.normalisation, options.max_length, options.prefixes, options.on_bad_lines)
             parts = [part for part in _FILES if part == "train" or self._has_files(part)]
-            self._corpus = prepare_corpus(
-                {part: self._read(part) for part in parts},
-                {part: self._title(part) for part in parts},
-                keep,
-                self._fraction("val"),
-                self._fraction("test"),
-                options.seed,
-            )
+            titles = {part: self._title(part) for part in parts}
+            shares = self._fraction("val"), self._fraction("test")
+            with inform_if_slow(f"reading {titles['train']} ..."):
+                read = {part: self._read(part) for part in parts}
+                self._corpus = prepare_corpus(read, titles, keep, *shares, options.seed)
             for note in self._corpus.notes:
                 warn(f"note: {note}")
         return self._corpus
@@ -316,7 +313,10 @@ class TranslationDataModule(BaseDataModule):
             if options.subwords == "none":
                 self._vocabularies = corpus.vocabularies(options.vocab_size)
             else:
-                self._vocabularies = corpus.subwords(options.vocab_size or _SUBWORDS)
+                size = options.vocab_size or _SUBWORDS
+                # In advance: sentencepiece lets no other thread run.
+                inform(f"learning up to {size:,} subwords of each side from {len(corpus.rows['train']):,} pairs ...")
+                self._vocabularies = corpus.subwords(size)
         return self._vocabularies
 
     @property

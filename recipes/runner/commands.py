@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,18 @@ from recipes.runner.failures import exit_now
 from recipes.runner.folder import run_folder, write_config
 from recipes.runner.join import share_folder
 from recipes.runner.loggers import log_settings
+from recipes.runner.pictures import RunPictures
 from recipes.runner.printing import is_rank_zero, rank_zero_print
-from recipes.runner.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
+from recipes.runner.report import (
+    Outcome,
+    print_pairs,
+    print_rows,
+    print_scores,
+    report,
+    report_interrupted,
+    report_unsaved,
+    shown,
+)
 from recipes.runner.results import RESULTS, Stopwatch, write_rows
 from recipes.runner.resume import start_from
 from recipes.runner.saved_run import read_run
@@ -132,7 +143,7 @@ def _checkpoint_io(callbacks: Sequence[Callback]) -> VerifiedCheckpointIO:
     return VerifiedCheckpointIO(recorders[0].saved if recorders else None)
 
 
-def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
+def _run_callbacks(experiment: Experiment, folder: Path, stopwatch: Stopwatch) -> list[Callback]:
     """The callbacks of a run with a folder."""
     recipe, resume = experiment.recipe, experiment.point.checkpoint
 
@@ -142,7 +153,8 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
             with best_effort("the results of the shorter training"):
                 (folder / RESULTS).replace(folder / "results-before.json")
 
-    callbacks: list[Callback] = [LambdaCallback(on_train_start=begin)]
+    pictures = RunPictures(folder, partial(report_interrupted, experiment, folder, stopwatch))
+    callbacks: list[Callback] = [LambdaCallback(on_train_start=begin), pictures]
     if experiment.trainer["enable_checkpointing"] is not False:
         monitor = recipe.monitor if experiment.validates else None
         callbacks += checkpoint_callbacks(folder, monitor, recipe, experiment.run)
@@ -158,7 +170,7 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
     stopwatch = Stopwatch(started_at)
 
     def train(folder: Path | None) -> Trained:
-        more = _run_callbacks(experiment, folder) if folder else []
+        more = _run_callbacks(experiment, folder, stopwatch) if folder else []
         more.append(stopwatch)
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if folder and is_rank_zero():
@@ -269,26 +281,12 @@ def _evaluate(experiment: Experiment) -> None:
     if command == "predict":
         print_rows(prediction_table(rows))
     else:
-        _print_scores(recipe, rows[0], {} if problem else {name: shown(path) for name, path in files.items()})
+        print_scores(recipe, rows[0], {} if problem else {name: shown(path) for name, path in files.items()})
     if problem:
         raise RunFailedError(f"{run.output} could not be written: {problem}")
     if command == "predict" and (unreadable := list(data_contract(data).unreadable_inputs.values())):
         total = len(data_contract(data).prediction_names)
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
-
-
-def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """Print the scores of an evaluation but those of single classes, and where its tables are.
-
-    Args:
-        files: that were written, by the names in the recipe's `tables`.
-    """
-    tables = recipe.tables
-    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
-    if tables:
-        rank_zero_print("")
-        rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]
-        print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """Training from Python: `fit` does what a recipe's command line does, and returns what was trained."""
 
+import html
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from datamodules.contract import data_contract
@@ -22,9 +25,11 @@ from datamodules.errors import UserError
 from recipes.base import Recipe
 from recipes.runner.commands import Trained
 from recipes.runner.console import warnings_only
+from recipes.runner.curves import run_curves
 from recipes.runner.experiment import Classes
 from recipes.runner.failures import failures_reported
 from recipes.runner.flags import nearest
+from recipes.runner.notebook import framed, in_notebook, plots, table
 from recipes.runner.printing import rank_of_process
 from recipes.runner.results import read_results
 from recipes.runner.run import CommandLine
@@ -34,7 +39,7 @@ _NOT_OF_FIT = frozenset({"ckpt", "output", "format"})
 _LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fitted:
     """What `fit` has trained.
 
@@ -51,6 +56,21 @@ class Fitted:
     folder: Path | None
     checkpoint: Path | None
     data: pl.LightningDataModule | None
+
+    @override
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {text.partition(' (')[0]}" for name, text in self._headline.items())
+        return f"<Fitted {self.model.title}: {scores or 'no score'}; {self.folder or 'not saved'}>"
+
+    @property
+    def _headline(self) -> dict[str, str]:
+        return self.model.headline(self.scores)
+
+    def _repr_html_(self) -> str:
+        """The scores and the curves, for notebooks."""
+        figures = run_curves(self.folder, self.model.monitor) if self.folder else {}
+        place = f"<p>The whole run: {html.escape(str(self.folder / 'report.html'))}</p>" if self.folder else ""
+        return framed(table([self._headline]), plots(figures), place)
 
 
 def find_recipe(recipe: str | type[Recipe]) -> type[Recipe]:
@@ -197,7 +217,9 @@ def fit(
         if unknown := settings.keys() - line.parser.types().keys():
             name = min(unknown)
             raise UserError(f"fit() has no parameter {name}{nearest(name, line.parser.types())}")
-        with _one_run_of_a_program(), failures_reported(rank_of_process()):
+        # A notebook shows the two streams in two places.
+        stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
+        with stream, _one_run_of_a_program(), failures_reported(rank_of_process()):
             trained = line.main()
     assert trained is not None
     return _fitted(trained, recipe_class)

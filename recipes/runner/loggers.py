@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from PIL.Image import Image
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
@@ -20,6 +21,7 @@ from datamodules.errors import UserError
 from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import write_rows
 from recipes.runner.saved_run import read_run
+from recipes.runner.summary import SUMMARY, EpochSummary
 
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log"}
@@ -52,13 +54,20 @@ class _CSV(CSVLogger):
     def save(self) -> None:
         super(CSVLogger, self).save()  # Without hparams.yaml, too.
 
+    @override
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        if self._experiment is not None:
+            self.experiment.write_summary()
+
 
 class _MetricsFile(ExperimentWriter):
     """Writes metrics.csv; where it cannot, the file stays as it was, and the rows are written with the next ones."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
-        self.metrics_keys, _ = _read(Path(self.metrics_file_path))
+        self.metrics_keys, rows = read_metrics(Path(self.metrics_file_path))
+        self._summary = EpochSummary(rows)
 
     @override
     def _check_log_dir_exists(self) -> None:
@@ -73,9 +82,19 @@ class _MetricsFile(ExperimentWriter):
         if columns == self.metrics_keys and path.is_file():
             self._append(path)
         else:
-            write_rows(path, [*_read(path)[1], *self.metrics], columns)
+            write_rows(path, [*read_metrics(path)[1], *self.metrics], columns)
+        written = self.metrics
         self.metrics, self.metrics_keys = [], columns
         forget_failures(path.name)
+        for row in written:
+            self._summary.add(row)
+        if any(name.endswith("_epoch") for row in written for name in row):
+            self.write_summary()
+
+    def write_summary(self) -> None:
+        """Write summary.csv; it has the epochs whose rows are in metrics.csv."""
+        if rows := self._summary.rows():
+            write_rows(Path(self.log_dir) / SUMMARY, rows, self._summary.columns())
 
     def _append(self, path: Path) -> None:
         size = path.stat().st_size
@@ -87,7 +106,7 @@ class _MetricsFile(ExperimentWriter):
             raise
 
 
-def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+def read_metrics(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """The columns and rows of a file of metrics; none where there is no file."""
     if not path.is_file():
         return [], []
@@ -104,8 +123,9 @@ def _csv(folder: Path, updates: int) -> CSVLogger:
         file = folder / METRICS
         if not updates:
             file.unlink(missing_ok=True)
+            (folder / SUMMARY).unlink(missing_ok=True)
         elif file.is_file():
-            columns, rows = _read(file)
+            columns, rows = read_metrics(file)
             # A machine that went down may have cut the last row.
             kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < updates]
             write_rows(file, kept, columns)
@@ -190,6 +210,45 @@ def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> Non
     plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
     _, session, _ = hparams(plain, {})
     logger.experiment.file_writer.add_summary(session)
+
+
+class LoggedImage(NamedTuple):
+    """An image, and the same as the bytes of a PNG file, so that no logger has to compress it again."""
+
+    image: Image
+    png: bytes
+
+
+def log_images(loggers: Iterable[Logger], images: Mapping[str, LoggedImage], step: int) -> None:
+    """Give images to the loggers that take some: TensorBoard and W&B.
+
+    Args:
+        images: by name.
+        step: updates that were made.
+    """
+    for logger in loggers if images else ():
+        if isinstance(logger, TensorBoardLogger):
+            with best_effort(_NAMES["tensorboard"]):
+                _write_images(logger, images, step)
+        elif isinstance(logger, WandbLogger):
+            with best_effort(_NAMES["wandb"]):
+                for name, logged in images.items():
+                    logger.log_image(name, [logged.image])
+
+
+def _write_images(logger: TensorBoardLogger, images: Mapping[str, LoggedImage], step: int) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from torch.utils.tensorboard.writer import FileWriter
+
+    # After training its file is closed; TensorBoard goes on with the next one.
+    open_writer = logger.experiment.file_writer
+    writer = open_writer or FileWriter(logger.log_dir)
+    for name, (image, png) in images.items():
+        encoded = Summary.Image(height=image.height, width=image.width, colorspace=3, encoded_image_string=png)
+        writer.add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
+    writer.flush()
+    if writer is not open_writer:
+        writer.close()
 
 
 def wandb_id(loggers: Iterable[Logger]) -> str | None:

@@ -1,8 +1,5 @@
-"""The results of a run at its end: the closing table, results.json, and all of it on the page report.html."""
+"""The results of a run at its end: the closing table, results.json and its tables, pictures, and the page of them."""
 
-import csv
-import itertools
-import json
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
@@ -19,8 +16,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
+from recipes.base import Recipe
+from recipes.runner.curves import run_curves
 from recipes.runner.experiment import Experiment, takes_inputs
-from recipes.runner.loggers import METRICS
+from recipes.runner.page import write_page
+from recipes.runner.pictures import FIGURES, save_pictures
 from recipes.runner.printing import print_error
 from recipes.runner.results import (
     RESULTS,
@@ -31,13 +31,10 @@ from recipes.runner.results import (
     peak_memory,
     versions,
     write_rows,
-    write_text,
 )
 from recipes.runner.saved_run import read_run
-from recipes.tables import Table
 
 _REPORT = "report.html"
-_MOST_ROWS = 25
 
 
 def shown(path: str | Path) -> str:
@@ -167,19 +164,40 @@ def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str) -> dict[
     return rows
 
 
-def _write(folder: Path, results: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, str]:
+def _write(
+    trainer: pl.Trainer, folder: Path, results: Mapping[str, Any], recipe: Recipe, rows: Mapping[str, str]
+) -> dict[str, str]:
     """Write the files of a finished run; returns the rows that name them."""
-    rows = {}
+    written = {}
+    tables = recipe.tables
     with best_effort(RESULTS):
         write_rows(folder / RESULTS, results)
         for name, table in tables.items():
             with best_effort(name):
                 write_rows(folder / name, table.rows, table.columns)
         if tables:
-            rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
+            written["tables"] = f"{', '.join(tables)} in {shown(folder)}"
         with best_effort(_REPORT):
-            rows["report"] = shown(write_report(folder, results))
-    return rows
+            pictures = run_curves(folder, recipe.monitor) | recipe.figures
+            save_pictures(folder, pictures, trainer)
+            page = write_page(folder / _REPORT, results, rows, recipe.figures_of_training | pictures)
+            written["report"] = f"{shown(page)}; its pictures in {FIGURES}/" if pictures else shown(page)
+    return written
+
+
+def report_interrupted(
+    experiment: Experiment, folder: Path, stopwatch: Stopwatch, trainer: pl.Trainer, how: str
+) -> None:
+    """Write the page of a run that has not finished, with the scores that were logged last.
+
+    Args:
+        how: it ended, such as "interrupted by Ctrl-C after 120 updates".
+    """
+    recipe = experiment.recipe
+    scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.partition("/")[0] != "lr"}
+    results = _results(trainer, experiment, stopwatch, Outcome(scores, None, how, trainer.current_epoch))
+    pictures = run_curves(folder, recipe.monitor) | recipe.figures_of_training | recipe.figures
+    write_page(folder / _REPORT, results, _rows(results, {}), pictures)
 
 
 def report(
@@ -192,8 +210,22 @@ def report(
         if outcome.best:
             rows |= _next_steps(trainer, experiment, outcome.best)
         # Before anything is printed: a terminal may have gone.
-        rows |= _write(folder, results, experiment.recipe.tables)
+        rows |= _write(trainer, folder, results, experiment.recipe, _rows(results, {}))
     print_pairs(rows)
+
+
+def print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str, str]) -> None:
+    """Print the scores of an evaluation but those of single classes, and where its tables are.
+
+    Args:
+        files: that were written, by the names in the recipe's `tables`.
+    """
+    tables = recipe.tables
+    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
+    if tables:
+        print()  # noqa: T201
+        rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]
+        print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
 
 
 def report_unsaved(folder: Path | None) -> None:
@@ -212,54 +244,3 @@ def report_unsaved(folder: Path | None) -> None:
     if lost:
         saved = f"; the weights and {RESULTS} are in {shown(folder)}" if folder else ""
         print_error(f"warning: not saved: {what}{saved}")
-
-
-# report.html
-
-
-def _tables(folder: Path) -> dict[str, list[list[str]]]:
-    """The first rows of the tables in the folder, such as those of classes, mistakes and translations."""
-    tables = {}
-    for path in sorted(folder.glob("*.csv")):
-        if path.name != METRICS:
-            with path.open(newline="", encoding="utf-8", errors="replace") as file:
-                tables[path.name] = list(itertools.islice(csv.reader(file), _MOST_ROWS + 1))
-    return tables
-
-
-def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
-    """Write the page of a finished run into its folder, from its results and the tables beside it.
-
-    Raises:
-        OSError: the page cannot be written; an earlier one is as it was.
-    """
-    from jinja2 import Template
-
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    best, config, left_out = results["best"], results["config"], results["data"]["left_out"]
-    environment = {
-        **_rows(results, {}),
-        "left out": ", ".join(f"{count:,} {reason}" for reason, count in left_out.items()),
-        "epochs": str(results["epochs"]),
-        "hardware": results["hardware"],
-        "nodes": str(results["num_nodes"]),
-        "host": results["host"],
-        "started": results["started_at"],
-        "ended": results["ended_at"],
-        **results["versions"],
-    }
-    texts = {name: json.dumps(value, ensure_ascii=False, default=str) for name, value in config.items()}
-    settings = {name: value if isinstance(value := config[name], str) else text for name, text in texts.items()}
-    page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
-        title=f"{results['recipe']}: {folder.resolve().name}",
-        command=results["command"],
-        best=f"Scores of {Path(best['checkpoint']).name}, saved after {best['step']:,} updates" if best else "Scores",
-        headline=results["headline"],
-        scores={name: f"{value:.5g}" for name, value in results["scores"].items() if "_class_" not in name},
-        tables=_tables(folder),
-        most_rows=_MOST_ROWS,
-        settings=settings,
-        environment={name: text for name, text in environment.items() if text},
-    )
-    write_text(folder / _REPORT, page)
-    return folder / _REPORT

@@ -17,7 +17,7 @@ from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.contract import Free, OneCall, Rare
-from datamodules.ranges import COUNT, Range, check_ranges
+from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 from recipes.base import Recipe
 from recipes.optim import learning_rate_scale
 from recipes.runner.early_stopping import PatientStopping
@@ -51,6 +51,7 @@ class RunSettings:
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
         sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
         patience: end the run after so many validations without a better score of those that choose the best checkpoint.
+        progress_interval: seconds between two lines of progress, where the output is no terminal.
         logger: any of tensorboard,csv,wandb, or none.
     """
 
@@ -73,6 +74,7 @@ class RunSettings:
     ema: float | None = None
     sync_bn: bool = False
     patience: Free[int | None] = None
+    progress_interval: Rare[Free[float]] = 60.0
     logger: Free[str] = "tensorboard,csv"
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class RunSettings:
             threads=(self.threads, Range(1, 4096, whole=True)),
             global_batch_size=(self.global_batch_size, COUNT),
             patience=(self.patience, COUNT),
+            progress_interval=(self.progress_interval, NOT_NEGATIVE),
         )
 
 

@@ -21,6 +21,7 @@ from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.launch import Launch
 from recipes.runner.limits import limits_per_device
 from recipes.runner.loggers import logger_names, loggers, wandb_id
+from recipes.runner.notebook import NotebookProgress, in_notebook
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.results import hardware
 from recipes.runner.strategies import build_strategy
@@ -72,7 +73,8 @@ def _callbacks(experiment: Experiment) -> list[Callback]:
     options, callbacks = experiment.trainer, experiment.callbacks()
     shows = options["enable_progress_bar"] is not False and prints_progress()
     given = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    return [*callbacks, *([RunProgress()] if shows and not given else [])]
+    progress = NotebookProgress() if in_notebook() else RunProgress(log_interval=experiment.run.progress_interval)
+    return [*callbacks, *([progress] if shows and not given else [])]
 
 
 def renew_callbacks(trainer: pl.Trainer, experiment: Experiment, *more: Callback) -> None:

@@ -95,6 +95,41 @@ class TranslationNetwork(nn.Module):
         """The state of these sentences, which may repeat."""
         return state[rows]
 
+    def attention(self, source: Tensor, lengths: Tensor, inputs: Tensor) -> Tensor:
+        """The weights with which the decoder looks at the source as it predicts each token (Bahdanau et al., 2015).
+
+        They are those of a pass over whole sequences, and what `step` computes in translating: so a translation is
+        made without them, and looked at afterwards.
+
+        Args:
+            source: of shape (batch, source).
+            lengths: of shape (batch,).
+            inputs: the tokens before those that are predicted: SOS, then the translation; of shape (batch, time).
+
+        Returns:
+            Of shape (batch, time, source), float32; the sum over the source is 1, and padding has 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method attention(source, lengths, inputs)")
+
+    def free_running(self, source: Tensor, source_lengths: Tensor, target: Tensor, target_positions: Tensor) -> Tensor:
+        """As `forward`, but each token follows from those that the decoder itself found likeliest before it.
+
+        The decoder is not told the target, in training as in translating (Williams and Zipser, 1989, call the other
+        teacher forcing). It decodes step by step. No gradient flows through the choice of a token.
+
+        Returns:
+            Logits of shape (tokens, target_vocab_size).
+        """
+        encoded, state = self.encode(source, source_lengths)
+        tokens = target[:, 0]
+        readouts = []
+        for _ in range(target.shape[1] - 1):
+            readout, state = self.step(tokens, state, encoded)
+            readouts.append(readout)
+            with torch.no_grad():
+                tokens = self.logits(readout).argmax(1)
+        return self.logits(torch.stack(readouts, 1).flatten(0, 1)[target_positions])
+
     def logits(self, readouts: Tensor) -> Tensor:
         """The output layer: readouts of shape (..., readout) to logits of shape (..., target_vocab_size)."""
         logits: Tensor = self.output(readouts)
@@ -174,20 +209,32 @@ class Encoder(nn.Module):
         return states, torch.stack(ends)
 
 
-def attend(queries: Tensor, encoded: Encoded) -> Tensor:
-    """The queries, and their means of the memory, weighted by inner products with the keys (Luong et al., 2015).
+def attention_weights(queries: Tensor, encoded: Encoded) -> Tensor:
+    """The softmax over the source of inner products of queries and keys (Luong et al., 2015).
 
     Args:
         queries: of shape (batch, time, hidden); with one query it is a decoder's step, with all of them the whole
             sequence in one batched product.
 
     Returns:
-        Of shape (batch, time, 2 x hidden).
+        Of shape (batch, time, source), float32 or float64; 0 at padding.
     """
     scores = torch.bmm(queries, encoded.keys.transpose(1, 2))
     # float32 at least: bf16 has too few digits for a softmax.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    weights = scores.masked_fill(~encoded.mask.unsqueeze(1), -torch.inf).softmax(2)
+    return scores.masked_fill(~encoded.mask.unsqueeze(1), -torch.inf).softmax(2)
+
+
+def attend(queries: Tensor, encoded: Encoded) -> Tensor:
+    """The queries, and their means of the memory, weighted by `attention_weights`.
+
+    Args:
+        queries: of shape (batch, time, hidden).
+
+    Returns:
+        Of shape (batch, time, 2 x hidden).
+    """
+    weights = attention_weights(queries, encoded)
     return torch.cat((queries, torch.bmm(weights.to(encoded.memory.dtype), encoded.memory)), 2)
 
 
@@ -255,6 +302,12 @@ class Seq2SeqNet(TranslationNetwork):
         """Attentional vectors."""
         readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)))
         return readouts
+
+    @override
+    def attention(self, source: Tensor, lengths: Tensor, inputs: Tensor) -> Tensor:
+        encoded, state = self.encode(source, lengths)
+        outputs, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
+        return attention_weights(outputs, encoded)
 
     @override
     def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.contract import Free, data_contract
+from datamodules.contract import Free, OneCall, data_contract
 from datamodules.errors import UserError
-from datamodules.loading.randomness import uniform
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
@@ -33,11 +32,12 @@ from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
+from recipes.seq2seq.attention import AttentionMap, AttentionWriter, add_examples, attention_maps, forget_examples
 from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
 from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
-from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
+from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores, sentences_to_translate
 from recipes.seq2seq.transformer import TransformerNet
-from recipes.seq2seq.vocabularies import check_sizes, known, take_vocabularies, vocabulary_metadata
+from recipes.seq2seq.vocabularies import check_given, check_sizes, known, take_vocabularies, vocabulary_metadata
 
 NetworkName = Literal["rnn", "transformer"]
 
@@ -87,6 +87,9 @@ class Seq2SeqTranslator(Recipe):
         length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
         bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "char" for
             other scripts without spaces, "13a" for all else.
+        teacher_forcing: share of the micro-batches of training in which the decoder reads the target (Williams and
+            Zipser, 1989); in the others it reads its own predictions, step by step, which takes longer.
+        attention: HTML or PNG file into which predict draws the attention of each translation over its source.
         lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`).
     """
 
@@ -123,13 +126,11 @@ class Seq2SeqTranslator(Recipe):
         beam: Free[int] = 5,
         length_penalty: Free[float] = 0.6,
         bleu_tokenize: Free[BleuTokenizer] = "13a",
+        teacher_forcing: float = 1.0,
+        attention: OneCall[str | None] = None,
         **kwargs: Any,
     ) -> None:
-        if source_vocab_size is None or target_vocab_size is None:
-            raise UserError(
-                "the sizes of the vocabularies were neither given nor found in the data; pass `source_vocab_size` and"
-                " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
-            )
+        check_given(source_vocab_size, target_vocab_size)
         check_choice("network", network, get_args(NetworkName))
         if network == "rnn" and (heads, feedforward_size) != (4, 512):
             raise UserError(f"{heads=} and {feedforward_size=}: network='rnn' has neither; leave them at 4 and 512")
@@ -146,11 +147,15 @@ class Seq2SeqTranslator(Recipe):
             val_sentences=(val_sentences, COUNT),
             beam=(beam, Range(1, 1000, whole=True)),
             length_penalty=(length_penalty, Range(-10, 10)),
+            teacher_forcing=(teacher_forcing, Range(0, 1)),
         )
-        if lr is None:
-            lr = 0.003
+        lr = 0.003 if lr is None else lr
         super().__init__(optimizer=optimizer, lr=lr, weight_decay=weight_decay, schedule=schedule, **kwargs)
         self.settle(lr=lr)
+        self.hparams.pop("attention", None)  # It belongs to one call, and to no checkpoint.
+        self.attention_writer = AttentionWriter(attention)
+        self.attention_maps: dict[int, AttentionMap] | None = None if attention is None else {}
+        """What predict finds, by the number of the sentence; None where nobody has asked for it."""
         self.val_scores = TranslationScores()
         self.test_scores = TranslationScores()
         self.detokenised = DetokenisedScores()
@@ -169,14 +174,18 @@ class Seq2SeqTranslator(Recipe):
     @override
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         """The mean loss over the target tokens, and their number."""
-        logits, targets = self._logits_and_targets(batch)
+        share = self.hparams.teacher_forcing
+        # `SeedControl` has seeded the generator with the address of the micro-batch: the draw is the same on any split.
+        is_forced = share >= 1 or float(torch.rand(())) < share
+        logits, targets = self._logits_and_targets(batch, is_forced)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.hparams.label_smoothing)
         return {"loss": loss, "count": len(targets)}
 
-    def _logits_and_targets(self, batch: TranslationBatch) -> tuple[Tensor, Tensor]:
+    def _logits_and_targets(self, batch: TranslationBatch, is_forced: bool = True) -> tuple[Tensor, Tensor]:
         """Logits of shape (tokens, target_vocab_size) and targets of shape (tokens,), without padding."""
         positions = target_positions(batch.target, batch.target_lengths)
-        logits = self.network(batch.source, batch.source_lengths, batch.target, positions)
+        network = self.network if is_forced else self.network.free_running
+        logits = network(batch.source, batch.source_lengths, batch.target, positions)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.target[:, 1:].flatten()[positions]
 
     @override
@@ -204,7 +213,8 @@ class Seq2SeqTranslator(Recipe):
         # Subwords are decoded to text, whose words and punctuation are not separated yet.
         tokenise = self.hparams.bleu_tokenize if isinstance(target, SubwordVocabulary) else None
         scores.add(translations, references, tokenise)
-        return {"sources": sources, "translations": translations, "references": references}
+        texts = {"sources": sources, "translations": translations, "references": references}
+        return {"tokens": found.tokens[:, 0], **texts}
 
     def _log_scores(self, prefix: str, scores: TranslationScores) -> None:
         values = {f"{prefix}/{name}": value.float() for name, value in scores.compute(self.trainer.strategy).items()}
@@ -215,12 +225,7 @@ class Seq2SeqTranslator(Recipe):
     @override
     def validation_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         sentences = data_contract(self.data_module()).sizes.get("val", 0)
-        share = self.hparams.val_sentences / max(1, sentences)
-        chosen = None
-        if batch.numbers is not None and share < 1:
-            # By the sentence's number, so that the choice is the same on any number of ranks.
-            draws = uniform(0, "validated sentences", 0, batch.numbers).squeeze(1)
-            chosen = (draws < share).nonzero().squeeze(1)
+        chosen = sentences_to_translate(batch.numbers, self.hparams.val_sentences / max(1, sentences))
         return self._evaluation_step(self.val_scores, batch, beam=1, chosen=chosen)
 
     @override
@@ -230,12 +235,14 @@ class Seq2SeqTranslator(Recipe):
     @override
     def on_test_epoch_start(self) -> None:
         self.detokenised.reset()
+        forget_examples(self.figures)
 
     @override
     def test_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         found = self._evaluation_step(self.test_scores, batch, self.hparams.beam)
         if found:
             self.detokenised.add(found, batch.numbers, self.data_module())
+            add_examples(self.figures, self.network, batch, found["tokens"], self.vocabularies)
         return found
 
     @override
@@ -257,11 +264,18 @@ class Seq2SeqTranslator(Recipe):
         return found.tokens[:, 0]
 
     @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [*super().configure_callbacks(), self.attention_writer]
+
+    @override
     def predict_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         """The sentences' numbers, and the best translation of each with its score."""
         width = self.hparams.beam
         found = beam_search(self.network, batch.source, batch.source_lengths, width, alpha=self.hparams.length_penalty)
         numbers = torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers
+        if self.attention_maps is not None:
+            maps = attention_maps(self.network, batch, found.tokens[:, 0], self.vocabularies)
+            self.attention_maps |= dict(zip(numbers.tolist(), maps, strict=True))
         return {"numbers": numbers.tolist(), "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
 
     @override

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from callbacks.lib.exchange import gather
+from datamodules.loading.randomness import uniform
 from datamodules.translation.data_module import TranslationDataModule
 from recipes.scores import MeanOverTargets
 from recipes.tables import Table
@@ -97,6 +98,18 @@ def standard_scores(
         score = metric.corpus_score(hypotheses, [references]).score
         found[name] = StandardScore(title, score, str(metric.get_signature()))
     return found
+
+
+def sentences_to_translate(numbers: Tensor | None, share: float) -> Tensor | None:
+    """The places of a random share of the sentences of a batch, int64 of shape (chosen,); None stands for all.
+
+    Args:
+        numbers: of the sentences, by which they are chosen: so the choice is the same on any number of ranks.
+    """
+    if numbers is None or share >= 1:
+        return None
+    draws = uniform(0, "validated sentences", 0, numbers).squeeze(1)
+    return (draws < share).nonzero().squeeze(1)
 
 
 class TranslationScores(nn.Module):

@@ -5,6 +5,7 @@ before it, which its state keeps: of shape (batch, time, 2 x layers x width).
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,11 @@ class _Heads:
         """To shape (batch, heads, time, width of a head)."""
         batch, time, width = x.shape
         return x.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
+
+    def weights(self, queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        """The weights of `attend` over the source, a mean over the heads: of shape (batch, time, source)."""
+        queries, keys = self.split(queries), self.split(keys)
+        return self._weights(queries, keys, mask[:, None, None, :], causal=False).mean(1)
 
     def _weights(self, queries: Tensor, keys: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[3])
@@ -109,12 +115,21 @@ class _DecoderLayer(_Layer):
         Returns:
             The next layer's input, and keys and values of the tokens in `x`.
         """
-        queries, new = self.query_key_value(self.self_norm(x)).split((x.shape[2], 2 * x.shape[2]), 2)
-        keys, values = (new if past is None else torch.cat((past.to(new.dtype), new), 1)).chunk(2, 2)
-        x = x + self.dropout(self.self_output(self.heads.attend(queries, keys, values, causal=past is None)))
+        x, new = self._attend_to_target(x, past)
         queries = self.source_query(self.source_norm(x))
         found = self.heads.attend(queries, encoded.keys, encoded.memory, encoded.mask)
         return self._feed_forward(x + self.dropout(self.source_output(found))), new
+
+    def _attend_to_target(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x` after self-attention, and keys and values of its tokens."""
+        queries, new = self.query_key_value(self.self_norm(x)).split((x.shape[2], 2 * x.shape[2]), 2)
+        keys, values = (new if past is None else torch.cat((past.to(new.dtype), new), 1)).chunk(2, 2)
+        return x + self.dropout(self.self_output(self.heads.attend(queries, keys, values, causal=past is None))), new
+
+    def source_weights(self, x: Tensor, encoded: Encoded) -> Tensor:
+        """The weights over the source of whole sentences `x`, of shape (batch, time, source)."""
+        x, _ = self._attend_to_target(x, None)
+        return self.heads.weights(self.source_query(self.source_norm(x)), encoded.keys, encoded.mask)
 
 
 class TransformerNet(TranslationNetwork):
@@ -194,16 +209,35 @@ class TransformerNet(TranslationNetwork):
         encoded = Encoded(self.source_values(x), self.source_keys(x), mask)
         return encoded, encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width)
 
+    def _source_of_layers(self, encoded: Encoded) -> list[Encoded]:
+        """The values and keys of the source in each layer of the decoder."""
+        sides = zip(encoded.memory.chunk(self.layers, 2), encoded.keys.chunk(self.layers, 2), strict=True)
+        return [Encoded(values, keys, encoded.mask) for values, keys in sides]
+
     def _decode(self, tokens: Tensor, cache: Tensor | None, encoded: Encoded) -> tuple[Tensor, list[Tensor]]:
         """Of tokens (batch, time): the decoder's output, and their keys and values in each layer."""
         x = self._embed(self.target_embedding, tokens, 0 if cache is None else cache.shape[1])
         past = [None] * self.layers if cache is None else cache.chunk(self.layers, 2)
-        sides = zip(encoded.memory.chunk(self.layers, 2), encoded.keys.chunk(self.layers, 2), strict=True)
         new = []
-        for layer, before, (values, keys) in zip(self.decoder, past, sides, strict=True):
-            x, own = layer(x, before, Encoded(values, keys, encoded.mask))
+        for layer, before, source in zip(self.decoder, past, self._source_of_layers(encoded), strict=True):
+            x, own = layer(x, before, source)
             new.append(own)
         return x, new
+
+    @override
+    def attention(self, source: Tensor, lengths: Tensor, inputs: Tensor) -> Tensor:
+        """The attention of the last layer of the decoder to the source, a mean over its heads (Vaswani et al., 2017).
+
+        Arguments and result are those of `TranslationNetwork.attention`.
+        """
+        encoded, _ = self.encode(source, lengths)
+        x = self._embed(self.target_embedding, inputs)
+        sources = self._source_of_layers(encoded)
+        for layer, of_layer in zip(self.decoder[:-1], sources[:-1], strict=True):
+            x, _ = layer(x, None, of_layer)
+        last: Any = self.decoder[-1]
+        weights: Tensor = last.source_weights(x, sources[-1])
+        return weights
 
     @override
     def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,15 @@ def vocabulary_metadata(vocabularies: Vocabularies, normalisation: Normalisation
     return metadata
 
 
+def check_given(source_vocab_size: int | None, target_vocab_size: int | None) -> None:
+    """Refuse a network without the sizes of its vocabularies."""
+    if source_vocab_size is None or target_vocab_size is None:
+        raise UserError(
+            "the sizes of the vocabularies were neither given nor found in the data; pass `source_vocab_size` and"
+            " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
+        )
+
+
 def known(vocabularies: Vocabularies | None) -> Vocabularies:
     """The vocabularies, which translating needs.
 

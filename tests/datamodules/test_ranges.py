@@ -45,7 +45,7 @@ OUTSIDE: list[tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = [
     (TranslationDataModule, {"batch_size": (0,), "vocab_size": (0,), "max_tokens": (-1,)}),
     (RunSettings, {"seed": (-1,), "save_top_k": (-2,), "patience": (0,)}),
     (LaunchSettings, {"master_port": (0, 65536), "node_rank": (-1,), "collective_timeout": (0, -1, 1e30)}),
-    (RunProgress, {"interval": (-1,)}),
+    (RunProgress, {"interval": (-1,), "log_interval": (-1,)}),
 ]
 
 

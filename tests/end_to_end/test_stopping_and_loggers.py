@@ -70,9 +70,9 @@ def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, mon
     ended = typed(tmp_path, *(f"{COMMON} --max-epochs 1 --logger {logger} --name {name}" for logger, name in chosen))
     assert [status for status, _, _ in ended] == [0, 0], ended
     written = {name: {path.name for path in (tmp_path / RUNS / name).iterdir()} for name in ("table", "nothing")}
-    tables = {"val_per_class.csv", "val_mistakes.csv", "report.html"}
+    tables = {"val_per_class.csv", "val_mistakes.csv", "report.html", "figures"}
     assert written["nothing"] == {".lock", "config.yaml", "checkpoints", "results.json", "weights.jsonl"} | tables
-    assert written["table"] == written["nothing"] | {"metrics.csv"}
+    assert written["table"] == written["nothing"] | {"metrics.csv", "summary.csv"}
     assert "TensorBoard" not in ended[0][1]
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="--logger wandb needs another package: pip install wandb"):

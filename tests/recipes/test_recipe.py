@@ -3,11 +3,9 @@
 import csv
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch import nn
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.exact_sums import from_whole_numbers
-from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
@@ -318,33 +315,6 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
 def test_wrong_settings_are_refused_at_once(options, message):
     with pytest.raises(UserError, match=message):
         MNISTClassifier(**options)
-
-
-def test_off_a_terminal_the_bar_is_one_line_per_epoch(capsys):
-    quiet_trainer(max_epochs=2, enable_progress_bar=True, callbacks=[RunProgress()]).fit(Line(), batches())
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
-
-
-def test_on_a_terminal_a_line_is_drawn_by_the_clock_and_fits(monkeypatch, capsys):
-    class Slow(Line):
-        def training_step(self, batch, batch_idx):
-            time.sleep(0.002)
-            return super().training_step(batch, batch_idx)
-
-    monkeypatch.setenv("COLUMNS", "40")
-    for stream in (sys.stderr, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    began = time.monotonic()
-    quiet_trainer(max_epochs=1, enable_progress_bar=True, callbacks=[RunProgress(interval=0.1)]).fit(
-        Slow(), batches(400, 2)
-    )
-    drawn = re.findall(r"\r\x1b\[K([^\r\n]+)", capsys.readouterr().err)
-    assert 4 <= len(drawn) <= 2 + (time.monotonic() - began) / 0.1
-    assert all(re.match(r"epoch 1/1  batch \d+/200  [\d,.]+ it/s", line) and len(line) < 40 for line in drawn)
-    monkeypatch.setenv("COLUMNS", "30")
-    quiet_trainer(max_epochs=1, enable_progress_bar=True, callbacks=[RunProgress()]).fit(Line(), batches())
-    assert re.search(r"^epoch 1/1  train/loss [\d.]+\n    [\d.]+ s$", capsys.readouterr().out, re.M)
 
 
 def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monkeypatch):

@@ -74,7 +74,7 @@ def test_metrics_csv_is_as_before_where_there_is_no_room_and_gets_all_rows_later
     assert [(row["a"], row["b"]) for row in csv.DictReader(last.splitlines())] == [
         *(("1.0", ""), ("2.0", ""), ("3.0", "4.0"), ("5.0", ""))
     ]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
+    assert [file.name for file in tmp_path.iterdir() if file.suffix == ".part"] == []
 
 
 def _log_after_a_resume(folder: str) -> list[str]:
@@ -105,6 +105,30 @@ def test_only_rank_0_opens_the_metrics_of_a_folder_that_nodes_share(tmp_path: Pa
     # Reading this fails, as it did at times while rank 0 wrote the file.
     (tmp_path / "metrics.csv").write_bytes(b"\xff")
     assert run_ranks(_log_after_a_resume, 1, str(tmp_path), env={"NODE_RANK": "1"}) == [[]]
+
+
+def test_the_summary_has_a_row_for_each_epoch_without_empty_cells(tmp_path: Path) -> None:
+    options = "--name a --precision 32-true --log-every-n-steps 2 --check-val-every-n-epoch 2 --schedule constant"
+    whole, first, more, short = typed(
+        tmp_path,
+        f"--max-epochs 4 {options}",
+        f"--max-epochs 1 {options} --run-dir other",
+        "--max-epochs 4 --name a --run-dir other --resume auto",
+        "--max-steps 3 --name b --log-every-n-steps 1",
+    )
+    assert [done.status for done in (whole, first, more, short)] == [0, 0, 0, 0], more.err
+    rows = _rows(tmp_path / "runs" / "quadrants" / "a" / "summary.csv")
+    assert [row["epoch"] for row in rows] == ["1", "2", "3", "4"]
+    assert [int(row["updates"]) for row in rows] == [7, 14, 21, 28]
+    assert [row["val/loss"] == "nan" for row in rows] == [True, False, True, False]
+    assert all(cell for row in rows for cell in row.values())
+    assert not any(name.endswith("_epoch") or name.startswith("test/") for name in rows[0])
+    logged = [row["train/loss_epoch"] for row in _rows(tmp_path / "runs" / "quadrants" / "a" / "metrics.csv")]
+    assert [row["train/loss"] for row in rows] == [mean for mean in logged if mean]
+    resumed = _rows(tmp_path / "other" / "quadrants" / "a" / "summary.csv")
+    timed = "train/samples_per_second"
+    assert [{**row, timed: ""} for row in resumed] == [{**row, timed: ""} for row in rows]
+    assert [row["updates"] for row in _rows(tmp_path / "runs" / "quadrants" / "b" / "summary.csv")] == ["3"]
 
 
 def test_tensorboard_shows_scores_by_update_and_the_settings_that_differ_first(tmp_path: Path) -> None:

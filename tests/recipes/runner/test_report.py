@@ -1,16 +1,28 @@
 """The page of a run: one well-formed file that refers to no other, whatever the run's texts hold."""
 
+import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.runner.report import write_report
-from tests.support.command_lines import typed
+import lightning.pytorch as pl
+import pytest
+import torch
+from PIL import Image
+from typing_extensions import override
+
+from datamodules.errors import RunFailedError
+from recipes.figures.images import ImageGrid, Picture
+from recipes.figures.plots import attention_plot, confusion_plot
+from recipes.runner.curves import curves
+from recipes.runner.page import split_scores, write_page
+from tests.support.command_lines import MNIST, typed
 from tests.support.pages import Page, read_page
 
 HOSTILE = "<script>alert('&amp;')</script>$x^$"
 
 
-def page_of(folder: Path, **more: Any) -> Page:
+def page_of(folder: Path, pictures: Mapping[str, Picture] | None = None, **more: Any) -> Page:
     """The page of a run with these results."""
     folder.mkdir(exist_ok=True)
     names = "recipe command started_at ended_at host hardware num_nodes best stopped_early"
@@ -18,8 +30,7 @@ def page_of(folder: Path, **more: Any) -> Page:
     results |= {"scores": {}, "headline": {}, "versions": {}, "config": {}, "peak_memory_bytes": {}}
     results |= {"parameters": 1, "trainable_parameters": 1, "samples_per_second": 0.0, "epochs": 2}
     results |= {"data": {"name": "", "sizes": {}, "left_out": {}}}
-    results |= {"seconds": {"start_up": 2.0, "train": 6.0, "total": 8.5}}
-    return read_page(write_report(folder, results | more))
+    return read_page(write_page(folder / "report.html", results | more, {"time": "8.5 s"}, pictures or {}))
 
 
 def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> None:
@@ -41,7 +52,7 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
     assert page.text.count("dog") == 24, "a page holds the first rows"
     for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "2 settings", "1 x cpu"):
         assert text in page.text
-    assert "8.5 s, of which start-up 2.0" in page.text
+    assert "8.5 s" in page.text
 
 
 def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
@@ -58,6 +69,126 @@ def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
     )
     assert f"4 {HOSTILE}" in page.text
     assert page.text.count(HOSTILE) >= 10
+
+
+def test_captions_that_hold_html_stay_texts(tmp_path: Path) -> None:
+    pixels = torch.zeros(2, 3, 80, 80, dtype=torch.uint8)
+    pictures = {
+        "curve_loss": curves([{"step": "1", "lr": "0.5", "train/loss": "2.5"}], None)["curve_loss"],
+        "mistakes": ImageGrid(HOSTILE, pixels, [(HOSTILE, "b")] * 2, HOSTILE),
+        "confusion": confusion_plot([[1, 2], [3, 4]], [HOSTILE, "dog"], "test"),
+        "attention_1": attention_plot([[0.5, 0.5]], [HOSTILE, "b"], ["c"]),
+    }
+    (tmp_path / "test_translations.csv").write_text(f'source,translation\n"{HOSTILE}",x\n')
+    page = page_of(tmp_path, pictures)
+    # Title, note and captions of the grid; its alternative texts are no text; labels of plots are cut.
+    assert page.text.count(HOSTILE) == 2 + 2 + 1 + 3
+    assert page.text.count("<script>aler") > page.text.count(HOSTILE)
+    assert page.tags.count("img") == 2
+    assert page.tags.count("svg") == 3
+
+
+def test_the_page_of_a_large_run_stays_below_2_megabytes(tmp_path: Path) -> None:
+    noise = torch.randint(0, 256, (24, 3, 112, 112), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    grid = ImageGrid("images", noise, [("a class of a long name", "is another", "file.jpeg")] * 24)
+    matrix = torch.randint(0, 50, (1000, 1000), generator=torch.Generator().manual_seed(1)).tolist()
+    names = [f"class {number}" for number in range(1000)]
+    rows = [{"step": str(step), "train/loss": str(1 / (step + 1)), "lr": "0.1"} for step in range(20_000)]
+    pictures: dict[str, Picture] = {**curves(rows, None), "training_images": grid, "mistakes": grid}
+    pictures["confusion"] = confusion_plot(matrix, names, "test")
+    page = page_of(tmp_path, pictures)
+    assert (tmp_path / "report.html").stat().st_size < 2_000_000
+    assert "The 25 of 1,000 classes with most mistakes." in page.text
+
+
+def test_scores_stand_once_in_tiles_or_in_the_table() -> None:
+    signature = "nrefs:1|case:mixed"
+    headline = {
+        "val BLEU": "61.00 (greedy)",
+        "test BLEU": "62.00",
+        "test chrF": "70.00",
+        "sacrebleu BLEU": f"63.00 ({signature})",
+        "test exact match": "40.0 %",
+    }
+    scores = {"val/bleu": 61.0, "val/accuracy_class_0": 1.0, "test/bleu": 62.0, "test/chrf": 70.0}
+    scores |= {"test/sacrebleu": 63.0, "test/exact_match": 0.4, "val/exact_match": 0.4, "test/loss": 1.5}
+    tiles, rest, signatures = split_scores(headline, scores)
+    assert tiles == {"val BLEU": ("61.00", "greedy"), "test BLEU": ("62.00", ""), "test chrF": ("70.00", "")}
+    assert rest == {
+        "sacrebleu BLEU": "63.00",
+        "test exact match": "40.0 %",
+        "val/exact_match": "0.4",
+        "test/loss": "1.5",
+    }
+    assert signatures == {"sacrebleu BLEU": signature}
+
+
+def test_a_classifier_shows_its_images_curves_and_confusions(tmp_path: Path) -> None:
+    commands = (
+        "--dataset digits --max-epochs 1 --limit-train-batches 4 --log-every-n-steps 1 --name a",
+        "--max-epochs 2 --name a --resume auto",
+    )
+    first, second = typed(tmp_path, *commands, **MNIST)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    folder = tmp_path / "runs" / "mnist" / "a"
+    page = read_page(folder / "report.html")
+    for title in ("loss", "accuracy", "learning rate", "Training images", "Confusion matrix, test", "Mistakes, test"):
+        assert title in page.text
+    with (folder / "test_mistakes.csv").open(newline="") as file:
+        mistakes = list(csv.DictReader(file))
+    number = f"sample {int(mistakes[0]['sample']):,}"
+    said = f"{mistakes[0]['predicted']} ({100 * float(mistakes[0]['probability_predicted']):.0f} %)"
+    assert page.text.index(said) < page.text.index(number), "the most confident mistake comes first"
+    assert page.tags.count("img") == 24 + min(24, len(mistakes))
+    # Both parts of the run are one curve.
+    assert "2468" in page.text.partition("More scores")[0], "the updates below the curves"
+    pictures = sorted(path.stem for path in folder.glob("figures/*.png"))
+    assert pictures == ["confusion", "curve_loss", "curve_rate", "curve_score", "mistakes", "training_images"]
+    for path in folder.glob("figures/*.png"):
+        with Image.open(path) as image:
+            assert image.mode == "RGB"
+    assert _images_in_tensorboard(folder) == {"confusion": 2, "mistakes": 2, "training_images": 2}, "once in a job"
+
+
+def _images_in_tensorboard(folder: Path) -> dict[str, int]:
+    """How often there is an image of each name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
+    return {name: len(events.Images(name)) for name in events.Tags()["images"]}
+
+
+@pytest.mark.parametrize("options", ["--limit-val-batches 0", "--max-epochs 0", "--logger none"])
+def test_a_run_without_a_part_has_a_page_without_it(tmp_path: Path, options: str) -> None:
+    (done,) = typed(tmp_path, f"--dataset digits --max-epochs 1 --limit-train-batches 2 --name a {options}", **MNIST)
+    assert done.status == 0, done.err
+    assert "warning" not in done.err.replace("warning: --limit", "")
+    page = read_page(tmp_path / "runs" / "mnist" / "a" / "report.html")
+    assert ("Curves" in page.text) == (options == "--limit-val-batches 0")
+    assert ("Training images" in page.text) == (options != "--max-epochs 0")
+    assert ("validation" in page.text.partition("Settings")[0]) is False
+    assert "Confusion matrix, test" in page.text
+
+
+class EndsTheRun(pl.Callback):
+    """Raises an error after three updates."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise RunFailedError("on purpose")
+
+
+def test_a_run_that_is_interrupted_has_a_page_of_its_curves(tmp_path: Path) -> None:
+    command = "--dataset digits --max-epochs 1 --log-every-n-steps 1 --name a"
+    (ended,) = typed(tmp_path, command, callbacks=[f"{__name__}:EndsTheRun"], **MNIST)
+    assert ended.status == 1
+    folder = tmp_path / "runs" / "mnist" / "a"
+    page = read_page(folder / "report.html")
+    assert "interrupted by RunFailedError after 3 updates" in page.text
+    assert "Curves over updates" in page.text
+    assert "Training images" in page.text
+    assert not (folder / "results.json").exists()
 
 
 def test_a_run_writes_its_page_unless_it_cannot(tmp_path: Path) -> None:

@@ -1,0 +1,212 @@
+"""Figures made of few shapes, drawn as SVG for a page in light and dark, and by Pillow as images.
+
+A figure is laid out once, in pixels. Its colours are names: a page gives them values for light and for dark, and
+`PALETTE` holds those of images, which are light.
+"""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from PIL import Image, ImageDraw, ImageFont
+
+Colour = Literal["paper", "ink", "faint", "grid", "train", "val"]
+"""Background, text, secondary text, lines behind the data, and the data of training and of validation."""
+
+PALETTE: dict[Colour, tuple[int, int, int]] = {
+    "paper": (255, 255, 255),
+    "ink": (23, 27, 33),
+    "faint": (92, 102, 115),
+    "grid": (221, 225, 230),
+    "train": (31, 95, 191),
+    "val": (201, 84, 0),
+}
+
+DARK: dict[Colour, tuple[int, int, int]] = {
+    "paper": (20, 23, 28),
+    "ink": (230, 233, 238),
+    "faint": (154, 164, 178),
+    "grid": (52, 59, 70),
+    "train": (116, 171, 255),
+    "val": (255, 154, 77),
+}
+"""The colours of a page where a reader prefers dark ones."""
+
+
+def colour_style() -> str:
+    """The style sheet that gives a page the colours of its figures, light or dark as the reader prefers."""
+    light, dark = (
+        " ".join(f"--{name}: #{bytes(rgb).hex()};" for name, rgb in palette.items()) for palette in (PALETTE, DARK)
+    )
+    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+
+
+# Pixels of an image for each one of a figure. Twice as many take twice as long to compress.
+_SCALE = 1.5
+_FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial Unicode.ttf")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through points.
+
+    Args:
+        points: (x, y) in pixels, from the upper left corner.
+        width: in pixels.
+    """
+
+    points: Sequence[tuple[float, float]]
+    colour: Colour
+    width: float = 1.0
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A filled circle around (x, y)."""
+
+    x: float
+    y: float
+    colour: Colour
+    radius: float = 2.5
+
+
+@dataclass(frozen=True)
+class Box:
+    """A filled rectangle whose upper left corner is (x, y).
+
+    Args:
+        opacity: from 0, which shows the background, to 1.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: Colour
+    opacity: float = 1.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A line of text whose baseline is at y.
+
+    Args:
+        size: of the font, in pixels.
+        anchor: which part of the text lies at x.
+        rises: written upwards, from (x, y) on.
+    """
+
+    x: float
+    y: float
+    text: str
+    size: float = 11.0
+    anchor: Literal["start", "middle", "end"] = "start"
+    colour: Colour = "faint"
+    rises: bool = False
+
+
+Shape = Line | Dot | Box | Text
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Shapes with a title.
+
+    Args:
+        width: in pixels, as the height.
+        shapes: the first ones are drawn first.
+        note: a sentence to stand below the figure.
+        name: what the figure shows, for people who cannot see it.
+    """
+
+    title: str
+    width: float
+    height: float
+    shapes: list[Shape] = field(default_factory=list)
+    note: str = ""
+    name: str = ""
+
+    def html(self) -> str:
+        """The figure as an SVG element; the page defines a variable ``--NAME`` for each `Colour`."""
+        label = html.escape(self.name or self.title)
+        size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
+        return f'<svg {size} role="img" aria-label="{label}">{"".join(map(_as_svg, self.shapes))}</svg>'
+
+    def image(self) -> Image.Image:
+        """The figure in RGB, at 1.5 times its size."""
+        canvas = Image.new("RGB", (round(_SCALE * self.width), round(_SCALE * self.height)), PALETTE["paper"])
+        draw = ImageDraw.Draw(canvas)
+        for shape in self.shapes:
+            _draw(canvas, draw, shape, _SCALE)
+        return canvas
+
+
+def _as_svg(shape: Shape) -> str:
+    colour = f"var(--{shape.colour})"
+    match shape:
+        case Line():
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
+            return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{shape.width:g}"/>'
+        case Dot():
+            return f'<circle cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}" fill="{colour}"/>'
+        case Box():
+            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:.1f}"'
+            return f'<rect {place} fill="{colour}" fill-opacity="{shape.opacity:.3f}"/>'
+        case Text():
+            turn = f' transform="rotate(-90 {shape.x:.1f} {shape.y:.1f})"' if shape.rises else ""
+            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
+            return f'<text {place} fill="{colour}"{turn}>{html.escape(shape.text)}</text>'
+
+
+@cache
+def font(size: int) -> Any:
+    """A font of this size in pixels: DejaVu Sans, which has most scripts, where it is installed, else Pillow's own."""
+    for name in _FONTS:
+        try:
+            return ImageFont.truetype(name, size)
+        except OSError:
+            continue
+    return ImageFont.load_default(size)
+
+
+def _blend(colour: Colour, opacity: float) -> tuple[int, ...]:
+    """A colour over the background."""
+    pairs = zip(PALETTE[colour], PALETTE["paper"], strict=True)
+    return tuple(round(opacity * above + (1 - opacity) * below) for above, below in pairs)
+
+
+def _draw(canvas: Image.Image, draw: ImageDraw.ImageDraw, shape: Shape, scale: float) -> None:
+    colour = PALETTE[shape.colour]
+    match shape:
+        case Line():
+            points = [(scale * x, scale * y) for x, y in shape.points]
+            draw.line(points, fill=colour, width=max(1, round(scale * shape.width)), joint="curve")
+        case Dot():
+            left, top = scale * (shape.x - shape.radius), scale * (shape.y - shape.radius)
+            right, bottom = scale * (shape.x + shape.radius), scale * (shape.y + shape.radius)
+            draw.ellipse((left, top, right, bottom), fill=colour)
+        case Box():
+            left, top = scale * shape.x, scale * shape.y
+            right, bottom = left + scale * shape.width - 1, top + scale * shape.height - 1
+            if right >= left and bottom >= top:
+                draw.rectangle((left, top, right, bottom), fill=_blend(shape.colour, shape.opacity))
+        case Text():
+            letters = font(round(scale * shape.size))
+            if shape.rises:
+                _draw_rising(canvas, shape, letters, scale)
+            else:
+                anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
+                draw.text((scale * shape.x, scale * shape.y), shape.text, fill=colour, font=letters, anchor=anchor)
+
+
+def _draw_rising(canvas: Image.Image, shape: Text, letters: Any, scale: float) -> None:
+    ascent, descent = letters.getmetrics()
+    length = round(letters.getlength(shape.text)) + 1
+    mask = Image.new("L", (length, ascent + descent))
+    ImageDraw.Draw(mask).text((0, ascent), shape.text, fill=255, font=letters, anchor="ls")
+    mask = mask.transpose(Image.Transpose.ROTATE_90)
+    before = {"start": length, "middle": length // 2, "end": 0}[shape.anchor]
+    place = round(scale * shape.x) - ascent, round(scale * shape.y) - before
+    canvas.paste(PALETTE[shape.colour], (*place, place[0] + mask.width, place[1] + mask.height), mask)

@@ -1,0 +1,125 @@
+"""Grids of images with captions: what a network sees, and where it is wrong."""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+
+from recipes.figures.drawing import PALETTE, Figure, font
+
+_SIDE = 112
+"""Pixels of the longer side of an image in a grid; larger images are reduced to it."""
+_CELL = 96
+"""Pixels up to which small images are magnified, by a whole number."""
+_SMALL = 64
+"""Images of at most this side are kept as they are, as PNG, and shown magnified."""
+
+
+def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
+    """Images as they are shown: bytes, of a longer side of 112 pixels at most.
+
+    Args:
+        images: inputs of a network, of shape (n, channels, height, width).
+        normalise: what has normalised bytes, with the ``mean`` and ``std`` of the channels as in
+            `datamodules.images.augmentation.Normalise`. Without it, and where `images` are no bytes, the range of all
+            values is stretched to that of bytes.
+
+    Returns:
+        uint8 of shape (n, channels, height, width), on the CPU.
+
+    Example:
+        >>> displayed(torch.tensor([-1.0, 0.0, 1.0]).view(1, 1, 1, 3)).flatten().tolist()
+        [0, 128, 255]
+    """
+    if images.dtype != torch.uint8:
+        images = images.detach().float()
+        mean, std = getattr(normalise, "mean", None), getattr(normalise, "std", None)
+        if mean is not None and std is not None:
+            shape = (-1, 1, 1)
+            means = torch.tensor(mean, device=images.device).view(shape)
+            images = images * torch.tensor(std, device=images.device).view(shape) + means
+        else:
+            low, high = images.aminmax()
+            images = (images - low) / (high - low).clamp(min=1e-9)
+        images = (images.nan_to_num() * 255).round().clamp(0, 255).byte()
+    height, width = images.shape[2:]
+    if max(height, width) > _SIDE:
+        scale = _SIDE / max(height, width)
+        size = max(1, round(height * scale)), max(1, round(width * scale))
+        small = nn.functional.interpolate(images.float(), size, mode="area")
+        images = small.round().clamp(0, 255).byte()
+    return images.cpu()
+
+
+def _as_pillow(image: Tensor) -> Image.Image:
+    """Bytes of shape (channels, height, width): grey for one channel, and of others the first three as a colour."""
+    if image.shape[0] < 3:
+        return Image.fromarray(image[0].numpy())
+    return Image.fromarray(image[:3].permute(1, 2, 0).contiguous().numpy())
+
+
+@dataclass(frozen=True)
+class ImageGrid:
+    """Images with a caption each.
+
+    Args:
+        title: of the grid.
+        images: uint8 of shape (n, channels, height, width), as `displayed` makes them.
+        captions: the lines below each image; the first one is emphasised.
+        note: a sentence to stand below the grid.
+    """
+
+    title: str
+    images: Tensor
+    captions: Sequence[Sequence[str]]
+    note: str = ""
+
+    def html(self) -> str:
+        """The grid as an element of a page, with the images in it: PNG where they are small, else JPEG."""
+        cells = [self._cell(image, lines) for image, lines in zip(self.images, self.captions, strict=True)]
+        return f'<div class="grid">{"".join(cells)}</div>'
+
+    def _cell(self, image: Tensor, lines: Sequence[str]) -> str:
+        is_small = max(image.shape[1:]) <= _SMALL
+        kind = "png" if is_small else "jpeg"
+        file = io.BytesIO()
+        _as_pillow(image).save(file, kind, **({} if is_small else {"quality": 82}))
+        data = base64.b64encode(file.getvalue()).decode()
+        look = ' class="small"' if is_small else ""
+        alt = html.escape(", ".join(lines))
+        first, *rest = (html.escape(line) for line in lines)
+        caption = "<br>".join((f"<b>{first}</b>", *rest))
+        image_tag = f'<img{look} src="data:image/{kind};base64,{data}" alt="{alt}">'
+        return f"<figure>{image_tag}<figcaption>{caption}</figcaption></figure>"
+
+    def image(self, columns: int = 8) -> Image.Image:
+        """The grid as one image in RGB."""
+        count, _, height, width = self.images.shape
+        magnified = max(1, _CELL // max(height, width))
+        lines = max(map(len, self.captions), default=0)
+        gap, line_height = 8, 15
+        cell = max(_CELL, width)
+        cell_width, cell_height = cell + gap, magnified * height + line_height * lines + gap
+        rows = -(-count // columns)
+        canvas = Image.new("RGB", (columns * cell_width + gap, rows * cell_height + gap), PALETTE["paper"])
+        draw = ImageDraw.Draw(canvas)
+        for number, (image, caption) in enumerate(zip(self.images, self.captions, strict=True)):
+            x = gap + number % columns * cell_width
+            y = gap + number // columns * cell_height
+            size = magnified * width, magnified * height
+            canvas.paste(_as_pillow(image).resize(size, Image.Resampling.NEAREST), (x, y))
+            for place, text in enumerate(caption):
+                while text and font(12).getlength(text) > cell:
+                    text = text[:-1]
+                colour = PALETTE["faint" if place else "ink"]
+                draw.text((x, y + size[1] + 2 + place * line_height), text, fill=colour, font=font(12))
+        return canvas
+
+
+Picture = Figure | ImageGrid
+"""What a run shows: both have a title, a note, an element of a page, and an image."""

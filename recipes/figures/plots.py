@@ -1,0 +1,276 @@
+"""The plots of a run: curves over updates, the confusion matrix, and attention between two sentences."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from recipes.figures.drawing import Box, Colour, Dot, Figure, Line, Shape, Text
+
+Points = Sequence[tuple[float, float]]
+
+# A plot is as wide as a telephone shows without shrinking its text.
+_WIDTH, _HEIGHT = 344, 208
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 26
+_MOST_POINTS = 300
+_MOST_CLASSES = 25
+_MOST_TOKENS = 40
+_LOG_FROM = 30.0
+"""How many times its smallest value a series may reach before the axis is logarithmic."""
+
+
+def thinned(points: Points, most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+    """The lowest and the highest point of each of ``most / 2`` equal parts, where there are more: no peak is lost.
+
+    Example:
+        >>> thinned([(0, 1.0), (1, 9.0), (2, 2.0), (3, 0.0), (4, 3.0), (5, 4.0)], most=4)
+        [(0, 1.0), (1, 9.0), (3, 0.0), (5, 4.0)]
+    """
+    if len(points) <= most:
+        return list(points)
+    parts = most // 2
+    kept = []
+    for part in range(parts):
+        start = part * len(points) // parts
+        stop = (part + 1) * len(points) // parts
+        inside = points[start:stop]
+        low = min(inside, key=lambda point: point[1])
+        high = max(inside, key=lambda point: point[1])
+        kept += sorted({low, high})
+    return kept
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers between two others, at most so many and one.
+
+    Example:
+        >>> ticks(0.0, 0.94), ticks(3, 861)
+        ([0.0, 0.2, 0.4, 0.6, 0.8], [200.0, 400.0, 600.0, 800.0])
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten between two numbers above 0; powers alone where these are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        found = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [value for value in found if low * 0.999 <= value <= high * 1.001]
+        if len(inside) <= 7 or factors == (1,):
+            every = -(-len(inside) // 7) if inside else 1
+            return inside[::every]
+    return []
+
+
+def short(number: float) -> str:
+    """A number for an axis.
+
+    Example:
+        >>> [short(n) for n in (0, 0.002, 0.25, 12_000, 3_000_000, 0.00001)]
+        ['0', '0.002', '0.25', '12k', '3M', '1e-05']
+    """
+    size = abs(number)
+    if size >= 1e6:
+        return f"{number / 1e6:.4g}M"
+    if size >= 1e4:
+        return f"{number / 1e3:.4g}k"
+    return f"{number:.4g}"
+
+
+def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True) -> Figure | None:
+    """Series of one quantity over updates in one plot; None without a finite value.
+
+    A series of one point is a dot, and one of few points has a dot at each.
+
+    Args:
+        series: (update, value) in the order of updates, by name; the name "validation" has the colour of validation.
+        may_be_log: the axis is logarithmic where the values are above 0 and the largest is 30 times the smallest.
+
+    Example:
+        >>> figure = curve_plot("loss", {"training": [(1, 2.3), (2, 1.1)], "validation": [(2, 1.0)]})
+        >>> figure.title, figure.name
+        ('loss', 'loss over updates: training from 2.3 to 1.1, validation 1')
+    """
+    finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}
+    finite = {name: points for name, points in finite.items() if points}
+    if not finite:
+        return None
+    values = [y for points in finite.values() for _, y in points]
+    updates = [x for points in finite.values() for x, _ in points]
+    low, high = min(values), max(values)
+    is_log = may_be_log and low > 0 and high / low >= _LOG_FROM
+    if high == low:
+        margin = abs(low) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    first, last = min(updates), max(updates)
+    if first == last:
+        first, last = first - 1, last + 1
+    inner_width = _WIDTH - _LEFT - _RIGHT
+    inner_height = _HEIGHT - _TOP - _BOTTOM
+
+    def x_of(update: float) -> float:
+        return _LEFT + inner_width * (update - first) / (last - first)
+
+    def y_of(value: float) -> float:
+        share = math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
+        return _TOP + inner_height * (1 - share)
+
+    shapes: list[Shape] = []
+    for value in _log_ticks(low, high) if is_log else ticks(low, high):
+        y = y_of(value)
+        shapes.append(Line([(_LEFT, y), (_WIDTH - _RIGHT, y)], "grid"))
+        shapes.append(Text(_LEFT - 6, y + 4, short(value), anchor="end"))
+    for update in ticks(first, last):
+        if update == int(update):
+            shapes.append(Text(x_of(update), _HEIGHT - 8, short(update), anchor="middle"))
+    shapes.append(Text(0, 14, title + (", logarithmic" if is_log else ""), 13, colour="ink"))
+    right = float(_WIDTH - _RIGHT)
+    for name in reversed(finite):
+        colour: Colour = "val" if name == "validation" else "train"
+        if len(finite) > 1:
+            shapes.append(Text(right, 14, name, anchor="end", colour=colour))
+            right -= 7.0 * len(name) + 8
+    for name, points in finite.items():
+        colour = "val" if name == "validation" else "train"
+        placed = [(x_of(x), y_of(y)) for x, y in thinned(points)]
+        if len(placed) > 1:
+            shapes.append(Line(placed, colour, 1.6))
+        if len(placed) <= 30:
+            shapes += [Dot(x, y, colour) for x, y in placed]
+    spans = [
+        f"{name} {short(points[0][1])}" if len(points) == 1 else
+        f"{name} from {short(points[0][1])} to {short(points[-1][1])}"
+        for name, points in finite.items()
+    ]  # fmt: skip
+    return Figure(title, _WIDTH, _HEIGHT, shapes, name=f"{title} over updates: {', '.join(spans)}")
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def confusions(counts: Sequence[Sequence[int]], names: Sequence[str], most: int = 5) -> list[str]:
+    """The largest confusions in words, each pair of a true and a predicted class for itself.
+
+    Example:
+        >>> confusions([[8, 2], [0, 5]], ["cat", "dog"])
+        ['cat taken for dog: 2 times, 20 % of cat']
+    """
+    pairs = [
+        (count, true, predicted)
+        for true, row in enumerate(counts)
+        for predicted, count in enumerate(row)
+        if count and true != predicted
+    ]
+    pairs.sort(key=lambda pair: (-pair[0], pair[1:]))
+    found = []
+    for count, true, predicted in pairs[:most]:
+        times = "once" if count == 1 else f"{count:,} times"
+        share = 100 * count / sum(counts[true])
+        found.append(f"{names[true]} taken for {names[predicted]}: {times}, {share:.2g} % of {names[true]}")
+    return found
+
+
+def most_confused(counts: Sequence[Sequence[int]], most: int) -> list[int]:
+    """The classes that take part in most mistakes, in the order of the data."""
+    mistakes = [sum(row) - row[true] for true, row in enumerate(counts)]
+    for true, row in enumerate(counts):
+        for predicted, count in enumerate(row):
+            if count and predicted != true:
+                mistakes[predicted] += count
+    worst = sorted(range(len(mistakes)), key=lambda number: (-mistakes[number], number))
+    return sorted(worst[:most])
+
+
+def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: str) -> Figure:
+    """The confusion matrix: a row for each true class, in the order of the data, a column for each predicted class.
+
+    A cell is as dark as the share of its row. Of more than 25 classes the most confused ones are shown, and the note
+    says so.
+
+    Args:
+        counts: of shape (classes, classes): true class by predicted class.
+        names: of the classes.
+        part: that was evaluated, such as "test".
+    """
+    shown = list(range(len(counts)))
+    if len(counts) > _MOST_CLASSES:
+        shown = most_confused(counts, _MOST_CLASSES)
+    labels = [_cut(str(names[number]), 14) for number in shown]
+    longest = max(map(len, labels))
+    side = max(21, min(44, 300 // len(shown)))
+    left = 24 + 6.4 * longest
+    rises = longest > 3
+    top = 22 + (6.4 * longest if rises else 14)
+    shapes: list[Shape] = [
+        Text(left, 12, "predicted", 12),
+        Text(12, top + side * len(shown) / 2, "true", 12, "middle", rises=True),
+    ]
+    for column, label in enumerate(labels):
+        x = left + side * (column + 0.5)
+        if rises:
+            shapes.append(Text(x + 4, top - 6, label, rises=True, colour="ink"))
+        else:
+            shapes.append(Text(x, top - 6, label, anchor="middle", colour="ink"))
+    for row, true in enumerate(shown):
+        y = top + side * row
+        shapes.append(Text(left - 6, y + side / 2 + 4, labels[row], anchor="end", colour="ink"))
+        total = sum(counts[true]) or 1
+        for column, predicted in enumerate(shown):
+            count = counts[true][predicted]
+            x = left + side * column
+            # A mistake of 1 % is to be seen beside a diagonal of 99 %.
+            share = max(0.15, math.sqrt(count / total))
+            shapes.append(Box(x, y, side - 1, side - 1, "grid", 0.35))
+            if not count:
+                continue
+            shapes.append(Box(x, y, side - 1, side - 1, "train" if true == predicted else "val", share))
+            text = str(count) if count < 10_000 else short(round(count, -3))
+            size = min(10.0, 1.55 * side / max(2, len(text)))
+            colour: Colour = "paper" if share > 0.6 else "ink"
+            shapes.append(Text(x + (side - 1) / 2, y + side / 2 + size / 3, text, size, "middle", colour))
+    note = "; ".join(confusions(counts, names)) or "no mistake"
+    if len(shown) < len(counts):
+        note = f"The {len(shown)} of {len(counts):,} classes with most mistakes. The largest confusions: {note}"
+    else:
+        note = f"The largest confusions: {note}"
+    width = left + side * len(shown) + 4
+    return Figure(f"Confusion matrix, {part}", width, top + side * len(shown) + 4, shapes, f"{note}.")
+
+
+def attention_plot(
+    weights: Sequence[Sequence[float]], source: Sequence[str], target: Sequence[str], title: str = "Attention"
+) -> Figure:
+    """A map of attention: a row for each token of the translation, a column for each of the source.
+
+    Longer sentences than 40 tokens are cut there.
+
+    Args:
+        weights: of shape (target, source): each row is over the source and has the sum 1.
+        source: the tokens of the source.
+        target: the tokens of the translation.
+    """
+    columns = [_cut(token, 12) for token in source[:_MOST_TOKENS]]
+    rows = [_cut(token, 12) for token in target[:_MOST_TOKENS]]
+    side = 20
+    left = 12 + 6.8 * max(map(len, rows))
+    top = 12 + 6.8 * max(map(len, columns))
+    shapes: list[Shape] = []
+    for column, token in enumerate(columns):
+        shapes.append(Text(left + side * (column + 0.5) + 4, top - 6, token, rises=True, colour="ink"))
+    for row, token in enumerate(rows):
+        y = top + side * row
+        shapes.append(Text(left - 6, y + side / 2 + 4, token, anchor="end", colour="ink"))
+        for column in range(len(columns)):
+            weight = weights[row][column]
+            shapes.append(Box(left + side * column, y, side - 1, side - 1, "grid", 0.35))
+            if weight >= 0.01:
+                shapes.append(Box(left + side * column, y, side - 1, side - 1, "train", weight))
+    cut = len(columns) < len(source) or len(rows) < len(target)
+    note = f"The first {_MOST_TOKENS} tokens of each side." if cut else ""
+    return Figure(title, left + side * len(columns) + 4, top + side * len(rows) + 4, shapes, note)

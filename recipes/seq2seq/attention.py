@@ -1,0 +1,237 @@
+"""Where a translator looks: the attention of each token of a translation over the source, as numbers and as figures."""
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.lib.writing import whole_or_nothing
+from datamodules.errors import UserError
+from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.subwords import AnyVocabulary
+from datamodules.translation.text import EOS, PAD, SOS
+from recipes.figures.drawing import PALETTE, Figure, colour_style
+from recipes.figures.plots import attention_plot
+from recipes.prediction import predict
+from recipes.seq2seq.decoding import Vocabularies
+from recipes.seq2seq.network import TranslationNetwork
+from recipes.seq2seq.vocabularies import known
+
+_ENDINGS = (".html", ".png")
+_EXAMPLE = "attention_"
+_EXAMPLES = 4
+"""Translations of a test whose attention is shown."""
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """The attention of one translation.
+
+    Args:
+        source: the tokens of the source, with the end mark.
+        translation: the tokens of the translation, with the end mark unless it was cut.
+        weights: float32 of shape (translation, source), whose rows have the sum 1.
+    """
+
+    source: list[str]
+    translation: list[str]
+    weights: Tensor
+
+    def figure(self) -> Figure:
+        """A row for each token of the translation, a column for each of the source."""
+        return attention_plot(self.weights.tolist(), self.source, self.translation)
+
+
+def has_attention(network: TranslationNetwork) -> bool:
+    """Whether a network tells its attention."""
+    return type(network).attention is not TranslationNetwork.attention
+
+
+@torch.no_grad()
+def attention_maps(
+    network: TranslationNetwork, batch: TranslationBatch, tokens: Tensor, vocabularies: Vocabularies | None
+) -> list[AttentionMap]:
+    """The attention of finished translations, by one pass over them; the network has to be in evaluation mode.
+
+    Args:
+        batch: the sources.
+        tokens: of the translations, as `beam_search` gives them: tokens, EOS, padding; of shape (batch, time).
+
+    Raises:
+        UserError: the network has no method ``attention``.
+    """
+    if not has_attention(network):
+        name = type(network).__name__
+        raise UserError(f"{name} does not tell its attention: give it a method attention(source, lengths, inputs)")
+    sources, targets = known(vocabularies)
+    starts = torch.full_like(tokens[:, :1], SOS)
+    inputs = torch.cat((starts, tokens[:, :-1]), 1)
+    weights = network.attention(batch.source, batch.source_lengths, inputs).float().cpu()
+    maps = []
+    rows = zip(weights, batch.source.tolist(), batch.source_lengths.tolist(), tokens.tolist(), strict=True)
+    for of_sentence, source_ids, length, ids in rows:
+        found = ids[: ids.index(EOS) + 1] if EOS in ids else [number for number in ids if number != PAD]
+        source, translation = _names(source_ids[:length], sources), _names(found, targets)
+        maps.append(AttentionMap(source, translation, of_sentence[: len(translation), : len(source)].clone()))
+    return maps
+
+
+def forget_examples(figures: dict[str, Any]) -> None:
+    """Remove the examples of an earlier test."""
+    for name in [name for name in figures if name.startswith(_EXAMPLE)]:
+        del figures[name]
+
+
+def add_examples(
+    figures: dict[str, Any],
+    network: TranslationNetwork,
+    batch: TranslationBatch,
+    tokens: Tensor,
+    vocabularies: Vocabularies | None,
+) -> None:
+    """Add the attention of translations to the figures of a test, until there are four: first those of about 8 words.
+
+    Arguments are those of `attention_maps`.
+    """
+    shown = sum(name.startswith(_EXAMPLE) for name in figures)
+    if shown >= _EXAMPLES or not has_attention(network):
+        return
+    lengths = (tokens != PAD).sum(1)
+    chosen = (lengths - 9).abs().argsort(stable=True)[: _EXAMPLES - shown]
+    maps = attention_maps(network, batch.select(chosen.cpu()), tokens[chosen], vocabularies)
+    figures |= {f"{_EXAMPLE}{number}": each.figure() for number, each in enumerate(maps, shown + 1)}
+
+
+def _names(ids: Iterable[int], vocabulary: AnyVocabulary) -> list[str]:
+    tokens = vocabulary.tokens
+    return [tokens[number] for number in ids]
+
+
+def write_attention(path: Path, maps: Sequence[AttentionMap]) -> None:
+    """Write the attention of translations into a page or an image, by the file's suffix.
+
+    Raises:
+        OSError: the file is as it was before.
+    """
+    figures = [found.figure() for found in maps]
+    with whole_or_nothing(path) as part:
+        if path.suffix == ".png":
+            _stacked(figures).save(part, "png")
+        else:
+            part.write_text(_page(figures), encoding="utf-8")
+
+
+class AttentionWriter(pl.Callback):
+    """Writes the attention of the predict command's translations into a file.
+
+    Runs on: `setup`, and the end of predict.
+
+    Args:
+        path: of the file; None writes none.
+
+    Raises:
+        UserError: the file could not be written, or the command is another one.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        if path is not None and Path(path).suffix not in _ENDINGS:
+            raise UserError(f"attention={path!r}: expected a name that ends in {' or '.join(_ENDINGS)}")
+        if path is not None and not Path(path).parent.is_dir():
+            raise UserError(f"attention={path!r}: there is no folder {Path(path).parent}")
+        self.path = path
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.path is not None and stage != "predict":
+            raise UserError(f"attention={self.path!r} is for predict; the report of a run shows that of some sentences")
+
+    @override
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.path is not None and pl_module.attention_maps:
+            maps = [found for _, found in sorted(pl_module.attention_maps.items())]
+            write_attention(Path(self.path), maps)
+
+
+def _page(figures: Sequence[Figure]) -> str:
+    style = "body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }"
+    style += " div { overflow-x: auto; margin: 1rem 0 2rem; } svg text { font-family: system-ui, sans-serif; }"
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    cells = [f"<div>{figure.html()}<p>{html.escape(figure.note)}</p></div>" for figure in figures]
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>{head}<meta name="color-scheme" content="light dark">'
+        f"<title>Attention</title>\n<style>\n{colour_style()}\n{style}\n</style>\n</head>\n<body>\n"
+        f"<h1>Attention</h1>\n<p>Rows are the tokens of a translation, columns those of its source.</p>\n"
+        + "\n".join(cells)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _stacked(figures: Sequence[Figure]) -> Any:
+    from PIL import Image
+
+    images = [figure.image() for figure in figures]
+    gap = 24
+    size = max(image.width for image in images) + 2 * gap, sum(image.height + gap for image in images) + gap
+    canvas = Image.new("RGB", size, PALETTE["paper"])
+    top = gap
+    for image in images:
+        canvas.paste(image, (gap, top))
+        top += image.height + gap
+    return canvas
+
+
+class Translated(NamedTuple):
+    """A sentence that `translate` has translated.
+
+    Args:
+        text: the translation; None where nothing is left of the sentence to translate.
+        attention: of its tokens over the source.
+    """
+
+    text: str | None
+    attention: AttentionMap | None
+
+
+def translate(recipe: Any, sentences: str | Sequence[str], return_attention: bool = False) -> list[Any]:
+    """Translate sentences as the predict command does.
+
+    The weights are computed after the translation and only where they are asked for; the tokens are the same with and
+    without.
+
+    Args:
+        recipe: a `Seq2SeqTranslator` from a checkpoint, or attached to a Trainer.
+        sentences: one or several, as they are written.
+        return_attention: return pairs with the attention of each translation.
+
+    Returns:
+        The translations as text, or a `Translated` of each: a text, and an `AttentionMap`, whose ``weights`` have the
+        shape (tokens of the translation, tokens of the source). Of the recurrent network these are the weights of its
+        attention (Luong et al., 2015, after Bahdanau et al., 2015), of a Transformer those of the last layer of its
+        decoder over the source, a mean over the heads (Vaswani et al., 2017).
+
+    Raises:
+        UserError: nothing is left of any sentence, or the network does not tell its attention.
+
+    Example:
+        >>> model = Seq2SeqTranslator.load_from_checkpoint("best.ckpt")  # doctest: +SKIP
+        >>> (found,) = translate(model, "je suis fatigué .", return_attention=True)  # doctest: +SKIP
+        >>> found.text, tuple(found.attention.weights.shape)  # doctest: +SKIP
+        ('i am tired .', (5, 5))
+    """
+    before = recipe.attention_maps
+    recipe.attention_maps = {} if return_attention else None
+    try:
+        rows = predict(recipe, sentences)
+        maps = recipe.attention_maps
+    finally:
+        recipe.attention_maps = before
+    texts = [row["translation"] for row in rows]
+    if maps is None:
+        return texts
+    return [Translated(text, maps.get(number)) for number, text in enumerate(texts)]

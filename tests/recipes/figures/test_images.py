@@ -1,0 +1,85 @@
+"""Images are shown as the network gets them, with their normalisation undone."""
+
+import torch
+from PIL import Image
+
+from datamodules.images.augmentation import Normalise
+from datamodules.images.mnist import MNISTDataModule
+from recipes.figures.images import ImageGrid, displayed
+from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, training_grid
+from recipes.mnist import MNISTClassifier
+from tests.support.ranks import run_ranks
+from tests.support.tables import quiet_trainer
+
+NORMALISE = Normalise([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+def test_a_normalised_image_is_shown_as_it_was() -> None:
+    images = torch.randint(0, 256, (3, 3, 20, 30), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    assert torch.equal(displayed(NORMALISE(images), NORMALISE), images)
+    assert torch.equal(displayed(images), images)
+
+
+def test_a_wrong_order_of_channels_is_seen() -> None:
+    red = torch.zeros(1, 3, 112, 112, dtype=torch.uint8)
+    red[:, 0] = 255
+    for channels, colour in (([0, 1, 2], (255, 0, 0)), ([2, 1, 0], (0, 0, 255))):
+        grid = training_grid(NORMALISE(red)[:, channels], torch.tensor([0]), ["red"], NORMALISE)
+        image: Image.Image = grid.image()
+        found = image.getpixel((60, 60))
+        assert isinstance(found, tuple)
+        assert all(abs(a - b) < 40 for a, b in zip(found, colour, strict=True))
+
+
+def test_large_images_are_reduced_and_keep_their_shape() -> None:
+    assert displayed(torch.zeros(2, 3, 300, 600)).shape == (2, 3, 56, 112)
+    assert displayed(torch.zeros(2, 1, 1, 2000)).shape == (2, 1, 1, 112)
+
+
+def test_soft_and_missing_labels_are_named() -> None:
+    names = ["cat", "dog", "owl"]
+    soft = training_grid(torch.zeros(1, 1, 4, 4), torch.tensor([[0.3, 0.7, 0.0]]), names)
+    assert list(soft.captions) == [("dog 70 %", "cat 30 %")]
+    hard = training_grid(torch.zeros(2, 1, 4, 4), torch.tensor([-100, 2]), names)
+    assert list(hard.captions) == [("no label",), ("owl",)]
+    assert "brightness is stretched" in hard.note
+
+
+def test_what_is_no_image_has_no_grid() -> None:
+    for inputs in (torch.zeros(2, 5), torch.zeros(0, 1, 4, 4), torch.zeros(2, 2, 4, 4), [1, 2]):
+        assert not is_image_batch(inputs)
+
+
+def test_the_most_confident_mistakes_of_all_batches_are_kept() -> None:
+    kept = MistakeImages()
+    for batch in range(10):
+        images = torch.full((8, 1, 4, 4), batch / 10)
+        probabilities = torch.arange(8) / 100 + batch / 10
+        true, predicted = torch.zeros(8), (torch.arange(8) % 2).float()
+        kept.add(images, torch.stack((true, predicted, probabilities), 1))
+    found = kept.displayed(torch.arange(1000, 1080), Normalise([0.0], [1.0]))
+    assert found is not None
+    grid = mistakes_grid([None, found], ["a", "b"], (), "test")
+    assert grid is not None
+    # Every second sample is a mistake; the last ones are the surest.
+    assert grid.captions[0] == ("b (97 %)", "is a", "sample 1,079")
+    assert grid.captions[23] == ("b (41 %)", "is a", "sample 1,033")
+    assert [int(image.max()) for image in grid.images[:5]] == [230, 230, 230, 230, 204]
+
+
+def _mistakes_of_ranks(world_size: int) -> tuple[list[tuple[str, ...]], bytes]:
+    torch.manual_seed(1)
+    model = MNISTClassifier(network="classic")
+    data = MNISTDataModule(dataset="digits", eval_batch_size=50)
+    quiet_trainer(world_size=world_size).test(model, data, verbose=False)
+    grid = model.figures["mistakes"]
+    assert isinstance(grid, ImageGrid)
+    return [tuple(lines) for lines in grid.captions], bytes(grid.images.numpy())
+
+
+def test_two_ranks_show_the_mistakes_of_one() -> None:
+    (alone,) = run_ranks(_mistakes_of_ranks, 1, 1)
+    both = run_ranks(_mistakes_of_ranks, 2, 2)
+    assert both == [alone, alone]
+    captions, images = alone
+    assert (len(captions), len(images)) == (24, 24 * 28 * 28)

@@ -1,0 +1,80 @@
+"""What plots show of numbers: curves without holes, confusions by class, and the same figure as SVG and as an image."""
+
+import re
+
+import pytest
+from PIL import Image
+
+from recipes.figures.drawing import PALETTE, Box, Dot, Figure, Line, Text
+from recipes.figures.plots import attention_plot, confusion_plot, curve_plot, most_confused, thinned
+
+
+def test_thinning_keeps_the_peaks() -> None:
+    points = [(float(update), 1.0) for update in range(10_000)]
+    points[777] = (777.0, 50.0)
+    points[7_777] = (7_777.0, -50.0)
+    kept = thinned(points)
+    assert len(kept) <= 300
+    assert {50.0, -50.0} <= {value for _, value in kept}
+    assert kept == sorted(kept)
+
+
+def test_a_curve_leaves_out_what_is_not_finite() -> None:
+    figure = curve_plot("loss", {"training": [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 1.0)]})
+    assert figure is not None
+    (line,) = [shape for shape in figure.shapes if isinstance(shape, Line) and shape.colour == "train"]
+    assert len(line.points) == 2
+    assert curve_plot("loss", {"training": [(1, float("nan"))]}) is None
+
+
+@pytest.mark.parametrize("points", [[(5, 0.25)], [(5, 0.0)], [(5, 0.5), (6, 0.5)], [(1, -2.0), (9, 3e7)]])
+def test_a_curve_of_any_few_points_lies_within_its_figure(points: list[tuple[float, float]]) -> None:
+    figure = curve_plot("score", {"validation": points})
+    assert figure is not None
+    dots = [shape for shape in figure.shapes if isinstance(shape, Dot)]
+    assert len(dots) == len(points)
+    assert all(0 <= dot.x <= figure.width and 0 <= dot.y <= figure.height for dot in dots)
+
+
+def test_a_loss_that_falls_far_has_a_logarithmic_axis() -> None:
+    series = {"training": [(1, 2.0), (2, 0.02)]}
+    logarithmic, linear = curve_plot("loss", series), curve_plot("loss", series, may_be_log=False)
+    assert logarithmic is not None
+    assert linear is not None
+    assert "logarithmic" in logarithmic.html()
+    assert "logarithmic" not in linear.html()
+
+
+def test_a_confusion_matrix_has_the_classes_in_the_order_of_the_data() -> None:
+    figure = confusion_plot([[9, 0, 1], [0, 5, 0], [4, 0, 6]], ["owl", "cat", "dog"], "test")
+    texts = [shape.text for shape in figure.shapes if isinstance(shape, Text)]
+    assert texts[2:8] == ["owl", "cat", "dog", "owl", "9", "1"]
+    assert figure.note.startswith("The largest confusions: dog taken for owl: 4 times, 40 % of dog; owl taken for dog")
+
+
+def test_of_many_classes_the_most_confused_are_shown() -> None:
+    counts = [[0] * 1000 for _ in range(1000)]
+    for number in range(1000):
+        counts[number][number] = 50
+    counts[700][30] = 9
+    assert {30, 700} <= set(most_confused(counts, 25))
+    figure = confusion_plot(counts, [f"c{number}" for number in range(1000)], "test")
+    assert "The 25 of 1,000 classes with most mistakes." in figure.note
+    assert "c700 taken for c30: 9 times" in figure.note
+    assert max(figure.width, figure.height) < 700
+
+
+def test_long_sentences_have_a_map_of_their_beginning() -> None:
+    tokens = [f"w{number}" for number in range(90)]
+    figure = attention_plot([[1 / 90] * 90] * 60, tokens, tokens[:60])
+    assert max(figure.width, figure.height) < 1000
+    assert "first 40 tokens" in figure.note
+
+
+def test_an_image_has_the_colours_and_the_shapes_of_the_figure() -> None:
+    figure = Figure("boxes", 40, 20, [Box(0, 0, 20, 20, "train"), Box(20, 0, 20, 20, "val", 0.0)])
+    image: Image.Image = figure.image()
+    assert image.size == (60, 30)
+    assert image.getpixel((10, 10)) == PALETTE["train"]
+    assert image.getpixel((50, 10)) == PALETTE["paper"]
+    assert re.findall(r'fill="var\(--(\w+)\)"', figure.html()) == ["train", "val"]
