@@ -52,7 +52,11 @@ def failures_reported(rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         consequence = is_lost_connection(error)
-        said: Exception = LostConnectionError(first_line(error)) if consequence else error
+        said: Exception = error
+        if isinstance(error, UserError):  # Without the names of its subclasses.
+            said = RunFailedError(error) if isinstance(error, RunFailedError) else UserError(error)
+        elif consequence:
+            said = LostConnectionError(short(error))
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             said = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
         get_error_handler().record_exception(said)
@@ -65,9 +69,9 @@ def failures_reported(rank: int) -> Iterator[None]:
         raise
 
 
-def exit_status(error: BaseException) -> int:
-    """The status with which a process ends for an exception."""
-    return error.exit_status if isinstance(error, UserError) else 1
+def short(error: BaseException) -> str:
+    """The beginning of the first line of an exception: gloo explains at length what a lost connection is."""
+    return first_line(error)[:120]
 
 
 def exit_now(status: int) -> None:

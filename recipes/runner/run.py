@@ -22,14 +22,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.errors import RunFailedError, UserError, first_line, system_failure
+from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.base import Recipe
 from recipes.runner.command import Command, flag_of
 from recipes.runner.commands import Trained, carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
 from recipes.runner.experiment import Classes, as_user_errors, build_experiment, takes_inputs
-from recipes.runner.failures import exit_now, failures_reported, is_lost_connection
+from recipes.runner.failures import exit_now, failures_reported, is_lost_connection, short
 from recipes.runner.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, leave_run, shared_folder
 from recipes.runner.launch import LaunchSettings
@@ -134,7 +134,7 @@ def run(
         elif not is_worker(os.environ):
             note = program.after_loss()
             why = f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"
-            print_error(f"{why} reached: {one_line(first_line(error))}{'; ' if note else ''}{note}")
+            print_error(f"{why} reached: {one_line(short(error))}{'; ' if note else ''}{note}")
         exit_now(1)  # A regular exit would wait for the process group.
 
 
