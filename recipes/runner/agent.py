@@ -19,7 +19,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from typing_extensions import override
 from callbacks.lib.signals import SIGNALS, name_of
 from datamodules.errors import UserError
 from recipes.runner.command import Command
-from recipes.runner.failures import describe_failure, exit_now, is_users, was_lost
+from recipes.runner.failures import describe_failure, exit_now, is_users, print_loss, was_lost
 from recipes.runner.fork_server import start_fork_server, start_method
 from recipes.runner.launch import Launch
 from recipes.runner.printing import print_error
@@ -244,9 +244,9 @@ def run_agent(
     if failure is None:
         handler.shutdown()
         return
-    if failure.lost and (note := after_loss()):
-        failure = replace(failure, line=f"{failure.line}; {note}")
-    if failure.line:
+    if failure.lost:
+        print_loss(failure.line, after_loss)
+    elif failure.line:
         print_error(failure.line)
     if failure.unreachable:
         exit_now(failure.status)  # A thread may wait for node 0 for ever.

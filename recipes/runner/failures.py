@@ -9,13 +9,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
 from callbacks.lib.signals import SIGNALS
 from datamodules.errors import RunFailedError, UserError, first_line
+from recipes.runner.printing import print_error
 
 _LOST_CONNECTION = (
     *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
@@ -72,6 +73,22 @@ def failures_reported(rank: int) -> Iterator[None]:
 def short(error: BaseException) -> str:
     """The beginning of the first line of an exception: gloo explains at length what a lost connection is."""
     return first_line(error)[:120]
+
+
+def print_loss(line: str, after_loss: Callable[[], str]) -> None:
+    """Print that a process was lost, and do something about it, such as a requeue by Slurm.
+
+    The line comes first, and signals are ignored: Slurm ends the processes of a job as soon as it has requeued it.
+
+    Args:
+        after_loss: returns what was done, in words.
+    """
+    with suppress(ValueError):  # Handlers need the main thread.
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+    print_error(line)
+    if note := after_loss():
+        print_error(note)
 
 
 def exit_now(status: int) -> None:

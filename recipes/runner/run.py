@@ -29,7 +29,7 @@ from recipes.runner.command import Command, flag_of
 from recipes.runner.commands import Trained, carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
 from recipes.runner.experiment import Classes, as_user_errors, build_experiment, takes_inputs
-from recipes.runner.failures import exit_now, failures_reported, is_lost_connection, short
+from recipes.runner.failures import exit_now, failures_reported, is_lost_connection, print_loss, short
 from recipes.runner.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, leave_run, shared_folder
 from recipes.runner.launch import LaunchSettings
@@ -132,9 +132,9 @@ def run(
         if not is_lost_connection(error):
             traceback.print_exc()
         elif not is_worker(os.environ):
-            note = program.after_loss()
-            why = f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"
-            print_error(f"{why} reached: {one_line(short(error))}{'; ' if note else ''}{note}")
+            who, how = f"rank {rank_of_process()}", one_line(short(error))
+            line = f"error: {who} lost its connection to another rank, which has ended or cannot be reached: {how}"
+            print_loss(line, program.after_loss)
         exit_now(1)  # A regular exit would wait for the process group.
 
 
