@@ -375,7 +375,6 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
         ended = run.complete()
     found = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
     finished = re.search("the run in .* has finished", ended.output)
-    # Ranks that agree on a signal have made another update since.
     repeated = 0 if finished else max(0, done - (int(found[1].replace(",", "")) if found else 0))
     if case.lost is not None and repeated > case.lost:
         wrong.append(f"{repeated} updates lost, at most {case.lost} may be")
