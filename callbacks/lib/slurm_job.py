@@ -13,8 +13,7 @@ from collections.abc import Mapping
 
 from callbacks.lib.signals import SIGNALS
 
-# Seconds for Slurm to reply, within the 25 that the command line's failure monitor gives rank 0 to exit.
-_SLURM_ANSWERS = 20.0
+_SLURM_ANSWERS = 20.0  # Seconds for Slurm to reply.
 _ATTEMPTS = 3
 
 

@@ -272,11 +272,10 @@ def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> 
         # The rendezvous stays open: the other nodes of an elastic run go on.
         sys.exit(128 + int(received.sigval))
     except RendezvousTimeoutError:
-        who = f"{launch.min_nodes} nodes" if launch.is_elastic else f"{launch.num_nodes} nodes"
         flags: dict[str, Any] = {"node_rank": "I", "master_addr": launch.address, "master_port": agent.store.port}
         return Failure(
-            f"error: fewer than {who} joined within {timeout:g} s; type on each node that is missing, I being its"
-            f" number: {command.using(**flags)}, or wait longer with --rendezvous-timeout",
+            f"error: fewer than {launch.min_nodes} nodes joined within {timeout:g} s; type on each node that is missing, I"
+            f" being its number: {command.using(**flags)}, or wait longer with --rendezvous-timeout",
             2,
         )
     except RendezvousClosedError:

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
 from callbacks.lib.signals import SIGNALS
 from datamodules.errors import RunFailedError, UserError, first_line
-from recipes.runner.printing import print_error
+from recipes.runner.printing import print_error, rank_of_process
+from recipes.runner.worker import is_worker
 
 _LOST_CONNECTION = (
     *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
@@ -43,11 +45,11 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 @contextmanager
-def failures_reported(rank: int) -> Iterator[None]:
+def failures_reported(after_loss: Callable[[], str]) -> Iterator[None]:
     """Leave what ends this process for the agent that started it, if any, and let the agent see the cause first.
 
     Args:
-        rank: of this process, as far as it is known.
+        after_loss: called where another rank was lost and no agent of ours does it; returns what was done, in words.
     """
     try:
         yield
@@ -61,12 +63,18 @@ def failures_reported(rank: int) -> Iterator[None]:
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             said = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
         get_error_handler().record_exception(said)
+        if consequence and not is_worker(os.environ):
+            print_loss(
+                f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"
+                f" reached: {short(error)}",
+                after_loss,
+            )
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             with suppress(ValueError):  # Handlers need the main thread.
                 for signum in SIGNALS:
                     signal.signal(signum, signal.SIG_DFL)
             # Most errors of a user occur on all ranks, and rank 0 tells them best.
-            time.sleep(_CAUSE_IS_SEEN if consequence else 0.5 * (rank > 0))
+            time.sleep(_CAUSE_IS_SEEN if consequence else 0.5 * (rank_of_process() > 0))
         raise
 
 
@@ -83,12 +91,14 @@ def print_loss(line: str, after_loss: Callable[[], str]) -> None:
     Args:
         after_loss: returns what was done, in words.
     """
+    handlers: dict[int, Any] = {}
     with suppress(ValueError):  # Handlers need the main thread.
-        for signum in SIGNALS:
-            signal.signal(signum, signal.SIG_IGN)
+        handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in SIGNALS}
     print_error(line)
     if note := after_loss():
         print_error(note)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 def exit_now(status: int) -> None:

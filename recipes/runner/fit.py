@@ -30,7 +30,6 @@ from recipes.runner.experiment import Classes
 from recipes.runner.failures import failures_reported
 from recipes.runner.flags import nearest
 from recipes.runner.notebook import framed, in_notebook, plots, table
-from recipes.runner.printing import rank_of_process
 from recipes.runner.results import read_results
 from recipes.runner.run import CommandLine
 
@@ -219,7 +218,7 @@ def fit(
             raise UserError(f"fit() has no parameter {name}{nearest(name, line.parser.types())}")
         # A notebook shows the two streams in two places.
         stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
-        with stream, _one_run_of_a_program(), failures_reported(rank_of_process()):
+        with stream, _one_run_of_a_program(), failures_reported(line.after_loss):
             trained = line.main()
     assert trained is not None
     return _fitted(trained, recipe_class)

@@ -20,7 +20,7 @@ from datamodules.errors import UserError, first_line
 from datamodules.notes import warn
 from recipes.runner.command import Command
 from recipes.runner.launch import Launch, LaunchSettings
-from recipes.runner.network import LOOPBACK, choose_interface, is_loopback, listen
+from recipes.runner.network import LOOPBACK, choose_interface, listen_at
 from recipes.runner.worker import STORE_PREFIX, is_worker
 
 UPDATES_DONE = "updates done"
@@ -106,13 +106,7 @@ def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
     options: dict[str, Any] = {"world_size": launch.world_size, "timeout": timedelta(seconds=timeout)}
     if launch.rank:
         return dist.TCPStore(address, port, is_master=False, **options)
-    try:
-        listener = listen(port, loopback=is_loopback(address))
-    except OSError as error:
-        raise UserError(
-            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
-            f" {command.using(master_port=port + 1)}"
-        ) from error
+    listener = listen_at(address, port, command)
     return dist.TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 

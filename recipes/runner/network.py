@@ -6,6 +6,9 @@ import ipaddress
 import os
 import socket
 
+from datamodules.errors import UserError
+from recipes.runner.command import Command
+
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "198.51.100.1"  # An address for documentation (RFC 5737), behind the default route.
 
@@ -24,6 +27,22 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 raise
     return socket.create_server((LOOPBACK if loopback else "", port), backlog=backlog)
+
+
+def listen_at(address: str, port: int, command: Command) -> socket.socket:
+    """A listener for the other processes of a run, at the address that they know.
+
+    Raises:
+        UserError: the port is in use.
+    """
+    try:
+        return listen(port, loopback=is_loopback(address))
+    except OSError as error:
+        where = "on every node: " if command.launcher == "manual" else ""
+        raise UserError(
+            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
+            f" {where}{command.using(master_port=port + 1)}"
+        ) from error
 
 
 def is_loopback(address: str) -> bool:

@@ -19,6 +19,7 @@ _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 _NO_TRAINING = {"predict", "export", "list"}
 _DEVICES = re.compile(r"--devices[= ](\S+)")
+_AGENT = re.compile(r"--(num[-_]nodes|max[-_]restarts)\b")
 _OTHER_NODE = re.compile(r"--node[-_]rank[= ](?!0\b)")
 
 
@@ -55,11 +56,14 @@ def _will_start_processes(args: Sequence[str]) -> bool:
     """Whether the command will start processes on this node, as far as its text tells before anything is imported."""
     if any(name in os.environ for name in _RANKS) or {*_HELP, *_NO_TRAINING}.intersection(args):
         return False
-    typed = _DEVICES.search(" ".join(args))
+    text = " ".join(args)
+    if _AGENT.search(text):
+        return True
+    typed = _DEVICES.search(text)
     devices = typed[1] if typed else "auto"
     if devices in ("auto", "-1"):
         return len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1
-    return "," in devices or (devices.isdigit() and int(devices) > 1) or "--num-nodes" in " ".join(args)
+    return "," in devices or (devices.isdigit() and int(devices) > 1)
 
 
 @contextmanager

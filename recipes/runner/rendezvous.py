@@ -17,7 +17,7 @@ from typing_extensions import override
 from datamodules.errors import UserError
 from recipes.runner.command import Command
 from recipes.runner.launch import Launch
-from recipes.runner.network import LOOPBACK, is_loopback, listen
+from recipes.runner.network import LOOPBACK, listen_at
 
 _KEEP_ALIVE, _MISSED = 2, 5  # A node without a sign of life for ten seconds is left out of the next rendezvous.
 _ANSWERS_WITHIN = 30.0  # Seconds for node 0 to answer another node's agent.
@@ -61,13 +61,7 @@ def open_store(launch: Launch, timeout: float, command: Command) -> TCPStore:
     address, port = launch.address or LOOPBACK, launch.port or 0
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(30.0, timeout))}
     if launch.node_rank == 0:
-        try:
-            listener = listen(port, loopback=is_loopback(address))
-        except OSError as error:
-            raise UserError(
-                f"port {port} of this machine is in use ({error.strerror}), perhaps by another run; on every node:"
-                f" {command.using(master_port=port + 1)}"
-            ) from error
+        listener = listen_at(address, port, command)
         port = listener.getsockname()[1]
         _check_own_address(address, port, command)
         return TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)

@@ -29,7 +29,7 @@ from recipes.runner.command import Command, flag_of
 from recipes.runner.commands import Trained, carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
 from recipes.runner.experiment import Classes, as_user_errors, build_experiment, takes_inputs
-from recipes.runner.failures import exit_now, failures_reported, is_lost_connection, print_loss, short
+from recipes.runner.failures import exit_now, failures_reported, is_lost_connection
 from recipes.runner.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, leave_run, shared_folder
 from recipes.runner.launch import LaunchSettings
@@ -109,7 +109,7 @@ def run(
     classes = Classes(recipe_class, data_class, callbacks)
     program = CommandLine(classes, sys.argv[1:] if args is None else args, started_at, program_name())
     try:
-        with ending_on_signals(*SIGNALS), failures_reported(rank_of_process()):
+        with ending_on_signals(*SIGNALS), failures_reported(program.after_loss):
             program.main()
         leave_run()
     except Preempted as stopped:
@@ -131,10 +131,6 @@ def run(
             raise
         if not is_lost_connection(error):
             traceback.print_exc()
-        elif not is_worker(os.environ):
-            who, how = f"rank {rank_of_process()}", one_line(short(error))
-            line = f"error: {who} lost its connection to another rank, which has ended or cannot be reached: {how}"
-            print_loss(line, program.after_loss)
         exit_now(1)  # A regular exit would wait for the process group.
 
 

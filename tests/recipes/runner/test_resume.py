@@ -148,7 +148,7 @@ def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the
 def outside(monkeypatch):
     """No launcher's variables, whatever runs the tests."""
     for name in [*os.environ]:
-        if name.startswith(("SLURM", "TORCHELASTIC", "LIGHTNING_RECIPES_RESUME_POINT", "ENVIRONMENT")):
+        if name.startswith(("SLURM", "TORCHELASTIC", "ENVIRONMENT")):
             monkeypatch.delenv(name)
     return monkeypatch
 
