@@ -274,8 +274,8 @@ def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> 
     except RendezvousTimeoutError:
         flags: dict[str, Any] = {"node_rank": "I", "master_addr": launch.address, "master_port": agent.store.port}
         return Failure(
-            f"error: fewer than {launch.min_nodes} nodes joined within {timeout:g} s; type on each node that is missing, I"
-            f" being its number: {command.using(**flags)}, or wait longer with --rendezvous-timeout",
+            f"error: fewer than {launch.min_nodes} nodes joined within {timeout:g} s; type on each node that is"
+            f" missing, I being its number: {command.using(**flags)}, or wait longer with --rendezvous-timeout",
             2,
         )
     except RendezvousClosedError:
