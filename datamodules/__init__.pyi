@@ -3,6 +3,7 @@ from .contract import data_contract as data_contract
 from .errors import RunFailedError as RunFailedError
 from .errors import UserError as UserError
 from .images.image_folder import ImageFolderDataModule as ImageFolderDataModule
+from .images.known_sets import bundled_digits as bundled_digits
 from .images.mnist import MNISTDataModule as MNISTDataModule
 from .loading.loaders import EvaluationLoader as EvaluationLoader
 from .loading.loaders import TrainLoader as TrainLoader

@@ -89,7 +89,7 @@ class ImageDataModule(BaseDataModule):
         check_ranges(val_fraction=(shares[0], share), test_fraction=(shares[1], share))
         check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
         if dataset == "digits" and data_dir is not None:
-            raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
+            raise UserError(f"dataset='digits' comes with this package, so data_dir={data_dir!s} would not be read")
         self.dataset, self.batch_size = dataset, sizes[0]
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         return str(Path(data_dir).expanduser()) if data_dir is not None else None

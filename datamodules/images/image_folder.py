@@ -211,7 +211,7 @@ class ImageFolderDataModule(ImageDataModule):
     def _decide(self) -> None:
         if self.dataset == "digits" and self.hparams.dataset == "auto":
             self._note(
-                "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; pass"
+                "no `data_dir`: using the 1,797 bundled digits as small colour images; pass"
                 " data_dir='FOLDER' for your own",
                 warn,
             )

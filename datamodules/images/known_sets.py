@@ -7,7 +7,10 @@ import struct
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -210,21 +213,41 @@ def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
             )
 
 
+def _digits_file() -> dict[str, npt.NDArray[Any]]:
+    """Optical Recognition of Handwritten Digits (Alpaydin, Kaynak 1998; CC BY 4.0), as scikit-learn 1.9 has it.
+
+    `images` are (1797, 8, 8) from 0 to 16; `train` and `test` are the rows of
+    ``train_test_split(test_size=0.2, random_state=0, stratify=labels)``: a fifth of each class is the test set.
+    """
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
+        return dict(file)
+
+
+def bundled_digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Load the digits that come with this package, to try things on without a download.
+
+    Returns:
+        The images, (1797, 8, 8) from 0 to 1, and their labels, (1797,) from 0 to 9.
+
+    Example:
+        >>> images, labels = bundled_digits()
+        >>> images.shape, labels[:4]
+        ((1797, 8, 8), array([0, 1, 2, 3]))
+    """
+    digits = _digits_file()
+    return digits["images"] / 16, digits["labels"].astype(np.int64)
+
+
 def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
-    """scikit-learn's 1,797 bundled digits in MNIST's form: 20 x 20 pixels in the middle of 28 x 28, bytes.
+    """The 1,797 bundled digits in MNIST's form: 20 x 20 pixels in the middle of 28 x 28, bytes.
 
     A fifth of each class is the test set, the same for every seed.
     """
-    from sklearn.datasets import load_digits as load
-    from sklearn.model_selection import train_test_split
-
-    bunch = load()
-    small = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16
+    digits = {name: torch.from_numpy(values) for name, values in _digits_file().items()}
+    small = digits["images"].float().unsqueeze(1) / 16
     large = F.interpolate(small, size=(20, 20), mode="bilinear", align_corners=False)
     images = F.pad(large, (4, 4, 4, 4)).mul(255).round().to(torch.uint8).squeeze(1)
-    labels = torch.from_numpy(bunch.target).to(torch.uint8)
-    train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0, stratify=bunch.target)
-    return {part: (images[rows], labels[rows]) for part, rows in (("train", train), ("test", test))}
+    return {part: (images[digits[part].long()], digits["labels"][digits[part].long()]) for part in ("train", "test")}
 
 
 def colour_digits(part: str) -> tuple[Tensor, Tensor]:

@@ -107,10 +107,9 @@ class MNISTDataModule(ImageDataModule):
             UserError: for other types, shapes and values.
 
         Example:
-            >>> from sklearn.datasets import load_digits
-            >>> digits = load_digits()
+            >>> from datamodules import bundled_digits
             >>> data = MNISTDataModule(batch_size=64)
-            >>> data.take_samples((digits.images / 16, digits.target))
+            >>> data.take_samples(bundled_digits())
             >>> data.setup("fit")
             >>> data.num_classes, data.sizes
             (10, {'train': 1475, 'val': 143})
@@ -202,8 +201,7 @@ class MNISTDataModule(ImageDataModule):
             )
         if chosen == "digits":
             warn(
-                "warning: %s: using the 1,797 digits bundled with scikit-learn; pass data_dir='FOLDER' for MNIST or "
-                "your own images",
+                "warning: %s: using the 1,797 bundled digits; pass data_dir='FOLDER' for MNIST or your own images",
                 self._missing("mnist"),
             )
         self.dataset = chosen

@@ -103,10 +103,9 @@ def fit(
         KeyboardInterrupt: Ctrl-C, after the state was saved.
 
     Example:
-        >>> from sklearn.datasets import load_digits
-        >>> digits = load_digits()
+        >>> from datamodules import bundled_digits
         >>> options = {"max_epochs": 1, "verbose": False, "run_dir": getfixture("tmp_path")}
-        >>> result = fit("mnist", data=(digits.images / 16, digits.target), **options)
+        >>> result = fit("mnist", data=bundled_digits(), **options)
         >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
         (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])
     """

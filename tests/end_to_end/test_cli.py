@@ -218,7 +218,7 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
         "test --resume some.ckpt": "--resume continues training; pass --ckpt FILE to test",
         "test --ckpt a --output no/such.json": "--output no/such.json: there is no folder no",
         "--dataset mnist --no-download --data-dir no": "the folder no does not exist",
-        "--dataset digits --data-dir no": "--dataset digits comes with scikit-learn, so --data-dir no",
+        "--dataset digits --data-dir no": "--dataset digits comes with this package, so --data-dir no",
         "--max-time 5s": "`Timer(duration='5s')` is not a valid duration. Expected a string in the format DD:HH:",
         "--val-check-interval 00:30:00": "`Timer(duration='00:30:00')` is not a valid duration. Expected",
         "--val-check-interval 0": "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation",

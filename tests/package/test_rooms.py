@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("datamodules", "callbacks", "recipes")
 
 LEVELS = (
+    "datamodules.lightning_package",
     "datamodules.errors datamodules.notes",
     "datamodules.contract datamodules.ranges",
     "datamodules.loading",

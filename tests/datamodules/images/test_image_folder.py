@@ -353,8 +353,7 @@ def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
     assert (data.dataset, data.image_size, data.augments) == ("digits", 32, True)
     assert data.sizes == {"train": 1295, "val": 142, "test": 360}
     assert _messages(notes) == [
-        "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; "
-        "pass data_dir='FOLDER' for your own"
+        "no `data_dir`: using the 1,797 bundled digits as small colour images; pass data_dir='FOLDER' for your own"
     ]
     images, _ = next(iter(data.train_dataloader()))
     assert images.shape == (100, 3, 32, 32)

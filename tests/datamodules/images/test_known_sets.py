@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sklearn.datasets import load_digits as digits_of_scikit_learn
+from sklearn.model_selection import train_test_split
 
 from datamodules.errors import UserError
-from datamodules.images.known_sets import check_images_and_labels, read_idx
+from datamodules.images.known_sets import bundled_digits, check_images_and_labels, load_digits, read_idx
 from tests.datamodules.images.test_mnist import idx
 
 IMAGES = torch.arange(5 * 28 * 28).remainder(251).to(torch.uint8).reshape(5, 28, 28)
@@ -58,3 +60,19 @@ def test_images_and_labels_that_contradict_are_refused(images, labels, num_class
     check_images_and_labels(IMAGES, LABELS, 256, "images", "labels")
     with pytest.raises(UserError, match=reason):
         check_images_and_labels(images, labels, num_classes, "images", "labels")
+
+
+def test_the_bundled_digits_are_those_of_scikit_learn():
+    expected = digits_of_scikit_learn()
+    images, labels = bundled_digits()
+    assert images.dtype == "float64"
+    assert (images * 16 == expected.images).all()
+    assert (labels == expected.target).all()
+    numbers = range(len(labels))
+    train, test = train_test_split(numbers, test_size=0.2, random_state=0, stratify=expected.target)
+    for part, rows in (("train", train), ("test", test)):
+        assert load_digits()[part][1].tolist() == expected.target[rows].tolist()
+        # The pixels of an image in its middle; bilinear resizing leaves the sum of none of them as it is.
+        means = load_digits()[part][0].double().mean((1, 2))
+        order = torch.from_numpy(expected.images[rows]).mean((1, 2))
+        assert torch.corrcoef(torch.stack([means, order]))[0, 1] > 0.999

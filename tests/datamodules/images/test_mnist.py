@@ -321,7 +321,7 @@ def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, capl
         quiet_trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
         quiet_trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
     assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
-        "warning: data has no MNIST files: using the 1,797 digits bundled with scikit-learn; "
+        "warning: data has no MNIST files: using the 1,797 bundled digits; "
         "pass data_dir='FOLDER' for MNIST or your own images"
     ]
     assert data.info.title == "scikit-learn digits"
