@@ -120,7 +120,7 @@ def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path
     recipe = Bright(num_classes=2)
     data = ImageFolderDataModule("folder", str(tmp_path), image_size=8)
     quiet_trainer().validate(recipe, data, verbose=False)
-    assert isinstance(data._parts["val"][0], Tensor), "they are held in memory"
+    assert isinstance(data._held["val"], Tensor), "they are held in memory"
     table = tables_of(recipe.trainer)["val_mistakes.csv"]
     write_rows(tmp_path / "val.csv", table.rows, table.columns)
     lines = (tmp_path / "val.csv").read_bytes().splitlines()[1:]

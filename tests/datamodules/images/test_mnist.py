@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.images.known_sets import DATASETS, find_files, load_digits
+from datamodules.images.idx import find_files
+from datamodules.images.known_sets import DATASETS, load_digits
 from datamodules.loading.sampling import epoch_order, split_indices
 from tests.support.tables import quiet_trainer
 
@@ -88,9 +89,6 @@ class Watcher(pl.LightningModule):
 
 
 PLAIN = {"shift": 0, "rotation": 0, "scale": 0}
-
-
-# Files
 
 
 @pytest.mark.parametrize("layout", [".", "MNIST/raw"])
