@@ -94,10 +94,25 @@ class ExactCheckpoint(ModelCheckpoint):
         >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
     """
 
+    _best_model_path = ""
+    _has_looked_at_states = False
     _has_validated = False
     _loaded: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _scored: tuple[int, list[str]] = (0, [])
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint; Lightning would take the first of those with equal scores."""
+        path = self._best_model_path
+        if path not in self.best_k_models:
+            return path
+        best = self.best_k_models[path]
+        return [other for other, score in self.best_k_models.items() if score == best][-1]
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._best_model_path = path
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -109,6 +124,7 @@ class ExactCheckpoint(ModelCheckpoint):
         if stage == "fit":
             install_update_loop(trainer)
             # What a test or validation between two fits has loaded.
+            self._has_looked_at_states = False
             self._has_validated = False
             self._loaded = self._resumed = None
             save_best_first(trainer)
@@ -175,6 +191,10 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save, unless the update is an epoch's last, after which `on_train_epoch_end` does."""
+        if not self._has_looked_at_states:
+            self._has_looked_at_states = True
+            for optimizer in trainer.optimizers:
+                replay.refuse_states(trainer, optimizer)
         saves_at_interval = internals.saves_within_epochs(self)
         if not saves_at_interval and not self._has_validated:
             return
