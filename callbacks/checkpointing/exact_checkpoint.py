@@ -87,8 +87,9 @@ class ExactCheckpoint(ModelCheckpoint):
     `on_train_start` of a resumed run. It takes the arguments of the stock one.
 
     Raises:
-        UserError: `save_on_exception`, which saves wherever the exception was raised; or what an order or a decision of
-            the run depends on is in no checkpoint.
+        UserError: `save_on_exception`, which saves wherever the exception was raised; what an order, an optimizer or a
+            decision of the run depends on is in no checkpoint; or Lightning counts no step of a module that optimises
+            manually, and would save nothing.
 
     Example:
         >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
@@ -213,6 +214,11 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not pl_module.automatic_optimization and not trainer.global_step:
+            raise UserError(
+                f"{type(pl_module).__name__} optimises manually, and Lightning has counted no step of the epoch, as where"
+                " an optimizer steps in another hook than training_step: nothing would be saved; step in training_step"
+            )
         loop = install_update_loop(trainer)
         loop.step_plateaus_of_epoch()
         self._save_at_interval(trainer)
