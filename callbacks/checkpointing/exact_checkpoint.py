@@ -217,7 +217,8 @@ class ExactCheckpoint(ModelCheckpoint):
         if not pl_module.automatic_optimization and not trainer.global_step:
             raise UserError(
                 f"{type(pl_module).__name__} optimises manually, and Lightning has counted no step of the epoch, as"
-                " where an optimizer steps in another hook than training_step: nothing would be saved; step in training_step"
+                " where an optimizer steps in another hook than training_step: nothing would be saved; step in"
+                " training_step"
             )
         loop = install_update_loop(trainer)
         loop.step_plateaus_of_epoch()
