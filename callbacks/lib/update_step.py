@@ -234,9 +234,13 @@ class UpdateStep:
         statistics = self._statistics
         assert gradients is not None
         assert statistics is not None
-        check = None if self._is_checked or batch is None else FirstMicroBatch(self.trainer)
+        check = None
+        own: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self._is_checked and batch is not None:
+            check = FirstMicroBatch(self.trainer)
+            own = refuse_own_backward(self.calls.module, gradients.parameters)
         statistics.begin()
-        with refuse_own_backward(self.calls.module, gradients.parameters):
+        with own:
             loss, output = self._training_step(batch, batch_idx)
         if batch is not None and not part.is_stand_in:
             statistics.collect()
