@@ -22,7 +22,7 @@ def main() -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".html", ".py", ".pyi", ".xz") or path.name == "py.typed"
+        if path.suffix in (".html", ".npz", ".py", ".pyi", ".xz") or path.name == "py.typed"
     }
     for archive in map(Path, sys.argv[1:]):
         names = names_in(archive)

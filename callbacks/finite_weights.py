@@ -32,12 +32,19 @@ def first_not_finite(module: nn.Module) -> str | None:
     """
     statistics = [(name, value) for name, value in module.named_buffers() if "running_" in name]
     tensors = [*module.named_parameters(), *statistics]
-    named = [(name, value.detach()) for name, value in tensors if value.is_floating_point()]
+    named = [
+        (name, _real(value.detach())) for name, value in tensors if value.is_floating_point() or value.is_complex()
+    ]
     # Sums carry NaN and infinity through, so that the device is waited for once. One that overflows is looked at below.
     sums = torch.stack([value.sum(dtype=torch.float32).to(named[0][1].device) for _, value in named]) if named else None
     if sums is None or bool(sums.isfinite().all()):
         return None
     return next((name for name, value in named if not bool(value.isfinite().all())), None)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor, of complex numbers their real and imaginary parts."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:

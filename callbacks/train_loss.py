@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 from callbacks.lib.hooks import log_after_update, log_interval
-from callbacks.lib.targets import count_targets, micro_batch_outputs
+from callbacks.lib.targets import TargetCounter, micro_batch_outputs
 from datamodules.errors import RunFailedError
 
 _FOLD = 64
@@ -104,6 +104,7 @@ class TrainLoss(pl.Callback):
         """Mean loss, count and number of right targets of each batch that is not summed up yet."""
         self._interval = _Interval(0)
         self._saved: dict[str, Any] | None = None
+        self._targets = TargetCounter()
 
     def _fold(self) -> None:
         if self._batches:
@@ -113,6 +114,7 @@ class TrainLoss(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._interval, self._batches = _Interval(trainer.global_step), []
+        self._targets = TargetCounter()
         self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64, device=trainer.strategy.root_device)
         if self._saved is not None:
             if trainer.global_rank == 0:
@@ -160,7 +162,7 @@ class TrainLoss(pl.Callback):
                 continue
             # A Trainer that accumulates has divided the loss; `UpdateLoop` does not.
             loss = loss * trainer.accumulate_grad_batches if trainer.accumulate_grad_batches > 1 else loss
-            self._batches.append((loss, count_targets(output, batch), _right(output)))
+            self._batches.append((loss, self._targets.count(output, batch), _right(output)))
             self._interval.has_losses = True
         if len(self._batches) >= _FOLD:
             self._fold()

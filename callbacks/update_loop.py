@@ -23,6 +23,7 @@ from callbacks.lib.loaded_updates import LoadedUpdates
 from callbacks.lib.training_loaders import check_interval, number_micro_batches
 from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep
+from callbacks.lib.updates import resumable_loaders
 from datamodules.errors import UserError
 
 
@@ -64,10 +65,13 @@ class UpdateLoop(_TrainingEpochLoop):
 
     def training_loaders(self) -> Any:
         """The training loaders, before Lightning asks for their length."""
-        loaders = number_micro_batches(type(self.source).dataloader(self.source), self.trainer, self.step.seeds)
+        trainer: Any = self.trainer
+        loaders = number_micro_batches(type(self.source).dataloader(self.source), trainer, self.step.seeds)
+        for loader in resumable_loaders(loaders):
+            loader.keeps_order = trainer.overfit_batches > 0
         if self.prepare_loaders is not None:
             loaders = self.prepare_loaders(loaders)
-        check_interval(loaders, self.trainer)
+        check_interval(loaders, trainer)
         return loaders
 
     # The epoch
@@ -253,6 +257,8 @@ class UpdateLoop(_TrainingEpochLoop):
     @override
     def teardown(self) -> None:
         super().teardown()
+        for loader in resumable_loaders(self.trainer.train_dataloader):
+            loader.keeps_order = False
         self.results.reset()
         self.step.release()
         self.calls.is_lean = False

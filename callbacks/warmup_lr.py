@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import log_after_update, log_interval
+from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.rates import UpdateSchedule, schedule_of
 from callbacks.lib.updates import duration_to_updates, global_batch_size, total_updates, updates_made
 from datamodules.errors import UserError
@@ -90,6 +91,9 @@ class RateFactor:
         length: an update that float16 skips on the device is not counted before this number of updates. Looking at it
             waits for the device, so it is not done for longer.
 
+    Raises:
+        UserError: the optimiser sets its own rate, or its step calls no hooks.
+
     Example:
         >>> import torch
         >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
@@ -102,6 +106,12 @@ class RateFactor:
     def __init__(
         self, optimizer: Optimizer, factor: Callable[[float], float], updates: float = 0, length: float = 0
     ) -> None:
+        optimizer = stepping_optimizer(optimizer)
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise UserError(
+                f"{type(optimizer).__name__} has no rate, as where lr=None lets it set its own: pass one, or"
+                " remove WarmupLR"
+            )
         self.optimizer, self.updates = optimizer, updates
         self.used: list[float | Tensor] = []
         """The rates of the last step, by group."""

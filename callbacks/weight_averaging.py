@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
 from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.lib.optimizers import stepping_optimizer
 from datamodules.errors import UserError
 from datamodules.ranges import Range, check_ranges
 
@@ -40,8 +41,8 @@ def ema_weight(samples: int, decay: float) -> float:
 
 
 def averaged_tensors(module: nn.Module) -> list[Tensor]:
-    """The floating-point parameters of a module, tied ones once, then the running statistics of its BatchNorm."""
-    parameters: list[Tensor] = [p for p in module.parameters() if p.is_floating_point()]
+    """The real and complex parameters of a module, tied ones once, then the running statistics of its BatchNorm."""
+    parameters: list[Tensor] = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     return parameters + [b for layer in norms for b in (layer.running_mean, layer.running_var) if b is not None]
 
@@ -67,6 +68,7 @@ class _Average:
         self.others = [tensor.detach().clone() for tensor in self.tensors]
         """The average, or while that is in the module, what is trained."""
         self.in_module = False
+        self._versions: list[int] = []
 
     @torch.no_grad()
     def add(self, weight: float) -> None:
@@ -78,6 +80,15 @@ class _Average:
         if self.in_module != in_module:
             exchange(self.tensors, self.others)
             self.in_module = in_module
+            self._versions = self._count_changes()
+
+    def _count_changes(self) -> list[int]:
+        """How often each parameter was changed in place."""
+        return [tensor._version for tensor in self.tensors if isinstance(tensor, nn.Parameter)]
+
+    def was_changed(self) -> bool:
+        """Whether a parameter was changed while the average is in the module."""
+        return self.in_module and self._versions != self._count_changes()
 
 
 class _FirstOfAll(LambdaCallback):
@@ -94,16 +105,18 @@ class WeightAveraging(pl.Callback):
 
     Memory: one more copy of the parameters on their device, and another while a checkpoint is saved.
 
-    Runs on: `on_train_batch_end`; one kernel and no wait for the device. An update that float16 skipped is no sample,
-    but for fused optimisers, which decide on the device. `on_validation_start` and `on_validation_end` exchange the
-    weights, around those of other callbacks, and so does `on_train_end`.
+    Runs on: the first hook after an update and the module's own `on_train_batch_end`, which may change the weights:
+    `on_train_batch_start`, `on_validation_start`, `on_train_end` or a save; one kernel and no wait for the device. An
+    update that float16 skipped is no sample, but for fused optimisers, which decide on the device.
+    `on_validation_start` and `on_validation_end` exchange the weights, around those of other callbacks, and so does
+    `on_train_end`.
 
     Args:
         ema: decay of the average; it warms up, see `ema_weight`.
 
     Raises:
-        UserError: a number outside its range, another average, parameters in half precision, or a strategy that splits
-            them.
+        UserError: a number outside its range, another average, parameters in half precision, a strategy that splits
+            them, or weights that a hook of a validation changes.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[WeightAveraging(ema=0.999)], logger=False, accelerator="cpu")
@@ -136,8 +149,13 @@ class WeightAveraging(pl.Callback):
                 raise UserError(f"WeightAveraging and another {type(callback).__name__}: a run has one average")
             if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
                 raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
-        # Callbacks that save or draw find the sample of this update, and after a validation what was evaluated.
-        first_of_all = _FirstOfAll(on_train_batch_end=self._sample, on_train_end=self._evaluate)
+        # Other callbacks find what was evaluated after a validation, and no score of weights that are no average.
+        first_of_all = _FirstOfAll(
+            on_train_batch_start=self._sample,
+            on_validation_start=self._sample,
+            on_validation_end=self._refuse_changes,
+            on_train_end=self._evaluate,
+        )
         set_callbacks(trainer, [first_of_all, *others, self])
 
     @override
@@ -160,7 +178,8 @@ class WeightAveraging(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self.samples}
+        # Lightning asks for it before `on_save_checkpoint`, which takes the sample of the last update.
+        return {"samples": self.samples + self._updated}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -175,7 +194,8 @@ class WeightAveraging(pl.Callback):
                 self._average = _Average(pl_module)
             pl_module.load_state_dict(self._loaded, strict=pl_module.strict_loading)
             self._loaded = None
-        self._handles = [optimizer.register_step_post_hook(self._note_update) for optimizer in trainer.optimizers]
+        optimizers = map(stepping_optimizer, trainer.optimizers)
+        self._handles = [optimizer.register_step_post_hook(self._note_update) for optimizer in optimizers]
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
@@ -202,8 +222,16 @@ class WeightAveraging(pl.Callback):
             self._average.add(ema_weight(self.samples, self.ema))
         self.samples += 1
 
-    def _evaluate(self, *_: Any) -> None:
+    def _refuse_changes(self, *_: Any) -> None:
+        if self._average is not None and self._average.was_changed():
+            raise UserError(
+                "WeightAveraging evaluates the average, and another hook of the validation changed the weights"
+                " meanwhile, as where a module or an optimizer exchanges them for others: use one of the two"
+            )
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the average into the module."""
+        self._sample(trainer, pl_module)
         if self._average is not None:
             self._average.put(in_module=True)
 
@@ -215,17 +243,19 @@ class WeightAveraging(pl.Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._evaluate()
+            self._evaluate(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
+            self._refuse_changes()
             self._train()
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self._sample(trainer, pl_module)
         if not self.samples:
             return
         averaged, raw, average = checkpoint["state_dict"], self._loaded, self._average

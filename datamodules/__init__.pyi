@@ -2,8 +2,13 @@ from .contract import DataContract as DataContract
 from .contract import data_contract as data_contract
 from .errors import RunFailedError as RunFailedError
 from .errors import UserError as UserError
+from .images.arrays import from_arrays as from_arrays
+from .images.folders import from_folder as from_folder
+from .images.image_data import ImageDataModule as ImageDataModule
 from .images.image_folder import ImageFolderDataModule as ImageFolderDataModule
+from .images.known_sets import bundled_digits as bundled_digits
 from .images.mnist import MNISTDataModule as MNISTDataModule
+from .images.source import Source as Source
 from .loading.loaders import EvaluationLoader as EvaluationLoader
 from .loading.loaders import TrainLoader as TrainLoader
 from .loading.updates import Update as Update

@@ -1,21 +1,11 @@
 """Lists the recipes and starts one: ``lightning-recipes mnist`` is the same as ``python -m recipes.mnist``."""
 
-import ast
 import os
 import sys
-from pathlib import Path
 from runpy import run_module
 
+from recipes.finding import find_recipes
 from recipes.version import __version__
-
-
-def find_recipes() -> dict[str, str]:
-    """The recipes, which are the folders beside this file with a ``__main__.py``, and what each says of itself."""
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("*/__main__.py")):
-        module = ast.parse(path.with_name("__init__.py").read_text(encoding="utf-8"))
-        found[path.parent.name] = (ast.get_docstring(module) or "").partition("\n")[0]
-    return found
 
 
 def _print_list(program: str) -> None:

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from io import IOBase
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import lightning.pytorch as pl
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.hooks import attached_trainer
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
@@ -17,10 +19,11 @@ from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import CheckOptimizer, check_optimizer
-from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
+from recipes.optim import check_optimizer
+from recipes.optimization import CheckOptimization
+from recipes.schedules import ScheduleName, ScheduleSettings
 from recipes.tables import Table
-from recipes.weights import InitialWeights, read_weights
+from recipes.weights import InitialWeights, load_initial_weights, read_weights
 
 if TYPE_CHECKING:
     from recipes.figures.images import Picture  # Which imports Pillow.
@@ -141,14 +144,13 @@ class Recipe(pl.LightningModule):
         self.network = network if network.training else network.train()
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
-        self.run_config: dict[str, Any] = {}
-        self.left_open: Sequence[str] | None = None
         self.tables: dict[str, Table] = {}
         """What a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation."""
         self.figures: dict[str, Picture] = {}
-        """What a run shows in ``report.html``, TensorBoard and ``figures/``, by name; of the last evaluation."""
-        self.figures_of_training: dict[str, Picture] = {}
-        """What `training_figures` gave as the run began, and is saved since then."""
+        """What a run shows in ``report.html``, TensorBoard and ``figures/``, by name; of the last evaluation.
+
+        A callback may have `tables` and `figures`, too.
+        """
         self.has_weights = False
         """Whether `weights` have been loaded, or a checkpoint that stands for them."""
         self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -217,7 +219,22 @@ class Recipe(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         """The callbacks that belong to the recipe, in any Trainer; an override adds to them."""
-        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckOptimizer(), CheckSchedule()]
+        callbacks = [TrainLoss(targets=self.targets), CheckOptimization()]
+        if self.hparams.weights not in (None, "none"):
+            callbacks.append(InitialWeights())
+        if self.hparams.compile:
+            callbacks.append(CompileNetwork())
+        return callbacks
+
+    def take_initial_weights(self, resumes: bool) -> None:
+        """Load `weights` when the recipe is first trained, unless it resumes from a checkpoint."""
+        # Some strategies load the checkpoint later.
+        if not self.has_weights and not resumes:
+            load_initial_weights(self)
+        self.has_weights = True
+
+    def take_names_of_weights(self, names: Sequence[str]) -> None:
+        """Take the names of the classes that the last layer of the file of weights tells apart."""
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -260,11 +277,28 @@ class Recipe(pl.LightningModule):
         trainer = attached_trainer(self)
         return None if trainer is None else getattr(trainer, "datamodule", None)
 
+    @classmethod
+    @override
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Lightning's; a checkpoint of another recipe is refused in one line.
+
+        Raises:
+            UserError: the checkpoint is of another recipe.
+        """
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except (TypeError, RuntimeError, UserError) as error:
+            saved = [] if isinstance(checkpoint_path, IOBase) else load_plain(checkpoint_path).get("recipes", [])
+            if saved and not set(saved) & set(cls.titles()):
+                raise UserError(
+                    f"{checkpoint_path} is a checkpoint of the recipe {saved[0]}, and {cls.__name__} is"
+                    f" {cls.titles()[0]}; load it with the class of that recipe"
+                ) from error
+            raise
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the settings of the command line with the weights; an override has to call it."""
-        checkpoint["config"] = self.run_config
-        checkpoint["left_open"] = self.left_open
+        """Save which recipe it is with the weights; an override has to call it."""
         checkpoint["recipes"] = self.titles()
 
     @override

@@ -91,6 +91,11 @@ class Classifier(Recipe):
         return logits
 
     @override
+    def take_names_of_weights(self, names: Sequence[str]) -> None:
+        """Keep the names of the classes in a file of weights, which `CheckLabels` compares with those of the data."""
+        self.names_in_checkpoint = names
+
+    @override
     def configure_callbacks(self) -> list[pl.Callback]:
         return [*super().configure_callbacks(), CheckLabels(len(self.class_names)), EvaluationTables()]
 

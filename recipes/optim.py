@@ -5,11 +5,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from typing_extensions import override
 
 from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
@@ -77,6 +75,8 @@ def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
     if "." in name and name.rpartition(".")[0] not in sys.modules:
         return
     cls = optimizer_class(name)
+    if cls is torch.optim.SparseAdam:
+        raise UserError("optimizer=sparseadam updates sparse gradients, and these networks have dense ones; pass adam")
     if own := [key for key in arguments if key in _OWN]:
         raise UserError(f"`optimizer_args`: {own[0]} is a parameter of its own; pass {own[0]}={arguments[own[0]]!r}")
     names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _OWN]
@@ -215,28 +215,3 @@ def learning_rate_scale(
     if rule == "auto":
         return "linear" if optimizer.rpartition(".")[2].lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule
-
-
-class CheckOptimizer(pl.Callback):
-    """Logs where `configure_optimizers` of a recipe has built another optimiser than its parameters name.
-
-    Runs on: `on_train_start`.
-    """
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        name, built = pl_module.hparams.optimizer, [type(optimizer) for optimizer in trainer.optimizers[:1]]
-        if built and not issubclass(built[0], optimizer_class(name)):
-            module, kind = built[0].__module__, built[0].__name__
-            path = kind.lower() if module.startswith("torch.optim") else f"{module}.{kind}"
-            warn(
-                "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
-                " rate; call build_optimizer(parameters, self), or pass optimizer=%r",
-                *(kind, name, path),
-            )
-        elif built and not trainer.lr_scheduler_configs:
-            warn(
-                "note: configure_optimizers() built no schedule, and schedule=%r is saved with the run; return"
-                " build_schedule(optimizer, self)",
-                pl_module.hparams.schedule,
-            )

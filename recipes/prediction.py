@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from callbacks.lib.hooks import attached_trainer
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.loading.loaders import sample_numbers
@@ -121,7 +122,8 @@ def _outputs(recipe: Recipe, data: pl.LightningDataModule, batches: Iterable[Any
     """What `predict_step` makes of batches, in evaluation mode and on the device of the recipe."""
     modes = [(module, module.training) for module in recipe.modules()]
     recipe.eval()
-    dtype = _MIXED.get(recipe.run_config.get("precision", recipe.saved_precision))
+    trainer = attached_trainer(recipe)
+    dtype = _MIXED.get(recipe.saved_precision if trainer is None else str(trainer.precision))
     outputs = []
     try:
         for i, batch in enumerate(batches):

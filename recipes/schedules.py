@@ -18,17 +18,16 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import attached_trainer
-from callbacks.lib.rates import UpdateSchedule, schedule_of
-from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
+from callbacks.lib.rates import UpdateSchedule
+from callbacks.lib.updates import duration_to_updates, total_updates
 from datamodules.errors import UserError
-from datamodules.notes import warn
 from datamodules.ranges import NATURAL, Range, check_ranges
 
 ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "plateau"]
 
-_ENDS_AT_0 = ("one_cycle", "linear", "cosine")
+ENDS_AT_0 = ("one_cycle", "linear", "cosine")
 _TAKES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_ENDS_AT_0, ("min_lr",)),
+    **dict.fromkeys(ENDS_AT_0, ("min_lr",)),
     "constant": (),
     "multistep": ("milestones", "gamma", "min_lr"),
     "plateau": ("gamma", "patience", "min_lr"),
@@ -114,7 +113,7 @@ class ScheduleSettings:
 
     def floored(self, factor: float) -> float:
         """A factor between the floor and 1: what falls to 0 falls to the floor, and the others stop there."""
-        if self.schedule in _ENDS_AT_0:
+        if self.schedule in ENDS_AT_0:
             return self.floor + (1 - self.floor) * factor
         return max(self.floor, factor)
 
@@ -157,7 +156,7 @@ class Plateau(ReduceLROnPlateau):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
-def _settings_of(recipe: Any) -> ScheduleSettings:
+def settings_of(recipe: Any) -> ScheduleSettings:
     options = recipe.hparams
     return ScheduleSettings(options.schedule, options.lr, options.schedule_args or {})
 
@@ -168,7 +167,7 @@ def build_schedule(optimizer: Optimizer, recipe: Any) -> OptimizerLRScheduler:
     Args:
         recipe: its ``hparams`` are those of `Recipe`; the plateau follows its ``monitor``.
     """
-    settings = _settings_of(recipe)
+    settings = settings_of(recipe)
     if settings.schedule == "plateau":
         plateau = Plateau(optimizer, settings, recipe.monitor_mode)
         every = getattr(attached_trainer(recipe), "check_val_every_n_epoch", None) or 1
@@ -183,28 +182,3 @@ def build_schedule(optimizer: Optimizer, recipe: Any) -> OptimizerLRScheduler:
 
     schedule = UpdateSchedule(optimizer, recipe, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class CheckSchedule(pl.Callback):
-    """Checks that a recipe's schedule fits the run, and shows the rates of the first update to other callbacks.
-
-    Runs on: `on_train_start`.
-
-    Raises:
-        UserError: the schedule follows a score, and nothing is validated; or it has no milestones in this run.
-    """
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        settings = _settings_of(pl_module)
-        followed = pl_module.monitor if settings.schedule == "plateau" else ""
-        if followed.startswith("val/") and not trainer.enable_validation:
-            raise UserError(
-                f"schedule='plateau' follows {followed}, and this run validates nothing; pass another schedule"
-            )
-        settings.factor(1, trainer)
-        if math.isinf(total_updates(trainer)) and settings.schedule in _ENDS_AT_0:
-            warn(f"the run has no end, so schedule={settings.schedule!r} stays at its peak")
-        for optimizer in trainer.optimizers:
-            if schedule := schedule_of(optimizer, trainer):
-                schedule.set_rates(updates_made(trainer))

@@ -11,6 +11,7 @@ from typing_extensions import override
 from callbacks.lib.exchange import gather
 from datamodules.contract import data_contract
 from datamodules.loading.loaders import EvaluationSampling, sample_numbers
+from recipes.figures.images import Picture
 from recipes.figures.plots import confusion_plot
 from recipes.labels import as_classes
 from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid
@@ -92,16 +93,18 @@ def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
 class EvaluationTables(pl.Callback):
     """Makes the tables of a classifier: all classes and all mistakes of the last validation and the last test.
 
-    They are ``val_per_class.csv``, ``test_mistakes.csv`` and so on among the ``tables`` of the module, which has a
+    They are ``val_per_class.csv``, ``test_mistakes.csv`` and so on in `tables`, for a module with a
     ``confusion_matrix`` and ``class_names``, as `Classifier`. A sample that is no file is named by its number in the
     data set. There are no mistakes of a loader whose order is not known, such as one that shuffles.
 
-    Among the ``figures`` of the module are the confusion matrix and the images of the most confident mistakes.
+    In `figures` are the confusion matrix and the images of the most confident mistakes.
 
     Runs on: each batch and the end of an evaluation; not in training.
     """
 
     def __init__(self) -> None:
+        self.tables: dict[str, Table] = {}
+        self.figures: dict[str, Picture] = {}
         self.samples: list[Tensor] = []
         self.images = MistakeImages()
 
@@ -121,12 +124,10 @@ class EvaluationTables(pl.Callback):
     def _keep(self, trainer: pl.Trainer, pl_module: Any, part: str, loaders: Any) -> None:
         if trainer.state.fn == "fit" or pl_module.confusion_matrix is None:
             return
-        tables = pl_module.tables
+        tables = self.tables
         tables[f"{part}_per_class.csv"] = class_table(pl_module.confusion_matrix, pl_module.class_names)
         title = {"val": "validation"}.get(part, part)
-        pl_module.figures["confusion"] = confusion_plot(
-            pl_module.confusion_matrix.tolist(), pl_module.class_names, title
-        )
+        self.figures["confusion"] = confusion_plot(pl_module.confusion_matrix.tolist(), pl_module.class_names, title)
         loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
         numbers, names = sample_numbers(loader), data_contract(pl_module.data_module()).sample_names(part)
         if not isinstance(loader, EvaluationSampling) and len(names) != len(getattr(loader, "dataset", ())):
@@ -134,9 +135,9 @@ class EvaluationTables(pl.Callback):
         mine = _mistakes(self.samples, numbers) if numbers is not None else None
         preprocessing = data_contract(pl_module.data_module()).preprocessing()
         images = gather(self.images.displayed(numbers, preprocessing))
-        pl_module.figures.pop("mistakes", None)
+        self.figures.pop("mistakes", None)
         if grid := mistakes_grid(images, pl_module.class_names, names, title):
-            pl_module.figures["mistakes"] = grid
+            self.figures["mistakes"] = grid
         self.samples = []
         self.images = MistakeImages()
         mistakes = gather(mine)

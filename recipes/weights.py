@@ -282,7 +282,7 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
     report = load_weights(recipe.network, state, source, exact, options.weights_skip)
     warn(report.line())
     if [*recipe.network.state_dict()][-1] in report.loaded:  # The rows of a classifier's last layer are classes.
-        recipe.names_in_checkpoint = read_beside(options.weights).get("class_names", ())
+        recipe.take_names_of_weights(read_beside(options.weights).get("class_names", ()))
     return report
 
 
@@ -294,7 +294,4 @@ class InitialWeights(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        # Some strategies load the checkpoint later.
-        if not pl_module.has_weights and trainer.ckpt_path is None:
-            load_initial_weights(pl_module)
-        pl_module.has_weights = True
+        pl_module.take_initial_weights(resumes=trainer.ckpt_path is not None)

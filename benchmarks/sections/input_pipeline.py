@@ -31,7 +31,8 @@ from benchmarks.harness.measurements import (
     stopwatch,
 )
 from datamodules import MNISTDataModule
-from datamodules.images.known_sets import DATASETS, find_files, read_idx
+from datamodules.images.idx import find_files, read_idx
+from datamodules.images.known_sets import DATASETS
 
 __all__ = ["run"]
 

@@ -87,17 +87,33 @@ class ExactCheckpoint(ModelCheckpoint):
     `on_train_start` of a resumed run. It takes the arguments of the stock one.
 
     Raises:
-        UserError: `save_on_exception`, which saves wherever the exception was raised; or what an order or a decision of
-            the run depends on is in no checkpoint.
+        UserError: `save_on_exception`, which saves wherever the exception was raised; what an order, an optimizer or a
+            decision of the run depends on is in no checkpoint; or Lightning counts no step of a module that optimises
+            manually, and would save nothing.
 
     Example:
         >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
     """
 
+    _best_model_path = ""
+    _has_looked_at_states = False
     _has_validated = False
     _loaded: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _scored: tuple[int, list[str]] = (0, [])
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint; Lightning would take the first of those with equal scores."""
+        path = self._best_model_path
+        if path not in self.best_k_models:
+            return path
+        best = self.best_k_models[path]
+        return [other for other, score in self.best_k_models.items() if score == best][-1]
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._best_model_path = path
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -109,6 +125,7 @@ class ExactCheckpoint(ModelCheckpoint):
         if stage == "fit":
             install_update_loop(trainer)
             # What a test or validation between two fits has loaded.
+            self._has_looked_at_states = False
             self._has_validated = False
             self._loaded = self._resumed = None
             save_best_first(trainer)
@@ -175,6 +192,10 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save, unless the update is an epoch's last, after which `on_train_epoch_end` does."""
+        if not self._has_looked_at_states:
+            self._has_looked_at_states = True
+            for optimizer in trainer.optimizers:
+                replay.refuse_states(trainer, optimizer)
         saves_at_interval = internals.saves_within_epochs(self)
         if not saves_at_interval and not self._has_validated:
             return
@@ -193,6 +214,12 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not pl_module.automatic_optimization and not trainer.global_step:
+            raise UserError(
+                f"{type(pl_module).__name__} optimises manually, and Lightning has counted no step of the epoch, as"
+                " where an optimizer steps in another hook than training_step: nothing would be saved; step in"
+                " training_step"
+            )
         loop = install_update_loop(trainer)
         loop.step_plateaus_of_epoch()
         self._save_at_interval(trainer)

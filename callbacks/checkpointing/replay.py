@@ -18,6 +18,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, Stochasti
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils.data import (
     DataLoader,
 )
@@ -25,6 +27,7 @@ from torch.utils.data import (
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import unused_loader_states
+from callbacks.lib.optimizers import optimizer_layers
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
@@ -112,6 +115,29 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
         warn("warning: %s", problem)
 
 
+def refuse_states(trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state no checkpoint brings back; for the first update's end.
+
+    Raises:
+        UserError: it holds tensors of a class of their own, or leaves out what an optimizer that it wraps holds.
+    """
+    states: Any = trainer.strategy.optimizer_state(optimizer).get("state", {}).values()
+    saved = {name for state in states for name in state}
+    for value in (value for state in states for value in state.values() if isinstance(value, Tensor)):
+        if type(value) not in (Tensor, Parameter):
+            raise UserError(
+                f"the state of {type(optimizer).__name__} is of {type(value).__name__}, and Lightning reads no such"
+                " tensors from checkpoints: pass an optimizer with ordinary tensors"
+            )
+    for inner in optimizer_layers(optimizer)[1:]:
+        held = {name for state in inner.state.values() for name in state}
+        if left_out := held - saved:
+            raise UserError(
+                f"{type(optimizer).__name__}.state_dict() leaves out {min(left_out)} of the {type(inner).__name__} that"
+                " it wraps, so that a resumed run goes on without: have it save the state of both"
+            )
+
+
 def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Load again what torch casts to a parameter's dtype as an optimiser is loaded, such as NAdam's float32 product."""
     weights, saved = trainer.lightning_module.state_dict(), checkpoint.get("state_dict", {})
@@ -121,9 +147,11 @@ def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         for group, saved_group in zip(optimizer.param_groups, state["param_groups"]):
             for parameter, number in zip(group["params"], saved_group["params"]):
                 for name, value in state["state"].get(number, {}).items():
-                    loaded = optimizer.state[parameter]  # Asked for where something is in it: to ask creates an entry.
-                    if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
-                        loaded[name] = value.to(loaded[name].device)
+                    # To ask without `get` creates an entry.
+                    holders = [each.state.get(parameter, {}) for each in optimizer_layers(optimizer)]
+                    for loaded in holders:
+                        if isinstance(value, Tensor) and name in loaded and value.dtype != loaded[name].dtype:
+                            loaded[name] = value.to(loaded[name].device)
 
 
 def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:

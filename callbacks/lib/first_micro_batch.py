@@ -1,13 +1,12 @@
-"""What the first micro-batch of a fit shows: why bits depend on the number of devices, or a mean on other targets."""
+"""What the first micro-batch of a fit shows: why bits depend on the number of devices."""
 
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
-from callbacks.lib.targets import warn_of_ignored_targets
 from callbacks.lib.updates import resumable_loaders
-from datamodules.errors import UserError
 from datamodules.notes import warn
 
 
@@ -26,21 +25,8 @@ class FirstMicroBatch:
         buffers = other_buffers(self.module) if trainer.world_size > 1 else {}
         self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
 
-    def finish(self, output: dict[str, Any], batch: Any, statistics: OrderedStatistics) -> None:
-        """Warn of what the forward pass has shown.
-
-        Args:
-            output: of `training_step`, beside the loss.
-
-        Raises:
-            UserError: `training_step` has made a backward pass of its own.
-        """
-        if any(parameter.grad is not None for parameter in self.module.parameters()):
-            raise UserError(
-                f"{type(self.module).__name__}.training_step calls backward() itself, and an update is the mean of the"
-                " losses that it returns: add that loss to the one it returns, or set automatic_optimization = False"
-            )
-        warn_of_ignored_targets(output, batch)
+    def finish(self, statistics: OrderedStatistics) -> None:
+        """Warn of what the forward pass has shown."""
         repeated = statistics.repeated()
         if repeated:
             warn(
@@ -65,3 +51,9 @@ class FirstMicroBatch:
             )
         elif any(map(is_synchronised, self.module.modules())):
             warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")
+        if is_overridden("backward", self.module):
+            warn(
+                f"note: {type(self.module).__name__}.backward runs for each micro-batch, and on several devices finds"
+                " the mean of all after the last one: change gradients in on_after_backward, which finds it on any"
+                " number of devices"
+            )

@@ -34,7 +34,9 @@ def _wide(tensor: Tensor) -> Tensor:
 def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The elements of a gradient in the order in which those of its parameter lie in memory, as in a bucket of DDP."""
     strides = parameter.stride()
-    return gradient.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
+    flat = gradient.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
+    # A bucket holds the real and imaginary parts of complex numbers side by side.
+    return torch.view_as_real(flat).flatten() if flat.is_complex() else flat
 
 
 class GradientSum:
@@ -79,7 +81,8 @@ class GradientSum:
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.world_size > 1:
             self._replace_reduction()
-        self._parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
+        """Those that learn in this update."""
         self._hooks: list[Any] = []
         self.is_open = False
         """Whether micro-batches of an update were collected and the last one was not."""
@@ -138,7 +141,7 @@ class GradientSum:
         self.sums = TreeSum(count)
         self._targets = TreeSum(count)
         self._losses = TreeSum(count)
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._used: set[int] = set()
         self.buckets: list[_Bucket] = []
         self._numbers = range(*range_of_rank(self.count, self.rank, self.world_size))
@@ -164,7 +167,7 @@ class GradientSum:
             last: whether it is this rank's last one, where `begin` was told no count.
         """
         self.is_last = self._step == self._steps - 1 if last is None else last
-        device = self._parameters[0].device
+        device = self.parameters[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._targets_dtype = dtype
         weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.nominal
@@ -175,13 +178,13 @@ class GradientSum:
                 total = torch.where(weight > 0, loss.detach().to(dtype) * weight, 0.0)
                 self._losses.add(self.leaf, [total])
         if self._step == 0:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad = None
         if self.is_last:
             self._share_targets(weight)
             if isinstance(self.model, DistributedDataParallel) and self.model.find_unused_parameters:
                 # DDP expects a gradient from the steps within no_sync() in which a parameter was used.
-                for parameter in self._parameters:
+                for parameter in self.parameters:
                     parameter.grad = torch.zeros_like(parameter) if id(parameter) in self._used else None
                     if self.leaf is None and parameter.grad is None:  # DDP counts no use without a gradient.
                         hook = parameter.register_post_accumulate_grad_hook(lambda used: setattr(used, "grad", None))
@@ -202,13 +205,13 @@ class GradientSum:
         if self.is_last and self.world_size > 1:
             return  # The communication hook has done it.
         if self.leaf is not None:
-            self.sums.add(self.leaf, [self._take(parameter) for parameter in self._parameters])
+            self.sums.add(self.leaf, [self._take(parameter) for parameter in self.parameters])
         if not self.is_last:
             self._step += 1
             return
         self.sums.end(self._step + 1)
         torch._foreach_mul_(self.sums.total, self.scale)
-        for parameter, gradient in zip(self._parameters, self.sums.total, strict=True):
+        for parameter, gradient in zip(self.parameters, self.sums.total, strict=True):
             if id(parameter) in self._used:
                 parameter.grad = gradient.to(parameter.dtype)
 
@@ -228,7 +231,7 @@ class GradientSum:
 
     def mean_loss(self) -> Tensor:
         """The mean loss over all targets of the update, equal on all ranks; for `keeps_loss`, on all ranks."""
-        like = self._parameters[0].new_zeros((), dtype=self._targets_dtype)
+        like = self.parameters[0].new_zeros((), dtype=self._targets_dtype)
         own = [value for (value,) in self._of_rank(self._losses)]
         return total_over_ranks(own, self.nodes, like, group=self.group)() * self.scale
 
@@ -248,7 +251,7 @@ class GradientSum:
 
     def flat_sums(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
         """This rank's sums over the parameters of a bucket, each as flat as the bucket; the last step's are in them."""
-        rows = {id(parameter): row for row, parameter in enumerate(self._parameters)}
+        rows = {id(parameter): row for row, parameter in enumerate(self.parameters)}
         total = TreeSum(self.sums.count)
         for node, tensors in self.sums.nodes:
             # Not by GradBucket.gradients(), which has the strides of contiguous parameters.

@@ -27,6 +27,7 @@ _UPDATE = ("optimizer_step",)
 _STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step", "batch_to_device", "post_training_step")
 _STEP = ("training_step",)
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+_ZEROING = ("optimizer_zero_grad",)
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Methods that are not called, as long as they are Lightning's own."""
 
@@ -41,7 +42,7 @@ _HOOKS = (
 _STOCK = {
     getattr(kind, name)
     for kind in (Strategy, DDPStrategy, pl.LightningModule, pl.LightningDataModule)
-    for name in {*_UPDATE, *_STRATEGY, *_STEP, *_CLIPPING, *_TRANSFERS}
+    for name in {*_UPDATE, *_STRATEGY, *_STEP, *_CLIPPING, *_ZEROING, *_TRANSFERS}
     if hasattr(kind, name)
 }
 """They do what is done here, where there is no GradScaler."""
@@ -96,6 +97,8 @@ class HookCalls:
         """Whether a hook, or a precision, takes part in moving a batch to the device."""
         self.has_clipping = False
         """Whether the module clips gradients in its own way."""
+        self.has_zeroing = False
+        """Whether the module's own method says when gradients are zeroed."""
         self.step: Any = None
         """The `training_step` of which is known whether it takes ``batch_idx``."""
         self.takes_index = True
@@ -118,6 +121,7 @@ class HookCalls:
         self.moves_batches = not (self.is_lean and stock)
         self.calls_step = type(self.precision) is Precision and _has_stock(self.strategy, _STEP)
         self.has_clipping = not _has_stock(self.module, _CLIPPING)
+        self.has_zeroing = not _has_stock(self.module, _ZEROING)
         self._find_hooks()
 
     def _is_ordinary(self) -> bool:

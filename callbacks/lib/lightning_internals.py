@@ -60,8 +60,11 @@ def restore_modes(trainer: pl.Trainer) -> None:
 
 def validation_scores(trainer: pl.Trainer) -> list[str]:
     """The names of what the last validation of a fit has logged; for `on_validation_end`."""
-    metrics: Any = trainer.fit_loop.epoch_loop.val_loop._results.valid_items()
-    return sorted({str(metric.meta.forked_name(on_step=False)) for _, metric in metrics})
+    results: Any = trainer.fit_loop.epoch_loop.val_loop._results
+    # As in `callback_metrics`: with the number of the loader, where there are several.
+    return sorted(
+        {results._forked_name(metric, on_step=False)[1] for metric in results.values() if not metric.has_reset}
+    )
 
 
 def epoch_sums(trainer: pl.Trainer) -> dict[str, list[Tensor] | None]:

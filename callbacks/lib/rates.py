@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.updates import updates_made
 
 Rate: TypeAlias = float | Tensor
@@ -65,7 +66,7 @@ class UpdateSchedule(LRScheduler):
         self._curve = curve
         self.remove()
         super().__init__(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
+        stepping_optimizer(optimizer).register_step_pre_hook(self._before_step)
 
     @property
     def updates(self) -> int:

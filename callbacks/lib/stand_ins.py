@@ -29,7 +29,7 @@ def weighted_gradients(module: nn.Module, weight: float) -> Iterator[None]:
     """Multiplies the gradients of a module's parameters as backward passes compute them, before DDP averages them."""
     handles = []
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() or parameter.is_complex():
             # A module may let it learn in its `training_step` only, and a hook wants a tensor that does.
             learns = parameter.requires_grad
             parameter.requires_grad_(True)

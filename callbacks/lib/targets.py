@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from datamodules.notes import warn
@@ -36,12 +37,50 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
         ) from error
 
 
+class TargetCounter:
+    """Counts targets by `count_targets`, and warns once in a fit where the size of a batch may be another number."""
+
+    def __init__(self) -> None:
+        self._has_looked_at_labels = False
+        self._has_warned = False
+
+    def count(self, output: Any, batch: Any) -> int | Tensor:
+        """The targets behind a mean loss; of the first batch the device is waited for."""
+        if not self._has_looked_at_labels:
+            self._has_looked_at_labels = True
+            warn_of_ignored_targets(output, batch)
+        if not self._has_warned and not _has_count(output):
+            lengths = _lengths(batch)
+            self._has_warned = len(set(lengths)) > 1
+            if self._has_warned:
+                others = ", ".join(map(str, sorted(set(lengths) - {lengths[0]})))
+                warn(
+                    f"warning: a batch counts as {lengths[0]} samples, the length of its first tensor, and others have"
+                    f' {others}: return {{"loss": loss, "count": number_of_samples}} from training_step, which weighs'
+                    " the mean"
+                )
+        return count_targets(output, batch)
+
+
+def _has_count(output: Any) -> bool:
+    return isinstance(output, Mapping) and output.get("count") is not None
+
+
+def _lengths(batch: Any) -> list[int]:
+    """The length of each tensor of a batch; 1 of a number."""
+    parts = batch if type(batch) in (tuple, list) else [batch]
+    if not all(type(part) is Tensor for part in parts):
+        parts = []
+        apply_to_collection(batch, Tensor, parts.append)
+    return [len(part) if part.ndim else 1 for part in parts]
+
+
 def warn_of_ignored_targets(output: Any, batch: Any) -> None:
     """Warn of a step without ``count`` whose batch holds labels of -100, which torch leaves out of the mean.
 
     The device is waited for.
     """
-    if isinstance(output, Mapping) and output.get("count") is not None:
+    if _has_count(output):
         return
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
     labels = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.int64]

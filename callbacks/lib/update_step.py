@@ -14,17 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from callbacks.lib.batch_norm import (
-    OrderedStatistics,
-    exempt_from_broadcast,
-    is_synchronised,
-    stand_in,
-)
+from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised, stand_in
 from callbacks.lib.first_micro_batch import FirstMicroBatch
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
 from callbacks.lib.hook_calls import HookCalls
+from callbacks.lib.own_gradients import refuse_kept_gradients, refuse_own_backward
 from callbacks.lib.stand_ins import kept_metrics, weighted_gradients
-from callbacks.lib.targets import count_targets, joined_outputs
+from callbacks.lib.targets import TargetCounter, joined_outputs
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.updates import Update
@@ -74,6 +70,7 @@ class UpdateStep:
         self._statistics: OrderedStatistics | None = None
         self._synchronised: list[Any] = []
         self._is_checked = False
+        self._targets = TargetCounter()
 
     def release(self) -> None:
         """Leave the module as it was, also where a `training_step` has raised."""
@@ -212,7 +209,13 @@ class UpdateStep:
         Args:
             share: how much of them counts.
         """
-        loss, output = self._training_step(batch, batch_idx)
+        check: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.sums_gradients and not self._is_checked:
+            # As with several micro-batches. In each update it would take longer than all else here.
+            self._is_checked = batch is not None
+            check = refuse_own_backward(self.calls.module, list(self.calls.module.parameters()))
+        with check:
+            loss, output = self._training_step(batch, batch_idx)
         if not self.skips_backward:
             self._zero_grad(batch_idx, optimizer)
             if loss is not None and share != 1.0:
@@ -231,17 +234,24 @@ class UpdateStep:
         statistics = self._statistics
         assert gradients is not None
         assert statistics is not None
-        check = None if self._is_checked or batch is None else FirstMicroBatch(self.trainer)
+        check = None
+        own: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self._is_checked and batch is not None:
+            check = FirstMicroBatch(self.trainer)
+            own = refuse_own_backward(self.calls.module, gradients.parameters)
         statistics.begin()
-        loss, output = self._training_step(batch, batch_idx)
+        with own:
+            loss, output = self._training_step(batch, batch_idx)
         if batch is not None and not part.is_stand_in:
             statistics.collect()
         if check is not None:
-            check.finish(output, batch, statistics)
+            check.finish(statistics)
             self._is_checked = True
-        count: int | Tensor = 0 if loss is None else count_targets(output, batch)
+        count: int | Tensor = 0 if loss is None else self._targets.count(output, batch)
         if part.is_first:
             self._zero_grad(batch_idx, optimizer)
+            if self.calls.has_zeroing:
+                refuse_kept_gradients(self.calls.module, gradients.parameters)
         gradients.weigh(loss, count, last=part.is_last)
         if part.is_last:
             statistics.send(most)

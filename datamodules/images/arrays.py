@@ -1,5 +1,6 @@
 """Images in memory and their labels: arrays and NumPy files."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.folders import ImageTree
-from datamodules.images.labels import IGNORED
-from datamodules.images.lists import class_order, find_images, holds_images
+from datamodules.images.labels import IGNORED, class_order
+from datamodules.images.source import ArrayImages, Samples, Source
+from datamodules.images.tables import find_images, holds_images
 
 _MOST_CLASSES = 100_000
 
@@ -99,7 +100,7 @@ def _labels(labels: Any, source: str, count: int) -> npt.NDArray[Any]:
     return values
 
 
-def images_from_arrays(parts: dict[str, tuple[Any, Any]], title: str, source: str = "") -> ImageTree:
+def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", source: str = "") -> Source:
     """Images and labels in memory.
 
     Args:
@@ -141,12 +142,28 @@ def images_from_arrays(parts: dict[str, tuple[Any, Any]], title: str, source: st
         if named and (unknown := sorted(set(labels.tolist()) - set(classes))):
             raise UserError(f"{part} has classes that train has no image of: {', '.join(unknown[:10])}")
         targets[part] = torch.tensor([numbers[name] for name in labels.tolist()] if named else labels.astype(np.int64))
-    tree = {part: (pixels, targets[part]) for part, (pixels, _) in found.items()}
+    samples: dict[str, Samples] = {}
+    for part, (pixels, _) in found.items():
+        samples[part] = Samples(ArrayImages(pixels, f"the {part} images{of}"), targets[part])
     left_out = {"without a label": unlabelled} if unlabelled else {}
-    return ImageTree(classes, tree, left_out=left_out, title=title, source=of)
+    return Source(classes, samples, title, left_out=left_out)
 
 
-def _read_npz(path: Path) -> ImageTree:
+def from_samples(samples: Any) -> Source:
+    """Images and labels as people pass them in Python: a pair of them, or a dict of such pairs by part.
+
+    Raises:
+        UserError: for something else, and see `from_arrays`.
+    """
+    parts = samples if isinstance(samples, Mapping) else {"train": samples}
+    given = {part: pair for part, pair in parts.items() if pair is not None}
+    pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
+    if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
+        raise UserError("expected (images, labels), or a dict of such pairs with the keys train, val and test")
+    return from_arrays(given)
+
+
+def _read_npz(path: Path) -> Source:
     parts: dict[str, tuple[Any, Any]] = {}
     try:
         with np.load(path) as archive:
@@ -165,7 +182,7 @@ def _read_npz(path: Path) -> ImageTree:
             f"{path} holds {named}; expected the arrays images and labels, and perhaps test_images and test_labels:"
             ' np.savez("digits.npz", images=..., labels=...)'
         )
-    return images_from_arrays(parts, path.name, str(path))
+    return from_arrays(parts, path.name, str(path))
 
 
 def _archives(place: Path) -> list[Path]:
@@ -178,7 +195,7 @@ def holds_own_images(place: Path) -> bool:
     return bool(_archives(place)) or holds_images(place)
 
 
-def read_own_images(place: Path) -> ImageTree:
+def read_own_images(place: Path) -> Source:
     """The images in class folders, of lists of files, or of a NumPy file.
 
     Raises:

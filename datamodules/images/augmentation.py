@@ -1,145 +1,32 @@
-"""Augmentation of batches, MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else; normalisation.
+"""Augmentation of batches, MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else.
 
 They take a whole batch at a time, on the device. No step depends on which other samples share the batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from datamodules.images.decoding import is_small
+from datamodules.images.normalise import Normalise
 from datamodules.loading.randomness import alternating_flips, uniform
 
 AUGMENTATIONS = ("none", "light", "standard")
+# The most that brightness, contrast and saturation change, each: half of what ImageNet's usual recipes take.
 _COLOUR = 0.2
 
 
-class Normalise(nn.Module):
-    """Maps uint8 images of shape (batch, channels, height, width) to floats of about mean 0 and standard deviation 1.
-
-    It has no parameters and nothing to save. It does not resize: the images have the size of the network's inputs.
-
-    Args:
-        mean: of the pixels of each channel, which are from 0 to 1; one number for each channel.
-        std: their standard deviations.
-
-    Example:
-        >>> Normalise([0.5], [0.25])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)).round()
-        tensor([[[[-2.,  2.]]]])
-    """
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        super().__init__()
-        self.mean, self.std = tuple(mean), tuple(std)
-        means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        self.register_buffer("scale", 1 / (255 * stds), persistent=False)
-        self.register_buffer("shift", -means / stds, persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        if len(self.mean) == 1:
-            # x / (255 std) - mean / std in one pass over the memory.
-            return torch.add(torch.tensor(-self.mean[0] / self.std[0]), images, alpha=1 / (255 * self.std[0]))
-        return (images * self.scale).add_(self.shift)
-
-
-def affine_matrices(
-    seed: int, epoch: int, index: Tensor, shift: float, rotation: float, scale: float, size: int, flip: bool = False
-) -> Tensor:
-    """The map of each sample, from output to input positions, both in [-1, 1] over the image.
-
-    Args:
-        index: sample numbers, int64 of shape (n,).
-        shift: pixels at most, each way.
-        rotation: degrees at most, each way.
-        scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
-        size: the image's side in pixels.
-        flip: mirror half of the samples in the even epochs, and the others in the odd ones.
-
-    Returns:
-        float32 of shape (n, 6): the rows (a, b, c, d, e, f) of x' = ax + by + c and y' = dx + ey + f.
-    """
-    signed = uniform(seed, "affine", epoch, index, draws=4) * 2 - 1
-    angle = signed[:, 0] * math.radians(rotation)
-    zoom = 1 / (1 + signed[:, 1] * scale)
-    cos, sin = torch.cos(angle) * zoom, torch.sin(angle) * zoom
-    dx, dy = (signed[:, 2:] * (2 * shift / size)).unbind(1)
-    maps = torch.stack((cos, -sin, dx, sin, cos, dy), dim=1)
-    if flip:
-        # Positions in the output are mirrored first.
-        maps[:, 0::3] *= 1 - 2 * alternating_flips(seed, epoch, index).unsqueeze(1).float()
-    return maps
-
-
-@lru_cache(maxsize=2)
-def _epoch_matrices(seed: int, epoch: int, count: int, device: torch.device, *how: Any) -> Tensor:
-    """The maps of a whole set, in milliseconds; for each batch, dozens of small operations would cost more."""
-    return affine_matrices(seed, epoch, torch.arange(count, device=device), *how)
-
-
-@lru_cache(maxsize=8)
-def _pixel_centres(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    x = (torch.arange(width, device=device, dtype=torch.float32) * 2 + 1) / width - 1
-    y = (torch.arange(height, device=device, dtype=torch.float32) * 2 + 1) / height - 1
-    return x.repeat(height), y.repeat_interleave(width)
-
-
-def warp(images: Tensor, matrices: Tensor) -> Tensor:
-    """Images resampled bilinearly at the mapped positions; outside is zero.
-
-    Args:
-        images: float32 of shape (batch, channels, height, width).
-        matrices: of shape (batch, 6), see `affine_matrices`.
-    """
-    batch, _, height, width = images.shape
-    x, y = _pixel_centres(height, width, images.device)
-    a, b, c, d, e, f = matrices.unsqueeze(2).unbind(1)
-    # Two planes, then a view with them innermost: F.affine_grid and a stack along the last dimension, whose inner
-    # size of 2 does not vectorise, take 4 and 2 times longer.
-    planes = torch.stack((torch.addcmul(c, a, x).addcmul_(b, y), torch.addcmul(f, d, x).addcmul_(e, y)), dim=1)
-    positions = planes.view(batch, 2, height, width).permute(0, 2, 3, 1)
-    return F.grid_sample(images, positions, mode="bilinear", align_corners=False)
-
-
-@dataclass(frozen=True)
-class RandomAffine:
-    """A random affine map per sample and epoch, the same on every device, rank and worker.
-
-    Args:
-        seed: the run's seed.
-        shift: pixels at most, each way.
-        rotation: degrees at most, each way.
-        scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
-        flip: mirror half of the samples in the even epochs, and the others in the odd ones.
-        count: samples in the set, whose maps are then made once per epoch; 0 makes those of each batch.
-    """
-
-    seed: int
-    shift: float
-    rotation: float
-    scale: float
-    flip: bool = False
-    count: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.shift or self.rotation or self.scale or self.flip)
-
-    def __call__(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
-        """Warp float images of shape (batch, channels, size, size), given their sample numbers of shape (batch,)."""
-        how = (self.shift, self.rotation, self.scale, images.shape[-1], self.flip)
-        if self.count:
-            matrices = _epoch_matrices(self.seed, epoch, self.count, images.device, *how).index_select(0, index)
-        else:
-            matrices = affine_matrices(self.seed, epoch, index, *how)
-        return warp(images, matrices)
+def describe_augmentation(name: str, flip: bool) -> str:
+    """What "light" and "standard" do, in words."""
+    flips = " and mirroring" if flip else ", no mirroring"
+    if name == "light":
+        return f"shifts{flips}"
+    return f"random crops{flips}, colours"
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, most: int = 0) -> Tensor:
@@ -250,10 +137,29 @@ class BatchAugmentation:
 
 @lru_cache(maxsize=8)
 def _beta_quantiles(alpha: float, device: torch.device, steps: int = 4096) -> Tensor:
-    from scipy.stats import beta
+    """Quantiles of the beta distribution with both parameters `alpha` at `steps` + 1 equal steps from 0 to 1, float64.
 
+    Its distribution function is ``F(x) = (x (1 - x))**alpha / (alpha B) * S(x)``, with a series S of positive terms
+    (Abramowitz and Stegun 1964, 26.5.4). Of its logarithm, a concave function of log x, Newton's method finds the root.
+    """
     with torch.inference_mode(False):
-        return torch.from_numpy(beta.ppf(torch.linspace(0, 1, steps + 1).double().numpy(), alpha, alpha)).to(device)
+        levels = torch.linspace(0, 1, steps + 1, dtype=torch.float64)[1 : steps // 2 + 1]  # The others are mirrored.
+        log_scale = 2 * math.lgamma(alpha) - math.lgamma(2 * alpha) + math.log(alpha)
+        log_x = ((levels.log() + log_scale) / alpha).clamp(max=math.log(0.5))
+        for _ in range(12):  # Four to eight reach the last bits, for parameters up to 1,000.
+            x = log_x.exp()
+            term = torch.ones_like(x)
+            series = torch.ones_like(x)
+            n = 0
+            while bool((term > series * 1e-17).any()):
+                term = term * x * (2 * alpha + n) / (alpha + 1 + n)
+                series = series + term
+                n += 1
+            log_f = alpha * (log_x + torch.log1p(-x)) - log_scale + series.log()
+            slope = alpha / ((1 - x) * series)
+            log_x = (log_x + (levels.log() - log_f) / slope).clamp(max=math.log(0.5))
+        lower = torch.cat([levels.new_zeros(1), log_x.exp()])
+        return torch.cat([lower, 1 - lower[:-1].flip(0)]).to(device)
 
 
 def _beta(alpha: float, draws: Tensor) -> Tensor:

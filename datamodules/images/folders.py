@@ -1,29 +1,40 @@
-"""Images in folders: which files there are, of which class, and which of them are held out."""
+"""Images in folders of classes, on disk or in an archive: which files there are, and what is left out."""
 
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images.decoding import ending, is_image
-from datamodules.images.file_table import FileTable, Folder, files_below, list_folder, open_archive
-from datamodules.loading.randomness import permutation
+from datamodules.images.labels import check_classes, same_name
+from datamodules.images.source import PARTS, Samples, Source
+from datamodules.loading.archives import is_archive
+from datamodules.loading.file_table import FileTable, Folder, files_below, list_folder, open_archive
 
-PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 """The usual names of the parts of a set."""
-_NO_CLASSES = {"annotations", "fold", "folds", "images", "imgs", "labels", "masks", "split", "splits"}
+_NO_CLASSES = frozenset(
+    (
+        *("annotations", "labels", "masks", "segmentation", "depth", "infrared", "nir", "rgb", "thermal"),
+        *("batch", "batches", "fold", "folds", "split", "splits", "images", "imgs", "thumbnails"),
+        *("augmented", "original", "originals", "processed", "raw"),
+    )
+)
 """Words in the names of folders that hold something else than the images of a class."""
+_EXPECTED = (
+    "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
+    " a table as data_dir='train.csv'"
+)
 
 
 def _words(name: str) -> list[str]:
-    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
+    """The words of a name: "JPEGImages" has jpeg and images, "batch1" has batch."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def part_of(name: str) -> str:
@@ -34,35 +45,8 @@ def part_of(name: str) -> str:
         ['train', 'test', 'test', 'val', '']
     """
     words = {word.removesuffix("set").removesuffix("data") for word in _words(name)}
-    found = [part for part, names in PARTS.items() if words.intersection(names)]
+    found = [part for part, names in PART_NAMES.items() if words.intersection(names)]
     return found[0] if len(found) == 1 else ""
-
-
-@dataclass(frozen=True)
-class ImageTree:
-    """Images and their classes.
-
-    Attributes:
-        classes: names of the classes that have images to train on, sorted.
-        parts: the files, sorted, or bytes of shape (n, height, width, ...), and their classes' numbers, int64 of shape
-            (n,): of "train", and of "val" and "test" where they exist.
-        notes: remarks for the user, a line each.
-        left_out: how many files or rows are not used, by reason.
-        title: what the set is called, where it is not the name of its place.
-        source: " of" and the file that images in memory are from, for messages.
-    """
-
-    classes: tuple[str, ...]
-    parts: dict[str, tuple[Any, Tensor]]
-    notes: list[str] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
-    title: str = ""
-    source: str = ""
-
-
-def is_archive(file: str | Path) -> bool:
-    """Whether a file is an archive that can be read in place, by its ending."""
-    return ending(file) == ".zip"
 
 
 def _by_ending(files: Sequence[str]) -> dict[str, int]:
@@ -73,13 +57,16 @@ def _by_ending(files: Sequence[str]) -> dict[str, int]:
 def describe_left_out(files: Sequence[str]) -> str:
     """Files that are no images, as in "2 .xyz, 1 without an ending, such as a/1.xyz"; six endings are named."""
     counts = list(_by_ending(files).items())
-    named = [f"{n:,} {'without an ending' if suffix == 'no ending' else suffix}" for suffix, n in counts[:6]]
+    named = []
+    for suffix, count in counts[:6]:
+        what = "without an ending" if suffix == "no ending" else suffix
+        named.append(f"{count:,} {what}")
     if len(counts) > 6:
-        named.append(f"{sum(n for _, n in counts[6:]):,} with other endings")
+        named.append(f"{sum(count for _, count in counts[6:]):,} with other endings")
     return f"{', '.join(named)}, such as {files[0]}"
 
 
-def _split(folder: Folder) -> tuple[list[int], list[str]]:
+def _images_and_others(folder: Folder) -> tuple[list[int], list[str]]:
     """The files below a folder in the order of their paths: the numbers of images, and the paths of the others."""
     images: list[int] = []
     others: list[str] = []
@@ -94,7 +81,7 @@ def _split(folder: Folder) -> tuple[list[int], list[str]]:
 def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
     """The files in a folder and its subfolders, sorted: those that are images by their suffix, and the others."""
     top, table = list_folder(Path(folder))
-    images, others = _split(top)
+    images, others = _images_and_others(top)
     return list(table.select(torch.tensor(images, dtype=torch.int64))), others
 
 
@@ -106,13 +93,15 @@ def find_parts(folder: Folder) -> dict[str, Folder]:
     Raises:
         UserError: there are two folders of a part, or none to train on.
     """
-    inner = folder.folders.values()
-    by_word = {part: [here for here in inner if part_of(here.name) == part] for part in PARTS}
+    by_word: dict[str, list[Folder]] = {part: [] for part in PARTS}
+    for inner in folder.folders.values():
+        if part := part_of(inner.name):
+            by_word[part].append(inner)
     found: dict[str, Folder] = {}
-    for part, names in PARTS.items():
-        places = [here for name in names for here in inner if here.name.lower() == name and here.folders]
+    for part, names in PART_NAMES.items():
+        places = [inner for name in names for inner in by_word[part] if inner.name.lower() == name and inner.folders]
         if not places and by_word["train"] and (by_word["val"] or by_word["test"]):
-            places = [here for here in by_word[part] if here.folders]
+            places = [inner for inner in by_word[part] if inner.folders]
         if len(places) > 1:
             raise UserError(f"{folder.path} holds both {places[0].name} and {places[1].name}; keep one of them")
         if places:
@@ -146,139 +135,132 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
     return folder, table
 
 
-def _class_images(part: str, place: Folder) -> tuple[dict[str, list[int]], list[str], list[str]]:
-    """The numbers of the images of each class, the files that are not used, and remarks on empty classes."""
-    found: dict[str, list[int]] = {}
+@dataclass
+class _ClassFolders:
+    """What the class folders of a part hold.
+
+    Attributes:
+        images: the numbers of the files of each class.
+        others: paths of files that are not used.
+        notes: remarks on classes without images.
+    """
+
+    images: dict[str, list[int]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _read_classes(part: str, place: Folder) -> _ClassFolders:
+    found = _ClassFolders()
     # As in seg_train/seg_train/CLASS.
     while [part_of(name) for name in place.folders] == [part] and next(iter(place.folders.values())).folders:
         place = next(iter(place.folders.values()))
     _check_level(place)
-    ignored = sorted(place.prefix + name for name in place.files)
-    empty: list[str] = []
+    found.others += sorted(place.prefix + name for name in place.files)
     for name in sorted(place.folders):
         _check_masks(place.folders[name])
-        images, others = _split(place.folders[name])
-        ignored += others
+        images, others = _images_and_others(place.folders[name])
+        found.others += others
         if images:
-            found[name] = images
+            # Of a name that is written in two ways, both folders are the class.
+            found.images.setdefault(same_name(name), []).extend(images)
         else:
             held = f", but {describe_left_out(others)}" if others else ""
-            empty.append(f"class {name} is left out of {part}: {place.folders[name].path} holds no image{held}")
-    return found, ignored, empty
+            path = place.folders[name].path
+            found.notes.append(f"class {name} is left out of {part}: {path} holds no image{held}")
+    return found
 
 
 def _check_masks(folder: Folder) -> None:
     """Refuse masks beside the images that they belong to, as in ultrasound sets."""
     masks = sorted(name for name in folder.files if "_mask" in name.lower())
-    images = {os.path.splitext(name)[0].lower() for name in folder.files} if masks else set()  # noqa: PTH122
-    if found := [name for name in masks if name.lower().split("_mask")[0] in images]:
-        raise UserError(f"{folder.path} holds {len(found):,} masks beside images, such as {found[0]}; remove them")
+    if not masks:
+        return
+    images = {os.path.splitext(name)[0].lower() for name in folder.files}  # noqa: PTH122
+    beside = [name for name in masks if name.lower().split("_mask")[0] in images]
+    if beside:
+        raise UserError(f"{folder.path} holds {len(beside):,} masks beside images, such as {beside[0]}; remove them")
 
 
 def _check_level(place: Folder) -> None:
-    """Refuse folders of domains, folds or parts, each with the same classes, in place of folders of classes."""
+    """Refuse folders of domains, cameras, folds or parts, with the same classes in several, in place of classes."""
     above: Counter[str] = Counter()
+    several = False
     for folder in place.folders.values():
-        while len(folder.folders) == 1 and not any(map(is_image, folder.files)):
-            folder = next(iter(folder.folders.values()))
-        if not any(map(is_image, folder.files)):
-            above.update(name.lower() for name in folder.folders)
+        if any(map(is_image, folder.files)):
+            continue
+        above.update(name.lower() for name in folder.folders)
+        several = several or len(folder.folders) > 1
     shared = sorted(name for name, count in above.items() if count > 1)
-    if len(shared) > 1:
+    # A class may hold its images in one folder, as in ants/images and bees/images.
+    if shared and several:
         raise UserError(
-            f"{place.path} holds folders such as {min(place.folders)} that each hold {shared[0]} and {shared[1]}, and"
+            f"{place.path} holds folders such as {min(place.folders)} that each hold {' and '.join(shared[:2])}, and"
             " which of them are classes is not clear; pass the data_dir of one of them, or a table of path,label,split"
         )
 
 
-def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored: list[str]) -> list[str]:
-    """Refuse what cannot be trained on, and remark on classes that a part lacks."""
-    classes, notes = sorted(found["train"]), []
-    expected = (
-        "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
-        " a table as data_dir='train.csv'"
-    )
-    if not classes:
-        instead = f" (found {describe_left_out(ignored)})" if ignored else ""
-        raise UserError(f"{place} holds no class with images{instead}; {expected}")
-    if len(classes) == 1:
-        raise UserError(f"{place} holds images of one class only, {classes[0]}; {expected}")
-    kinds = {name: part_of(name) if _NO_CLASSES.isdisjoint(_words(name)) else "other" for name in classes}
-    of_none = {name: kind for name, kind in kinds.items() if kind}
+def _refuse_other_folders(place: Path, classes: Sequence[str]) -> None:
+    """Refuse folders of parts, of masks and of other things beside images in place of folders of classes."""
+    kinds = {}
+    for name in classes:
+        kind = part_of(name)
+        if not _NO_CLASSES.isdisjoint(_words(name)):
+            kind = "other"
+        if kind:
+            kinds[name] = kind
     # Not test_positive and test_negative.
-    if len(of_none) > len(classes) / 2 and set(of_none.values()) not in ({"train"}, {"val"}, {"test"}):
-        raise UserError(f"{place} holds images in {' and '.join(list(of_none)[:4])} without class folders; {expected}")
-    for part, by_class in found.items():
-        if unknown := sorted(set(by_class) - set(classes)):
-            raise UserError(
-                f"{part} holds classes that train has no image of: {', '.join(unknown)}; "
-                f"expected only {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}"
-            )
-        if missing := sorted(set(classes) - set(by_class)):
-            notes.append(f"{part} has no image of {', '.join(missing)}: scores say nothing about them")
-    return notes
+    if len(kinds) > len(classes) / 2 and set(kinds.values()) not in ({"train"}, {"val"}, {"test"}):
+        raise UserError(f"{place} holds images in {' and '.join(list(kinds)[:4])} without class folders; {_EXPECTED}")
 
 
-def scan_tree(place: Path, folder: Folder, table: FileTable) -> ImageTree:
+def _samples(by_class: Mapping[str, list[int]], classes: Sequence[str], table: FileTable) -> Samples:
+    """The files of a part, class after class."""
+    rows: list[int] = []
+    targets: list[int] = []
+    for number, name in enumerate(classes):
+        of_class = by_class.get(name, [])
+        rows += of_class
+        targets += [number] * len(of_class)
+    return Samples(table.select(torch.tensor(rows, dtype=torch.int64)), torch.tensor(targets, dtype=torch.int64))
+
+
+def from_folder(place: str | Path, opened: tuple[Folder, FileTable] | None = None) -> Source:
     """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
 
     Args:
-        place: a folder on disk, or a .zip archive.
-        folder, table: what `open_place` made of it.
+        place: a folder on disk, or an archive of one.
+        opened: what `open_place` made of it, if it was called before.
 
     Raises:
         UserError: there is no such folder, there are fewer than two classes, or val or test has one that train lacks.
     """
-    found: dict[str, dict[str, list[int]]] = {}
-    ignored: list[str] = []
-    notes: list[str] = []
+    place = Path(place)
+    folder, table = opened or open_place(place)
     of_parts = find_parts(folder)
+    notes: list[str] = []
     for beside in folder.folders.values():
         if of_parts and beside not in of_parts.values():
             notes.append(f"{beside.path} is not used: it is no folder train, val or test with class folders")
+    found: dict[str, dict[str, list[int]]] = {}
+    ignored: list[str] = []
     for part, inner in (of_parts or {"train": folder}).items():
-        found[part], others, empty = _class_images(part, inner)
-        ignored += others
-        notes += empty
-    notes += _check_classes(place, found, ignored)
-    loose, others = [file for file in ignored if is_image(file)], [file for file in ignored if not is_image(file)]
+        read = _read_classes(part, inner)
+        ignored += read.others
+        notes += read.notes
+        found[part] = read.images
+    if not found["train"]:
+        instead = f" (found {describe_left_out(ignored)})" if ignored else ""
+        raise UserError(f"{place} holds no class with images{instead}; {_EXPECTED}")
+    classes = tuple(sorted(found["train"]))
+    if len(classes) > 1:
+        _refuse_other_folders(place, classes)
+    notes += check_classes({"train": classes, **found}, f"{place} holds", _EXPECTED)
+    loose = [file for file in ignored if is_image(file)]
+    others = [file for file in ignored if not is_image(file)]
     if loose:
         notes.append(f"left out {len(loose):,} images that are in no folder of a class, such as {loose[0]}")
     if others:
         notes.append(f"left out {len(others):,} files that are no images by their endings: {describe_left_out(others)}")
-    classes = tuple(sorted(found["train"]))
-    parts: dict[str, tuple[FileTable, Tensor]] = {}
-    for part, by_class in found.items():
-        if not by_class:
-            continue
-        rows = [torch.tensor(by_class.get(name, []), dtype=torch.int64) for name in classes]
-        targets = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(of_class) for of_class in rows]))
-        parts[part] = (table.select(torch.cat(rows)), targets)
-    return ImageTree(classes, parts, notes, _by_ending(ignored))
-
-
-def split_by_class(
-    targets: Tensor, classes: Sequence[str], fractions: dict[str, float], seed: int
-) -> dict[str, Tensor]:
-    """Sorted sample numbers of "train" and of each part in `fractions`, which takes its share of every class.
-
-    A function of the seed, the classes' names and the order of their samples. A class with two samples or more is in
-    each part, as far as they suffice; training keeps one at least.
-
-    Args:
-        targets: the classes' numbers, int64 of shape (n,).
-
-    Returns:
-        int64 of shape (samples,) by part.
-    """
-    parts: dict[str, list[Tensor]] = {"train": [], **{part: [] for part in fractions}}
-    numbers, counts = targets.unique(return_counts=True)
-    for number, rows in zip(numbers.tolist(), targets.argsort(stable=True).split(counts.tolist())):
-        order = rows[permutation(len(rows), seed, f"split {classes[number]}")]
-        for part, fraction in fractions.items():
-            wanted = max(round(len(rows) * fraction), 1) if fraction else 0
-            held_out = min(wanted, len(order) - 1)
-            parts[part].append(order[:held_out])
-            order = order[held_out:]
-        parts["train"].append(order)
-    return {part: torch.cat(rows).sort().values for part, rows in parts.items()}
+    parts = {part: _samples(by_class, classes, table) for part, by_class in found.items() if by_class}
+    return Source(classes, parts, place.resolve().name, notes, _by_ending(ignored))

@@ -30,6 +30,13 @@ class GivenImages:
     def __len__(self) -> int:
         return len(self.names)
 
+    def __getitem__(self, row: int) -> str:
+        return self.names[row]
+
+    def read(self, row: int) -> str | Image.Image:
+        """The name of a file, or an image."""
+        return self.contents[row]
+
 
 def given_images(inputs: Any, colour: bool) -> GivenImages:
     """Take images apart: a file, a folder with its subfolders, a PIL image, an array or a tensor, or several of these.

@@ -1,4 +1,4 @@
-"""What the data modules of images share: their parts, balance, statistics, loaders, and images to predict."""
+"""What the data modules of images share: a source, its split into parts, balance, and images to predict."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -13,53 +13,30 @@ from typing_extensions import override
 
 from datamodules.base import BaseDataModule
 from datamodules.errors import UserError
-from datamodules.images.augmentation import Normalise
-from datamodules.images.file_table import FileTable
-from datamodules.images.folders import ImageTree, split_by_class
+from datamodules.images.arrays import from_samples
 from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
+from datamodules.images.labels import balanced_class_weights, describe_classes, refuse_other_classes
+from datamodules.images.normalise import Normalise
+from datamodules.images.source import Samples, Source, split_by_class
+from datamodules.loading.file_table import FileTable
 from datamodules.notes import inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 
-def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
-    """Weights with which all classes that have labels weigh the same, float32 of shape (classes,).
-
-    A class with count_c of n labels gets n / (classes with labels * count_c), as scikit-learn's "balanced"; their mean
-    over the labels is 1. A class without labels gets 0.
-
-    Args:
-        labels: int64 of shape (n,); negative ones do not count.
-
-    Example:
-        >>> balanced_class_weights(torch.tensor([0, 0, 0, 2, -100]), num_classes=3)
-        tensor([0.6667, 0.0000, 2.0000])
-    """
-    counts = torch.bincount(labels[labels >= 0], minlength=num_classes).double()
-    present = (counts > 0).sum()
-    return torch.where(counts > 0, counts.sum() / (present * counts), 0.0).float()
-
-
-def describe_classes(names: Sequence[str], counts: Sequence[int]) -> str:
-    """A line on the classes and how many samples each has, which a run prints before it trains; ten are named."""
-    named = [f"{name} ({count:,})" for name, count in zip(names[:10], counts)]
-    if len(names) > 10:
-        named.append(f"and {len(names) - 10:,} more")
-    return f"{len(names):,} classes: {', '.join(named)}"
-
-
 class ImageDataModule(BaseDataModule):
-    """Images and their classes; a subclass says which there are, how they are read, and how they are augmented.
+    """Images of a `Source` and their classes; a subclass says how they are augmented, and makes the loaders.
 
-    `_sources` holds the parts of the set as it is published, `_parts` the images and labels that loaders read, and
-    `_rows` which of them make "train", "val" and "test": a part that the set does not have is held out of its training
-    part.
+    A part that the source does not have is held out of its training part.
+
+    After `setup`, ``_parts`` holds what the loaders of a part read, images and labels, and ``_rows`` which of these
+    samples are of the part.
     """
 
     _colour: ClassVar[bool]
     """What an array of shape (3, height, width) is: an image in colour, or three in grey."""
     _sets: ClassVar[Mapping[str, ImageSet]]
-    _own_name: ClassVar[str]
+    _own: ClassVar[str]
     """What `dataset` is where the images are your own, and what else than class folders they may be."""
     _own_forms: ClassVar[str]
     _validated: ClassVar[tuple[str, ...]] = ("val",)
@@ -70,9 +47,9 @@ class ImageDataModule(BaseDataModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._own: ImageTree | None = None
-        self._classes: tuple[str, ...] = ()
-        self._sources: dict[str, tuple[Any, Tensor]] = {}
+        self._source: Source | None = None
+        # What a checkpoint says of its data, where it is used without them.
+        self._restored: dict[str, Any] = {}
         self._parts: dict[str, tuple[Any, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}
         self._names: dict[str, Sequence[str]] = {}
@@ -82,25 +59,79 @@ class ImageDataModule(BaseDataModule):
     def _check(
         self, dataset: str, data_dir: str | None, balance: str, sizes: tuple[int, int], shares: tuple[float, float]
     ) -> str | None:
-        """Check parameters that both data modules have, and give ``data_dir`` as it is saved."""
+        """Check parameters that all data modules of images have, and give ``data_dir`` as it is saved."""
         check_choice("dataset", dataset, ("auto", *self._sets))
         check_choice("balance", balance, ("none", "loss"))
         share = Range(0, 1, below=True)
         check_ranges(val_fraction=(shares[0], share), test_fraction=(shares[1], share))
+        if sum(shares) >= 1:
+            raise UserError("`val_fraction` and `test_fraction` leave nothing to train on; pass 0.1 for each")
         check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
         if dataset == "digits" and data_dir is not None:
-            raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
-        self.dataset, self.batch_size = dataset, sizes[0]
+            raise UserError(f"dataset='digits' comes with this package, so data_dir={data_dir!s} would not be read")
+        self.dataset = dataset
+        # An attribute, since tuners of batch sizes set it.
+        self.batch_size = sizes[0]
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         return str(Path(data_dir).expanduser()) if data_dir is not None else None
+
+    @abstractmethod
+    def _find_source(self) -> Source:
+        """The data set that ``dataset`` and ``data_dir`` say."""
+
+    @abstractmethod
+    def _decide(self) -> None:
+        """Replace ``dataset="auto"`` by what it stands for, and log where that is not what was looked for."""
+
+    @property
+    def source(self) -> Source:
+        """The data set; your own images are listed when it is first asked for, and remarks on them are logged."""
+        if self._source is None:
+            if self._is_own and self.hparams.data_dir is None:
+                raise UserError(
+                    f"dataset={self._own!r} needs `data_dir`, a folder with a folder of images for each"
+                    f" class{self._own_forms}"
+                )
+            with inform_if_slow(f"listing the images in {self._folder} ..."):
+                self._source = self._find_source()
+            for note in self._source.notes:
+                warn(f"note: {note}")
+        return self._source
+
+    @override
+    def take_samples(self, samples: Any) -> None:
+        """Take a `Source`, or images and labels in memory.
+
+        Args:
+            samples: a `Source`; or images and labels; or a dict of such pairs, for "train" and, where they are given,
+                "val" and "test". Images are an array, a tensor or a list of shape (n, height, width), (n, height,
+                width, channels), (n, channels, height, width) or (n, pixels): whole numbers from 0 to 255, or floats
+                from 0 to 1. Labels are class numbers from 0, or names, of shape (n,).
+
+        Raises:
+            UserError: for other types, shapes and values.
+        """
+        self._source = samples if isinstance(samples, Source) else from_samples(samples)
+        self.dataset = self._own
+        self.hparams.update({"dataset": self._own})
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.hparams.data_dir or "data")
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the images are your own."""
+        return self.dataset == self._own
 
     @property
     def info(self) -> ImageSet:
         """Names and statistics of the set; its classes once it has been read. "auto" is MNIST until it is decided."""
         known = self._sets["mnist" if self.dataset == "auto" else self.dataset]
-        if self.dataset == self._own_name and self._own is not None:
-            return replace(known, title=self._own.title, classes=self._own.classes)
-        return replace(known, classes=self._classes) if self._classes else known
+        if self.dataset == self._own and self._source is not None:
+            return replace(known, title=self._source.title, classes=self._source.classes)
+        classes = tuple(self._restored.get("classes", ()))
+        return replace(known, classes=classes or known.classes)
 
     @property
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -116,7 +147,14 @@ class ImageDataModule(BaseDataModule):
     @override
     def num_classes(self) -> int:
         """The number of classes; your own images are listed for it."""
-        return len((self._own_images() if self._is_own and not self._classes else self.info).classes)
+        if self._is_own and not self._restored.get("classes"):
+            return len(self.source.classes)
+        return len(self.info.classes)
+
+    @property
+    @override
+    def photographs(self) -> bool:
+        return self.dataset != "digits"
 
     @property
     @override
@@ -128,7 +166,7 @@ class ImageDataModule(BaseDataModule):
     @override
     def left_out(self) -> Mapping[str, int]:
         """Files and rows of your own that are not used, by reason."""
-        return self._own.left_out if self._own else {}
+        return self._source.left_out if self._source is not None else {}
 
     @property
     @override
@@ -147,57 +185,9 @@ class ImageDataModule(BaseDataModule):
         return bool(self.hparams.val_fraction) or "val" in self._published
 
     @property
-    def _folder(self) -> Path:
-        return Path(self.hparams.data_dir or "data")
-
-    @property
-    def _is_own(self) -> bool:
-        """Whether the images are your own."""
-        return self.dataset == self._own_name
-
-    @abstractmethod
-    def _list(self) -> ImageTree:
-        """Your own images in the folder."""
-
-    def _own_images(self) -> ImageTree:
-        """Your own images, listed once; remarks on them are logged."""
-        if self._own is None:
-            if self.hparams.data_dir is None:
-                raise UserError(
-                    f"dataset={self._own_name!r} needs `data_dir`, a folder with a folder of images for each"
-                    f" class{self._own_forms}"
-                )
-            with inform_if_slow(f"listing the images in {self._folder} ..."):
-                tree = self._list()
-            for note in tree.notes:
-                warn(f"note: {note}")
-            self._own = replace(tree, title=tree.title or self._folder.resolve().name)
-        return self._own
-
-    @property
     def _published(self) -> Collection[str]:
         """The parts that the set has as it is published; your own images are listed for it."""
-        return self._own_images().parts if self._is_own else self.info.parts
-
-    @abstractmethod
-    def _load(self, part: str) -> tuple[Any, Tensor]:
-        """Images and labels of a part as it is published."""
-
-    def _source(self, part: str) -> tuple[Any, Tensor]:
-        if part not in self._sources:
-            with inform_if_slow(f"{self.title}: reading the {part} part ..."):
-                self._sources[part] = self._load(part)
-        return self._sources[part]
-
-    def _split(self, labels: Tensor) -> dict[str, Tensor]:
-        """The sample numbers of "train" and of what is held out of it, as it is not published."""
-        fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
-        fractions = {part: share for part, share in fractions.items() if part not in self._published and share}
-        return split_by_class(labels.cpu(), self.info.classes, fractions, self.hparams.seed)
-
-    @abstractmethod
-    def _decide(self) -> None:
-        """Replace ``dataset="auto"`` by what it stands for, and log where that is not what was looked for."""
+        return self.source.parts if self._is_own else self.info.parts
 
     @abstractmethod
     def _choices(self) -> dict[str, Any]:
@@ -215,9 +205,19 @@ class ImageDataModule(BaseDataModule):
         self._decide()
         return {name: value for name, value in self._choices().items() if self.hparams.get(name) in (None, "auto")}
 
-    def _take(self, part: str, images: Any, labels: Tensor, rows: Tensor) -> None:
-        """Set up a part: these rows of what is published."""
-        self._parts[part], self._rows[part] = (images, labels), rows
+    def _split(self, labels: Tensor) -> dict[str, Tensor]:
+        """The sample numbers of "train" and of what is held out of it, as it is not published."""
+        fractions = {}
+        # The test is held out first: another share to validate on leaves it as it is.
+        for part in ("test", "val"):
+            share = self.hparams[f"{part}_fraction"]
+            if share and part not in self._published:
+                fractions[part] = share
+        return split_by_class(labels.cpu(), self.info.classes, fractions, self.hparams.seed)
+
+    @abstractmethod
+    def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:
+        """Set up a part: all samples of a published one, or those of the training part with these numbers."""
 
     @override
     def setup(self, stage: str) -> None:
@@ -226,18 +226,23 @@ class ImageDataModule(BaseDataModule):
             return
         self._decide()
         for part in {"fit": ("train", "val"), "validate": self._validated, "test": ("test",)}[stage]:
-            if part not in self._parts:
-                published = part != "train" and part in self._published
-                source = part if published else "train"
-                images, labels = self._source(source)
-                rows, files = torch.arange(len(labels)), self._own_images().parts[source][0] if self._is_own else ()
-                self._names[part] = files if isinstance(files, FileTable) else ()
-                self._take(part, images, labels, rows if published else self._split(labels).get(part, rows[:0]))
+            if part in self._parts:
+                continue
+            published = part if part in self._published else "train"
+            with inform_if_slow(f"{self.title}: reading the {published} part ..."):
+                samples = self.source.parts[published]
+            rows = None
+            if part == "train" or published != part:
+                rows = self._split(samples.labels).get(part, torch.arange(0))
+            self._names[part] = samples.images if isinstance(samples.images, FileTable) else ()
+            self._take(part, published, samples, rows)
 
     @property
     def _training_labels(self) -> Tensor | None:
         """The labels of the samples that are trained on, on the CPU; None before `setup`."""
-        return self._parts["train"][1].cpu()[self._rows["train"]] if "train" in self._parts else None
+        if "train" not in self._parts:
+            return None
+        return self._parts["train"][1].cpu()[self._rows["train"]]
 
     @property
     @override
@@ -310,13 +315,5 @@ class ImageDataModule(BaseDataModule):
         return self._unclear
 
     def _refuse_other_classes(self, saved: Sequence[str], shown: int) -> None:
-        """Refuse a checkpoint of other classes than those that are here, naming some of them."""
-        if tuple(saved) != tuple(self.info.classes):
-            theirs, ours = (
-                ", ".join(names[:shown]) + f", ... ({len(names)} in all)" * (len(names) > shown)
-                for names in (saved, self.info.classes)
-            )
-            raise UserError(
-                f"the checkpoint was trained on the classes {theirs}, found {ours}; pass the `data_dir` that it was"
-                " trained on"
-            )
+        """Refuse a checkpoint of other classes than those that are here."""
+        refuse_other_classes(saved, self.info.classes, shown)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,24 +12,19 @@ from typing_extensions import override
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.images import reading
-from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, Normalise
+from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, describe_augmentation
+from datamodules.images.crop import Crop
 from datamodules.images.decoding import is_small
-from datamodules.images.file_table import FileTable
-from datamodules.images.folders import ImageTree
 from datamodules.images.image_data import ImageDataModule
-from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, colour_digits
-from datamodules.images.lists import find_images
-from datamodules.images.reading import BatchReader, Crop, ImageFiles
+from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, digits_source
+from datamodules.images.normalise import Normalise, check_statistics, normaliser
+from datamodules.images.reading import BatchReader
+from datamodules.images.source import Images, Samples, Source
+from datamodules.images.tables import find_images
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.notes import warn
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
-
-
-@lru_cache(maxsize=4)
-def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.device) -> Normalise:
-    # It outlives the validation, in inference mode, that may be the first to need it.
-    with torch.inference_mode(False):
-        return Normalise(means, stds).to(device)
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -75,7 +70,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     _colour: ClassVar = True
     _sets: ClassVar = IMAGE_SETS
-    _own_name: ClassVar = "folder"
+    _own: ClassVar = "folder"
     _own_forms: ClassVar = ", a .zip of it, or a list"
 
     def __init__(
@@ -102,10 +97,7 @@ class ImageFolderDataModule(ImageDataModule):
         super().__init__()
         check_choice("augment", augment, ("auto", *AUGMENTATIONS))
         check_choice("on_corrupt", on_corrupt, ("error", "skip"))
-        sizes, shares = (batch_size, eval_batch_size), (val_fraction, test_fraction)
-        data_dir = self._check(dataset, data_dir, balance, sizes, shares)
-        if sum(shares) >= 1:
-            raise UserError("`val_fraction` and `test_fraction` leave nothing to train on; pass 0.1 for each")
+        data_dir = self._check(dataset, data_dir, balance, (batch_size, eval_batch_size), (val_fraction, test_fraction))
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),
             mixup=(mixup, NOT_NEGATIVE),
@@ -113,22 +105,15 @@ class ImageFolderDataModule(ImageDataModule):
             num_workers=(num_workers, Range(0, 1024, whole=True)),
             cache_gb=(cache_gb, Range(0, 2**20)),
         )
-        for name, numbers, least in (("pixel_mean", pixel_mean, 0), ("pixel_std", pixel_std, 1e-6)):
-            if numbers is not None and (len(numbers) != 3 or not all(least <= number <= 1 for number in numbers)):
-                raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
-        pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
+        pixel_mean = check_statistics("pixel_mean", pixel_mean, least=0)
+        pixel_std = check_statistics("pixel_std", pixel_std, least=1e-6)
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         self.save_hyperparameters()
         if dataset == "auto":
             self.dataset = "folder" if data_dir else "digits"
-        self._restored: dict[str, Any] = {}
+        self._held: dict[str, Tensor | None] = {}
         # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
-
-    @property
-    @override
-    def photographs(self) -> bool:
-        return self.dataset != "digits"
 
     @property
     @override
@@ -145,17 +130,18 @@ class ImageFolderDataModule(ImageDataModule):
 
     @cached_property
     def _size_of_files(self) -> int | None:
-        """The size that follows from a folder's files; None where they are large, or there is no folder."""
-        if self.dataset != "folder" or self.hparams.data_dir is None:
+        """The size that follows from your own images; None where they are large, or there are none yet."""
+        if not self._is_own or (self._source is None and self.hparams.data_dir is None):
             return None
-        files = self._source("train")[0]
-        return reading.usual_size(files) if isinstance(files, FileTable) else None
+        return reading.usual_size(self.source.parts["train"].images)
 
     @property
     def augment(self) -> str:
         """The name of the augmentation of training images."""
         name: str = self.hparams.augment
-        return name if name != "auto" else "light" if is_small(self.image_size) else "standard"
+        if name == "auto":
+            return "light" if is_small(self.image_size) else "standard"
+        return name
 
     @property
     def augments(self) -> bool:
@@ -170,18 +156,20 @@ class ImageFolderDataModule(ImageDataModule):
     @override
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean and the standard deviation of each channel that images are normalised with."""
-        mean, std = self.hparams.pixel_mean, self.hparams.pixel_std
+        mean = self.hparams.pixel_mean
+        std = self.hparams.pixel_std
         if mean is None or std is None:
             known = self._restored.get("statistics") or self._statistics_of_files or (self.info.mean, self.info.std)
-            mean, std = mean or known[0], std or known[1]
+            mean = mean or known[0]
+            std = std or known[1]
         return tuple(mean), tuple(std)
 
     @cached_property
     def _statistics_of_files(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Those of a folder's files, where they are small."""
-        small = not self._restored and self.dataset == "folder" and is_small(self.image_size)
-        files = self._source("train")[0] if small else None
-        return reading.pixel_statistics(files, self.image_size) if isinstance(files, FileTable) else None
+        """Those of your own images, where they are small: published weights do not fit them."""
+        if self._restored or not self._is_own or not is_small(self.image_size):
+            return None
+        return reading.pixel_statistics(self.source.parts["train"].images, self.image_size)
 
     @override
     def _choices(self) -> dict[str, Any]:
@@ -193,17 +181,19 @@ class ImageFolderDataModule(ImageDataModule):
 
     def _note_choices(self) -> None:
         """Log in a line what was chosen by the data, and why."""
-        options, chosen = self.hparams, []
+        options = self.hparams
+        chosen = []
         if options.image_size is None:
             why = " as the files have" if self.dataset == "folder" and self._size_of_files else ""
             chosen.append(f"images of {self.image_size} pixels{why}")
         if options.augment == "auto":
-            flips = " and mirroring" if self.info.flip else ", no mirroring"
-            how = f"shifts{flips}" if self.augment == "light" else f"random crops{flips}, colours"
-            chosen.append(f"augment={self.augment!r} ({how})")
+            chosen.append(f"augment={self.augment!r} ({describe_augmentation(self.augment, self.info.flip)})")
         mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
-        whose = "their" if options.pixel_mean is None else "the"
-        whose = "ImageNet's" if self.pixel_statistics[0] == IMAGENET_MEAN else whose
+        whose = "their"
+        if options.pixel_mean is not None:
+            whose = "the"
+        if self.pixel_statistics[0] == IMAGENET_MEAN:
+            whose = "ImageNet's"
         chosen.append(f"pixels normalised by {whose} mean ({mean})")
         self._note(f"{self.title}: {', '.join(chosen)}")
 
@@ -211,13 +201,13 @@ class ImageFolderDataModule(ImageDataModule):
     def _decide(self) -> None:
         if self.dataset == "digits" and self.hparams.dataset == "auto":
             self._note(
-                "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; pass"
+                "no `data_dir`: using the 1,797 bundled digits as small colour images; pass"
                 " data_dir='FOLDER' for your own",
                 warn,
             )
 
     def _normaliser(self, device: torch.device) -> Normalise:
-        return _normalise(*self.pixel_statistics, device)
+        return normaliser(*self.pixel_statistics, device)
 
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
@@ -246,21 +236,24 @@ class ImageFolderDataModule(ImageDataModule):
         return max(1, self.trainer.num_devices) if self.trainer else 1
 
     @override
-    def _list(self) -> ImageTree:
+    def _find_source(self) -> Source:
+        if self.dataset == "digits":
+            return digits_source(colour=True)
         return find_images(self.hparams.data_dir, self.hparams.on_corrupt)
 
     @override
-    def _load(self, part: str) -> tuple[FileTable | Tensor, Tensor]:
-        return self._own_images().parts[part] if self._is_own else colour_digits(part)
+    def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:
+        images, labels = samples
+        if rows is not None:
+            images = images.select(rows)
+            labels = labels[rows]
+        if isinstance(images, FileTable):
+            self._names[part] = images
+        self._parts[part] = self._open(images, self.augment if part == "train" else "none"), labels
+        # Samples are numbered within their part: their noise depends on these numbers.
+        self._rows[part] = torch.arange(len(labels))
 
-    @override
-    def _take(self, part: str, images: FileTable | Tensor, labels: Tensor, rows: Tensor) -> None:
-        chosen = images[rows] if isinstance(images, Tensor) else images.select(rows)
-        self._names[part] = () if isinstance(chosen, Tensor) else chosen
-        super()._take(part, self._open(chosen, self.augment if part == "train" else "none"), labels[rows], rows)
-        self._rows[part] = torch.arange(len(rows))
-
-    def _open(self, images: FileTable | Sequence[Any] | Tensor, crop: str) -> ImageFiles | Tensor:
+    def _open(self, images: Images, crop: str) -> reading.ImageFiles:
         return reading.open_images(images, crop, self.image_size, int(self.hparams.cache_gb * 2**30))
 
     @override
@@ -275,18 +268,23 @@ class ImageFolderDataModule(ImageDataModule):
         """Reads a part's images; small ones are held in memory, all of one size, and those of a GPU on it."""
         images, targets = self._parts[part]
         crop = Crop(augment, self.image_size, self.hparams.seed)
-        if part != "predict" and (held := reading.held_in_memory(images, crop, self._processes_here)) is not None:
-            images = held.to(self._device)
-            self._parts[part] = (images, targets)
+        if part != "predict" and crop.is_centre:
+            # Once for all loaders of the part, also where they cannot be held.
+            if part not in self._held:
+                held = reading.held_in_memory(images, crop, self._processes_here)
+                self._held[part] = None if held is None else held.to(self._device)
+            if (held := self._held[part]) is not None:
+                images = held
         return BatchReader(images, targets, crop)
 
     def _options(self, reader: BatchReader) -> dict[str, Any]:
-        workers = 0 if reader.is_in_memory else self.hparams.num_workers
-        if workers is None:
-            # A process costs more than the digits do, and beside training on the CPU it takes cores away: bf16 kernels
-            # with AMX wait for each other in a loop, and one thread without a core makes a step many times slower.
-            none = self.dataset == "digits" or self._device.type == "cpu"
-            workers = 0 if none else min(8, reading.cores() // self._processes_here // 2)
+        workers = self.hparams.num_workers
+        if reader.is_in_memory:
+            workers = 0
+        elif workers is None:
+            # A process costs more than the digits do.
+            beside_gpu = self.photographs and self._device.type != "cpu"
+            workers = reading.usual_workers(self._processes_here) if beside_gpu else 0
         return {"num_workers": workers, "pin_memory": self._device.type == "cuda", "device": self._device}
 
     def _augmentation(self, name: str) -> BatchAugmentation:
@@ -309,7 +307,8 @@ class ImageFolderDataModule(ImageDataModule):
 
     @override
     def _evaluation_loader(self, part: str, **ranks: Any) -> WorkerEvaluationLoader:
-        reader, predicts = self._reader(part, "none"), part == "predict"
+        reader = self._reader(part, "none")
+        predicts = part == "predict"
         loader = WorkerEvaluationLoader(
             reader,
             torch.arange(len(reader.targets)),
@@ -326,7 +325,7 @@ class ImageFolderDataModule(ImageDataModule):
     def predict_dataloader(self) -> WorkerEvaluationLoader:
         """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
         # Not at set-up: a checkpoint that is read later may hold the size of the images.
-        self._parts["predict"] = self._open(self._given.contents, "none"), torch.arange(len(self._given))
+        self._parts["predict"] = self._open(self._given, "none"), torch.arange(len(self._given))
         loader = self._evaluation_loader("predict", **self._ranks)
         # They get a row each.
         loader.warn_unreadable = False
@@ -354,14 +353,14 @@ class ImageFolderDataModule(ImageDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
+        saved = state_dict["dataset"]
         check_choice("dataset", saved, tuple(self._sets))
         self._restored = dict(state_dict)
-        if not self._sources and self._own is None:
+        if self._source is None:
             # Prediction needs no data set: the class names and the size of an image are those of the run.
-            self.dataset, self._classes = saved, classes
+            self.dataset = saved
             return
         if saved != self.dataset:
             how = f"dataset={saved!r}" if saved != "folder" else "data_dir='FOLDER'"
             raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {how}")
-        self._refuse_other_classes(classes, shown=8)
+        self._refuse_other_classes(state_dict["classes"], shown=8)

@@ -1,6 +1,6 @@
 """MNIST, Fashion-MNIST, and small images of your own as one uint8 tensor, on the training device where it fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,13 +9,14 @@ from typing_extensions import override
 
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
-from datamodules.images import known_sets
-from datamodules.images.arrays import holds_own_images, images_from_arrays, read_own_images
-from datamodules.images.augmentation import RandomAffine
-from datamodules.images.file_table import FileTable
-from datamodules.images.folders import ImageTree
+from datamodules.images import idx
+from datamodules.images.affine import RandomAffine
+from datamodules.images.arrays import holds_own_images, read_own_images
 from datamodules.images.image_data import ImageDataModule
+from datamodules.images.known_sets import DATASETS, digits_source
+from datamodules.images.labels import check_labels
 from datamodules.images.mnist_form import read_digits, read_set
+from datamodules.images.source import Samples, Source
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
 from datamodules.notes import warn
@@ -56,8 +57,8 @@ class MNISTDataModule(ImageDataModule):
     photographs = False
     image_size = 28
     _colour: ClassVar = False
-    _sets: ClassVar = known_sets.DATASETS
-    _own_name: ClassVar = "custom"
+    _sets: ClassVar = DATASETS
+    _own: ClassVar = "custom"
     _own_forms: ClassVar = " or a NumPy file"
     _validated: ClassVar = ("train", "val")
 
@@ -86,47 +87,26 @@ class MNISTDataModule(ImageDataModule):
             rotation=(rotation, Range(0, 180)),
             scale=(scale, Range(0, 1, below=True)),
         )
-        sizes, shares = (batch_size, eval_batch_size), (val_fraction, test_fraction)
-        data_dir = self._check(dataset, data_dir, balance, sizes, shares)
+        data_dir = self._check(dataset, data_dir, balance, (batch_size, eval_batch_size), (val_fraction, test_fraction))
         # An open number is no hyper-parameter: Lightning refuses one that differs from the network's.
         self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
         self._num_classes = num_classes
         self._no_download: Exception | None = None
+        self._tensors: dict[str, tuple[Tensor, Tensor]] = {}
 
     @override
-    def take_samples(self, samples: Any) -> None:
-        """Take images and labels in memory.
-
-        Args:
-            samples: images and labels; or a dict of such pairs, for "train" and, where they are given, "val" and
-                "test". Images are an array, a tensor or a list of shape (n, height, width), (n, height, width,
-                channels), (n, channels, height, width) or (n, pixels): whole numbers from 0 to 255, or floats from 0
-                to 1. Labels are class numbers from 0, or names, of shape (n,).
-
-        Raises:
-            UserError: for other types, shapes and values.
-
-        Example:
-            >>> from sklearn.datasets import load_digits
-            >>> digits = load_digits()
-            >>> data = MNISTDataModule(batch_size=64)
-            >>> data.take_samples((digits.images / 16, digits.target))
-            >>> data.setup("fit")
-            >>> data.num_classes, data.sizes
-            (10, {'train': 1475, 'val': 143})
-        """
-        parts = samples if isinstance(samples, Mapping) else {"train": samples}
-        given = {part: pair for part, pair in parts.items() if pair is not None}
-        pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
-        if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
-            raise UserError("expected (images, labels), or a dict of such pairs with the keys train, val and test")
-        self._own = images_from_arrays(given, "arrays")
-        self.dataset = "custom"
-        self.hparams.update({"dataset": "custom"})
-
-    @override
-    def _list(self) -> ImageTree:
-        return read_own_images(self._folder)
+    def _find_source(self) -> Source:
+        if self._is_own:
+            return read_own_images(self._folder)
+        if self.dataset == "digits":
+            return digits_source()
+        if idx.find_files(self.dataset, self._folder) is None:
+            first = idx.FILES["train"][0]
+            raise UserError(
+                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {first}[.gz] and the other three"
+                " files, or dataset='digits'"
+            )
+        return idx.from_idx(self.dataset, self._folder)
 
     @property
     @override
@@ -135,7 +115,7 @@ class MNISTDataModule(ImageDataModule):
         if self.dataset != "auto":
             return self.dataset == "custom"
         given = self.hparams.data_dir is not None
-        return given and known_sets.find_files("mnist", self._folder) is None and holds_own_images(self._folder)
+        return given and idx.find_files("mnist", self._folder) is None and holds_own_images(self._folder)
 
     @property
     @override
@@ -162,15 +142,14 @@ class MNISTDataModule(ImageDataModule):
         # Only an empty folder is one to download into without being asked by dataset="mnist".
         asked = self.dataset != "auto" or self.hparams.data_dir is None
         try:
-            if not known_sets.find_files(name, self._folder) and (
-                asked or not known_sets.holds_other_files(self._folder)
-            ):
-                known_sets.download_files(name, self._folder)
+            if not idx.find_files(name, self._folder) and (asked or not idx.holds_other_files(self._folder)):
+                idx.download_files(name, self._folder)
         except (UserError, OSError) as error:
             self._no_download = error
 
     def _missing(self, name: str) -> str:
-        return known_sets.describe_missing(name, self._folder) + (f"; {self._no_download}" if self._no_download else "")
+        why = f"; {self._no_download}" if self._no_download else ""
+        return idx.describe_missing(name, self._folder) + why
 
     @override
     def _choices(self) -> dict[str, Any]:
@@ -179,18 +158,25 @@ class MNISTDataModule(ImageDataModule):
     @property
     def _augmentation(self) -> dict[str, Any]:
         """Rotation, scale and flip, which are the data set's where they are not given."""
-        names = ("rotation", "scale", "flip")
-        return {name: getattr(self.info, name) if self.hparams[name] is None else self.hparams[name] for name in names}
+        found = {}
+        for name in ("rotation", "scale", "flip"):
+            given = self.hparams[name]
+            found[name] = getattr(self.info, name) if given is None else given
+        return found
 
     @override
     def _decide(self) -> None:
         """The same on every rank: rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
-        choices, given = (*known_sets.DATASETS, "none"), self.hparams.data_dir is not None
-        # Only the default folder is replaced by other data than it holds.
-        chosen = "custom" if self._is_own else "none" if given else "digits"
-        chosen = "mnist" if known_sets.find_files("mnist", self._folder) else chosen
+        choices = (*DATASETS, "none")
+        if idx.find_files("mnist", self._folder):
+            chosen = "mnist"
+        elif self._is_own:
+            chosen = "custom"
+        else:
+            # Only the default folder is replaced by other data than it holds.
+            chosen = "none" if self.hparams.data_dir is not None else "digits"
         if self.trainer is not None:
             number = choices.index(chosen) if self.trainer.is_global_zero else 0
             mine = torch.tensor(number, device=self.trainer.strategy.root_device)
@@ -202,43 +188,44 @@ class MNISTDataModule(ImageDataModule):
             )
         if chosen == "digits":
             warn(
-                "warning: %s: using the 1,797 digits bundled with scikit-learn; pass data_dir='FOLDER' for MNIST or "
-                "your own images",
+                "warning: %s: using the 1,797 bundled digits; pass data_dir='FOLDER' for MNIST or your own images",
                 self._missing("mnist"),
             )
         self.dataset = chosen
 
-    @override
-    def _load(self, part: str) -> tuple[Tensor, Tensor]:
-        """Read and check a part, and keep it on the device where it fits."""
-        if self.dataset == "custom":
-            own = self._own_images()
-            files, labels = own.parts[part]
-            source, images = (f"the {part} images", f"the {part} labels"), read_set(files)
-            if blank := (images.flatten(1).amax(1) == 0).nonzero().flatten().tolist():
-                row = blank[0]
-                first = files[row] if isinstance(files, FileTable) else f"row {row} of {source[0]}{own.source}"
+    def _read(self, part: str, samples: Samples) -> tuple[Tensor, Tensor]:
+        """Images and labels of a part, checked, and on the device where they fit."""
+        if self._is_own:
+            images = read_set(samples.images)
+            blank = (images.flatten(1).amax(1) == 0).nonzero().flatten().tolist()
+            if blank:
+                first = samples.images[blank[0]]
                 warn(f"note: {len(blank):,} of {len(images):,} {part} images are blank, such as {first}")
-        elif found := known_sets.read_part(self.dataset, part, self._folder):
-            images, labels, source = found
         else:
-            first = known_sets.FILES["train"][0]
-            raise UserError(
-                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {first}[.gz] and the other three"
-                " files, or dataset='digits'"
-            )
-        known_sets.check_images_and_labels(images, labels, self.num_classes, *source)
-        images, labels = images.unsqueeze(1), labels.long()
+            images = torch.from_numpy(samples.images.pixels)
+        labels = samples.labels
+        check_labels(labels, self.num_classes, self.source.labels_from.get(part, f"the {part} labels"))
+        images = images.unsqueeze(1)
+        # A quarter of the memory at most: the rest is the network's.
         if self._device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(self._device)[0] // 4:
-            images, labels = images.to(self._device), labels.to(self._device)
+            return images.to(self._device), labels.to(self._device)
         return images, labels
+
+    @override
+    def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:
+        # What is held out stays in the tensors of the training part, which both parts share.
+        if published not in self._tensors:
+            self._tensors[published] = self._read(published, samples)
+        self._parts[part] = self._tensors[published]
+        self._rows[part] = torch.arange(len(samples.labels)) if rows is None else rows
 
     @override
     def _split(self, labels: Tensor) -> dict[str, Tensor]:
         if self._is_own:
             return super()._split(labels)
-        count, fraction = len(labels), self.hparams.val_fraction
-        train, val = split_indices(count, max(round(count * fraction), 1 if fraction else 0), self.hparams.seed)
+        fraction = self.hparams.val_fraction
+        held_out = max(round(len(labels) * fraction), 1) if fraction else 0
+        train, val = split_indices(len(labels), held_out, self.hparams.seed)
         return {"train": train, "val": val}
 
     def _training_transform(self) -> Transform:
@@ -268,7 +255,8 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def _evaluation_loader(self, part: str, **ranks: Any) -> EvaluationLoader:
-        (images, labels), normalise = self._parts[part], self.preprocessing()
+        images, labels = self._parts[part]
+        normalise = self.preprocessing()
         rows = self._rows[part] if part in self._rows else torch.arange(len(labels))
         how = {"transform": lambda images, *_: normalise(images), "device": self._device, **ranks}
         return EvaluationLoader(images, labels, rows, self.hparams.eval_batch_size, **how)
@@ -291,7 +279,8 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved, self._classes = state_dict["dataset"], tuple(state_dict.get("classes", ()))
+        saved = state_dict["dataset"]
+        self._restored = dict(state_dict)
         check_choice("dataset", saved, tuple(self._sets))
         if self.hparams.dataset not in ("auto", saved):
             raise UserError(
@@ -299,9 +288,12 @@ class MNISTDataModule(ImageDataModule):
             )
         if self.dataset not in ("auto", saved):
             # Lightning sets up before it reads the checkpoint, so "auto" was resolved by the files found here.
-            self.dataset, self._own, self._sources, self._parts, self._rows = saved, None, {}, {}, {}
+            self.dataset = saved
+            self._source = None
+            for read in (self._tensors, self._parts, self._rows):
+                read.clear()
             if self.trainer is not None and self.trainer.state.fn is not None:
                 self.setup(self.trainer.state.fn)
         self.dataset = saved
-        if self._own:
-            self._refuse_other_classes(self._classes, shown=20)
+        if self._is_own and self._source is not None:
+            self._refuse_other_classes(state_dict["classes"], shown=20)

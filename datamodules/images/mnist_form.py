@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images.decoding import open_image, without_alpha
-from datamodules.images.file_table import FileTable
+from datamodules.images.source import ArrayImages, Images
 
 _SIDE = 28
 _READ_AT = 56  # Pixels of the short side: twice MNIST's.
@@ -30,7 +28,8 @@ def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
     """
     with open_image(source, name or str(source)) as (image, _):
         grey = without_alpha(ImageOps.exif_transpose(image)).convert("L")
-    if (factor := _READ_AT / min(grey.size)) < 1:
+    factor = _READ_AT / min(grey.size)
+    if factor < 1:
         size = [max(1, round(length * factor)) for length in grey.size]
         grey = grey.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
     return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width)
@@ -86,7 +85,8 @@ def _resized(image: Tensor) -> Tensor:
 def _on_black(digit: Tensor, corner: Sequence[int]) -> Tensor:
     """A digit on 28 x 28 pixels, its top and left at `corner`."""
     canvas = torch.zeros(_SIDE, _SIDE, dtype=torch.uint8)
-    (top, left), (height, width) = corner, digit.shape
+    top, left = corner
+    height, width = digit.shape
     canvas[top : top + height, left : left + width] = digit.round().to(torch.uint8)
     return canvas
 
@@ -107,25 +107,19 @@ def _begin(along: Tensor) -> int:
     return min(max(0, round(_SIDE / 2 - centre)), _SIDE - len(along))
 
 
-def read_set(images: FileTable | npt.NDArray[np.uint8]) -> Tensor:
+def read_set(images: Images) -> Tensor:
     """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
-
-    Args:
-        images: files, or bytes of shape (n, height, width) or (n, height, width, channels).
 
     Raises:
         UserError: some cannot be read; the message names five of them.
     """
-    if isinstance(images, np.ndarray):
-        ready = images.shape[1:] == (_SIDE, _SIDE)
-        return _in_mnist_form(
-            list(torch.tensor(images)) if ready else [grey_image(Image.fromarray(pixels)) for pixels in images]
-        )
+    if isinstance(images, ArrayImages) and images.pixels.shape[1:] == (_SIDE, _SIDE):
+        return _in_mnist_form(list(torch.tensor(images.pixels)))
     found: list[Tensor] = []
     faults: list[str] = []
-    for row, name in enumerate(images):
+    for row in range(len(images)):
         try:
-            found.append(grey_image(images.read(row), name))
+            found.append(grey_image(images.read(row), images[row]))
         except (UserError, OSError) as error:
             faults.append(str(error))
     if faults:

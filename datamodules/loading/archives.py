@@ -18,6 +18,11 @@ from datamodules.errors import UserError
 _LOCAL = struct.Struct("<26xHH")  # The header before a file in an archive.
 
 
+def is_archive(file: str | Path) -> bool:
+    """Whether a file is an archive that can be read in place, by its ending."""
+    return str(file).lower().endswith(".zip")
+
+
 class Archive:
     """Files in an archive by number; the archive is opened once in each process, when one is read.
 

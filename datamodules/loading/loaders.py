@@ -58,7 +58,7 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
 
     def order_of_epoch(self, epoch: int) -> Tensor:
         """The samples of an epoch in their order, int64 of shape (len(rows),)."""
-        if not self.shuffle:
+        if self.keeps_order or not self.shuffle:
             return self.rows
         positions = epoch_order(len(self.rows), self.seed, epoch)
         return self.rows.index_select(0, positions.to(self.rows.device, non_blocking=True))

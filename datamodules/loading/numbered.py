@@ -89,15 +89,6 @@ def can_be_numbered(loader: Any) -> bool:
     return getattr(loader.sampler, "generator", None) is None
 
 
-class _InOrder(SequentialSampler):
-    """The sampler of a loader that keeps the order: Lightning asks for its class, and says which epoch begins."""
-
-    def __init__(self, loader: "NumberedDataLoader") -> None:
-        dataset: Any = loader.dataset
-        super().__init__(dataset)
-        self.set_epoch = loader.set_epoch
-
-
 class NumberedDataLoader(ResumableLoader[Any]):
     """A stock `DataLoader` whose micro-batches are dealt to the ranks by their numbers, resumable at any update.
 
@@ -129,14 +120,14 @@ class NumberedDataLoader(ResumableLoader[Any]):
         self.pin_memory = stock.pin_memory
         self.seed = seed
         self._resumed = -1, seed
-        self.keeps_order = keeps_order
         assert stock.batch_size is not None
         self.batch_size = stock.batch_size
         self._noise_key = None if noise_seed is None else derive_seed(noise_seed, "items")
-        samples = self._number_of_samples()
+        samples = self._number_of_samples(keeps_order)
         if stock.drop_last:
             samples = samples // self.batch_size * self.batch_size
         super().__init__(samples, self.batch_size, rank, world_size)
+        self.keeps_order = keeps_order
         self._requests: Requests[_Request] = Requests()
         options: dict[str, Any] = {"pin_memory": stock.pin_memory, "timeout": stock.timeout}
         if stock.num_workers:
@@ -159,15 +150,9 @@ class NumberedDataLoader(ResumableLoader[Any]):
             **options,
         )
 
-    @property
-    @override
-    def sampler(self) -> Any:
-        """Itself, or what tells Lightning that the samples of over-fitting come in their order."""
-        return _InOrder(self) if self.keeps_order else self
-
-    def _number_of_samples(self) -> int:
+    def _number_of_samples(self, keeps_order: bool) -> int:
         sampler: Any = self.stock.sampler
-        if isinstance(sampler, DistributedSampler) or self.keeps_order:
+        if isinstance(sampler, DistributedSampler) or keeps_order:
             dataset: Any = self.stock.dataset
             return len(dataset)
         return len(sampler)
@@ -176,7 +161,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
         """The samples of an epoch in their order, on all ranks."""
         sampler: Any = self.stock.sampler
         if self.keeps_order or type(sampler) is SequentialSampler:
-            return range(self._number_of_samples())
+            return range(self._number_of_samples(self.keeps_order))
         if type(sampler) is DistributedSampler:
             whole: DistributedSampler[Any] = DistributedSampler(
                 sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
@@ -209,7 +194,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
     @override
     def _describe_data(self) -> tuple[int, str]:
         tensors: Sequence[Tensor] = self.dataset.tensors if isinstance(self.dataset, TensorDataset) else ()
-        return self._number_of_samples(), fingerprint(tensors)
+        return self._number_of_samples(self.keeps_order), fingerprint(tensors)
 
     @override
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 from datamodules.errors import UserError
 from datamodules.loading.sampling import Division
@@ -16,6 +17,15 @@ Batch = TypeVar("Batch")
 
 Spans = Sequence[tuple[int, int]]
 """Batches as positions ``[start, stop)`` in an epoch's order."""
+
+
+class _InOrder(SequentialSampler):
+    """The sampler of a loader that keeps the order: Lightning asks for its class, and says which epoch begins."""
+
+    def __init__(self, loader: "ResumableLoader[Any]") -> None:
+        super().__init__(range(len(loader)))
+        self.set_epoch = loader.set_epoch
+
 
 _MOST = 1 << 26  # Bytes of a tensor that are looked at.
 
@@ -54,6 +64,8 @@ class ResumableLoader(ABC, Generic[Batch]):
         self._epoch = 0
         self._consumed = 0
         self._start_at = 0
+        self.keeps_order = False
+        """Whether each epoch has the samples in the order of the data, as for over-fitting."""
         self.divide_updates(None)
 
     def items_of(self, micro_batches: int) -> int:
@@ -111,8 +123,8 @@ class ResumableLoader(ABC, Generic[Batch]):
 
     @property
     def sampler(self) -> Any:
-        """Itself: Lightning calls ``loader.sampler.set_epoch`` before each epoch."""
-        return self
+        """What Lightning calls ``set_epoch`` of: itself, or what says that the samples come in their order."""
+        return _InOrder(self) if self.keeps_order else self
 
     def __len__(self) -> int:
         return self.division.updates

@@ -139,7 +139,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
 
         The last one is kept: for ten million pairs it takes seconds.
         """
-        key = epoch if self.shuffle else 0, unit
+        key = epoch if self.shuffle and not self.keeps_order else 0, unit
         if self._last_plan is None or self._last_plan[0] != key:
             self._last_plan = key, self._make_plan(*key)
         return self._last_plan[1]

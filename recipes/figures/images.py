@@ -26,7 +26,7 @@ def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
     Args:
         images: inputs of a network, of shape (n, channels, height, width).
         normalise: what has normalised bytes, with the ``mean`` and ``std`` of the channels as in
-            `datamodules.images.augmentation.Normalise`. Without it, and where `images` are no bytes, the range of all
+            `datamodules.images.normalise.Normalise`. Without it, and where `images` are no bytes, the range of all
             values is stretched to that of bytes.
 
     Returns:

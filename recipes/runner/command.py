@@ -1,9 +1,17 @@
-"""What the user typed, to be printed with other flags."""
+"""What the user typed, to be printed with other flags; and how messages name settings to who asks.
 
+Messages name a setting as Python does, `weights` or ``weights="FILE"``, since callbacks and data modules serve other
+programs, too. `as_flags` is the one place that spells them as flags, for who has typed a command line.
+"""
+
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+
+from datamodules.errors import UserError
 
 DEFAULT_PORT = 29500
 
@@ -18,6 +26,45 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_SETTING = re.compile(r"""`([a-z_0-9]+)`|\b([a-z][a-z_0-9]*)=("[^"]*"|'[^']*'|[^\s,;:()]+)""")
+
+
+def as_flags(message: str, names: Container[str]) -> str:
+    """A message that names settings as Python does, with those that are flags spelled so.
+
+    Args:
+        names: of the flags.
+
+    Example:
+        >>> as_flags('no weights: pass `weights_skip`, or weights="FILE".', {"weights", "weights_skip"})
+        'no weights: pass --weights-skip, or --weights FILE.'
+    """
+
+    def spell(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if name not in names:
+            return found[0]
+        if found[1]:
+            return flag_of(name)
+        quoted = found[3][0] in "\"'"
+        value = found[3] if quoted else found[3].rstrip(".")
+        inside = value[1:-1] if quoted else value
+        text = value if " " in inside else inside
+        return f"{flag_of(name)} {text}{found[3][len(value) :]}"
+
+    return _SETTING.sub(spell, message)
+
+
+@contextmanager
+def errors_with_flags(names: Container[str]) -> Iterator[None]:
+    """Spell the settings in a `UserError` as flags."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (as_flags(str(error), names), *error.args[1:])
+        raise
+
+
 @dataclass(frozen=True)
 class Command:
     """What the user typed, to be printed with other flags.
@@ -25,7 +72,7 @@ class Command:
     Args:
         program: without what starts it on several devices.
         launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
-        in_program: nothing was typed: `recipes.fit` has been called by a program, which goes on after the run.
+        call: of `recipes.fit`, by a program that goes on after the run; empty where something was typed.
 
     Example:
         >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
@@ -40,7 +87,12 @@ class Command:
     launcher: str = ""
     nodes: int = 1
     devices: int = 1
-    in_program: bool = False
+    call: str = ""
+
+    @property
+    def in_program(self) -> bool:
+        """Whether nothing was typed, and a program has called `recipes.fit`."""
+        return bool(self.call)
 
     def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
         """The same for processes that a launcher has started; others are started by the program itself."""

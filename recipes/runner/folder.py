@@ -58,7 +58,7 @@ def _refuse_links(folder: Path) -> None:
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             raise UserError(
                 f"{path} is a link to {path.readlink()}, and a run neither writes nor deletes outside of its folder:"
-                " replace the link by what it names, or pass another --name; --run-dir chooses the disk"
+                " replace the link by what it names, or pass another `name`; `run_dir` chooses the disk"
             )
 
 
@@ -69,7 +69,7 @@ def _make(folder: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir") from error
+        raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass `run_dir`") from error
     return True
 
 
@@ -78,7 +78,7 @@ def _new_folder(parent: Path, name: str | None) -> Path:
     first = parent / (name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     folder = next(path for path in numbered(first) if _make(path))
     if name and folder != first:
-        print_error(f"note: {first} exists, so this run is {folder}; --resume auto goes on in the first")
+        print_error(f"note: {first} exists, so this run is {folder}; to go on in the first, resume it")
     return folder
 
 
@@ -93,7 +93,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=_LOCK_TIMEOUT, poll_interval=0.2)
     except Timeout as error:
-        raise UserError(f"another process is training in {folder}; wait for it, or pass another --name") from error
+        raise UserError(f"another process is training in {folder}; wait for it, or pass another `name`") from error
     except (NotImplementedError, OSError):
         pass  # The file system has no locks.
     try:
@@ -108,6 +108,6 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     except OSError as error:
         raise UserError(
-            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass --run-dir with a"
+            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass `run_dir` with a"
             " folder on another disk"
         ) from error

@@ -273,7 +273,7 @@ class _Start:
             numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
             torchrun, srun = (command.started_by(who, nodes, devices).using() for who in ("torchrun", "slurm"))
             raise UserError(
-                f"--num-nodes {nodes} does not tell how the nodes find each other. Type on each node, I being"
+                f"num_nodes={nodes} does not tell how the nodes find each other. Type on each node, I being"
                 f" {numbers} and HOST the address of node 0: {command.using(**place)} or use torchrun: {torchrun} or"
                 f" Slurm: {srun}"
             )
@@ -353,13 +353,13 @@ def _check_processors(launch: Launch, asked: Any, command: Command) -> None:
         return
     if "," in str(asked):
         raise UserError(
-            f"--devices {asked} names devices by number, and the processes of a CPU have none:"
+            f"devices={asked} names devices by number, and the processes of a CPU have none:"
             f" {command.using(devices=launch.devices)}"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if launch.devices > _PROCESSES_OF_A_CORE * cores:
         raise UserError(
-            f"--devices {launch.devices} starts {launch.devices} processes on {cores} cores, and each of them needs"
+            f"devices={launch.devices} starts {launch.devices} processes on {cores} cores, and each of them needs"
             f" memory for a whole model; expected at most {_PROCESSES_OF_A_CORE * cores}, and {cores} train fastest:"
             f" {command.using(devices=cores)}"
         )

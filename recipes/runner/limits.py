@@ -7,23 +7,9 @@ devices in place of 1 the same number is then another amount.
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
-from typing_extensions import override
-
 from datamodules.errors import UserError
 
 _OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
-
-_OF_ALL_DEVICES = "a number of batches, counted over all devices; on one device also on a share"
-LIMIT_TEXTS = {
-    "limit_train_batches": "train on a number of updates in each epoch, or on a share of it, as in 0.1",
-    "limit_val_batches": f"validate on {_OF_ALL_DEVICES}",
-    "limit_test_batches": f"test on {_OF_ALL_DEVICES}",
-    "overfit_batches": "train and validate on the same number of updates, or the same share of an epoch, not shuffled",
-    "val_check_interval": "validate after a number of updates, a share of an epoch or a time, as in 00:00:30:00",
-    "log_every_n_steps": "updates between two entries of the log",
-}
-"""What the flags do on the command line, in place of the Trainer's texts."""
 
 
 def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any, world_size: int) -> int | None:
@@ -73,23 +59,3 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
                 f" of batches of all devices, such as {name}={world_size}"
             )
     return limits
-
-
-class CheckLimits(pl.Callback):
-    """Refuses a schedule that follows the score of each epoch in a run that validates by time.
-
-    Runs on: `on_train_start`.
-
-    Raises:
-        UserError: ``val_check_interval`` is a time, and ReduceLROnPlateau would step by a score that is not new.
-    """
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning sets the attribute only where it is not a time.
-        by_time = getattr(trainer, "val_check_interval", None) is None
-        if by_time and any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-            raise UserError(
-                "schedule='plateau' follows the score of each epoch, and `val_check_interval` is a time; pass a number"
-                " of updates or a share of an epoch"
-            )

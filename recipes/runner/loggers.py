@@ -154,9 +154,9 @@ def logger_names(text: str) -> list[str]:
         return []
     for name in names:
         if name not in _NAMES:
-            raise UserError(f"--logger {name}: expected some of {', '.join(_NAMES)} with commas, or none")
+            raise UserError(f"logger={name}: expected some of {', '.join(_NAMES)} with commas, or none")
     if "wandb" in names and not find_spec("wandb"):
-        raise UserError("--logger wandb needs another package: pip install wandb")
+        raise UserError("logger=wandb needs another package: pip install wandb")
     return names
 
 
@@ -166,7 +166,7 @@ def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboa
     With `resume`, what was logged before that checkpoint stays there, and W&B goes on in its run.
     """
     saved = read_run(resume) if resume else None
-    run_id = saved.config.get("wandb_id") if saved else None
+    run_id = saved.wandb_id if saved else None
     make: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: _TensorBoard(str(folder), name="", version="", default_hp_metric=False),
         "csv": lambda: _csv(folder, saved.updates if saved else 0),
@@ -181,7 +181,7 @@ def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboa
             logger = make[name]()
         except Exception as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"--logger {name} cannot start: {reason}; set it up, or leave it out") from error
+            raise UserError(f"logger={name} cannot start: {reason}; set it up, or leave it out") from error
         for method in _METHODS:
             setattr(logger, method, best_effort(_NAMES[name])(getattr(logger, method)))
         made.append(logger)

@@ -11,7 +11,11 @@ import torch
 
 from datamodules.errors import UserError
 
-Precision = Literal["auto", "32", "64", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", 32, 64]
+Precision = Literal[
+    "auto", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "16", "bf16", "32", "64", 16, 32, 64
+]
+_SHORT = {"16": "16-mixed", "bf16": "bf16-mixed"}
+"""Names of precisions as other programs write them."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def number_of_devices(devices: Any, here: Machine) -> int:
     # The Trainer refuses what is not a number.
     count = int(text) if text.lstrip("-").isdigit() else 1
     if count < 1:
-        raise UserError(f"--devices {devices} requests none; pass 1 or more, auto, or indices such as 0,1")
+        raise UserError(f"devices={devices} requests none; pass 1 or more, auto, or indices such as 0,1")
     return count
 
 
@@ -100,8 +104,9 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
     Raises:
         UserError: 16-mixed on a CPU, where Lightning would take another one.
     """
+    precision = _SHORT.get(str(precision), precision)
     if precision == "16-mixed" and detect_machine(accelerator).kind == "cpu":
-        raise UserError("16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed")
+        raise UserError("16-mixed needs a GPU, and this run is on the CPU; pass precision=bf16-mixed")
     if precision != "auto":
         return str(precision), ""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():

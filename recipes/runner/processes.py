@@ -1,6 +1,7 @@
 """Which processes a command needs, and what they could not share."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from datamodules.errors import UserError
@@ -8,33 +9,38 @@ from recipes.runner.command import Command
 from recipes.runner.launch import Launch, LaunchSettings, plan_launch
 from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import detect_machine, devices_of
+from recipes.runner.settings import TrainerSettings
 from recipes.runner.strategies import check_strategy
 
 
-def plan_processes(command: str, values: dict[str, Any], options: LaunchSettings, typed: Command) -> Launch:
+def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettings, typed: Command) -> Launch:
     """Find out which process of its run this one is.
 
     Args:
         command: fit, validate, test, predict or export.
-        values: of all flags; the devices become those of this node.
 
     Raises:
         UserError: the run could not start, or would wait for ever.
     """
     if command in ("predict", "export"):
         return Launch("local", 1, 1)
-    here = detect_machine(values["accelerator"])
-    launch = plan_launch(os.environ, options, values["devices"], here, typed)
+    launch = plan_launch(os.environ, options, trainer.devices, detect_machine(trainer.accelerator), typed)
     if launch.starts_agent and typed.in_program:
         raise UserError(
             f"a program trains on one device by itself, and {launch.devices} are asked for; start it as"
             f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
             " or use the recipe's command line"
         )
-    check_strategy(values["strategy"])
-    if launch.address is not None and not launch.starts_agent:
-        values["devices"] = devices_of(launch.devices, values["devices"], here)
+    check_strategy(trainer.strategy)
     return launch
+
+
+def on_devices_of(launch: Launch, trainer: TrainerSettings) -> TrainerSettings:
+    """The settings of the Trainer of one process: its devices are those that the launch has on this node."""
+    if launch.address is None or launch.starts_agent:
+        return trainer
+    devices = devices_of(launch.devices, trainer.devices, detect_machine(trainer.accelerator))
+    return replace(trainer, devices=devices)
 
 
 def check_shared_update(launch: Launch, samples: int | None, batch_size: Any) -> None:
@@ -49,8 +55,8 @@ def check_shared_update(launch: Launch, samples: int | None, batch_size: Any) ->
     """
     if launch.is_elastic and samples is None:
         raise UserError(
-            f"--num-nodes {launch.min_nodes}:{launch.num_nodes} lets the number of devices change, and the global batch"
-            " would change with it: pass --global-batch-size, the samples of an update on all devices"
+            f"num_nodes={launch.min_nodes}:{launch.num_nodes} lets the number of devices change, and the global batch"
+            " would change with it: pass `global_batch_size`, the samples of an update on all devices"
         )
     micro_batches = micro_batches_of_update(1, samples, batch_size, launch.world_size)
     if micro_batches is not None and micro_batches < launch.world_size:

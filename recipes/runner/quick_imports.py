@@ -12,8 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from recipes.runner.flag_names import flag_names
 from recipes.runner.fork_server import start_fork_server
+from recipes.runner.hints import flag_meant
 from recipes.runner.worker import is_worker
+from recipes.version import __version__
 
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
@@ -43,6 +46,34 @@ def _announce(args: Sequence[str]) -> None:
     stream = sys.stderr if {"predict", "export"}.intersection(args) else sys.stdout
     if stream is sys.stdout or stream.isatty():
         print("loading PyTorch and Lightning ...", file=stream, flush=True)
+
+
+def _answer_at_once(args: Sequence[str]) -> None:
+    """Print the version, and refuse a misspelled flag of a recipe of this package, before anything is imported.
+
+    A name that is not close to a flag is left to the parser, which knows the Trainer's parameters, too.
+    """
+    if "--version" in args:
+        print(f"lightning-recipes {__version__}")  # noqa: T201
+        sys.exit(0)
+    known = flag_names(_recipe_name())
+    if not known or is_worker(os.environ):
+        return
+    for arg in args:
+        flag = arg.removeprefix("--").partition("=")[0]
+        name = flag.replace("-", "_")
+        if not arg.startswith("--") or name.removeprefix("no_") in {*known, "config", "print_config", "help_all"}:
+            continue
+        if "." not in name and (hint := flag_meant(name, known)):
+            print(f"error: there is no flag --{flag}{hint}", file=sys.stderr)  # noqa: T201
+            sys.exit(2)
+
+
+def _recipe_name() -> str:
+    """The folder of the recipe that is started, such as mnist; empty for another program."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    package = spec.parent if spec else ""
+    return package.removeprefix("recipes.") if package.startswith("recipes.") else ""
 
 
 def _discard_last_warnings() -> None:
@@ -75,6 +106,7 @@ def quick_imports() -> Iterator[None]:
     objects, which would take over a second. Where several processes will train, the server that they are forked from
     imports meanwhile.
     """
+    _answer_at_once(sys.argv[1:])
     _announce(sys.argv[1:])
     if _will_start_processes(sys.argv[1:]):
         spec = sys.modules["__main__"].__spec__

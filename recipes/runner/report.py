@@ -2,8 +2,7 @@
 
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from recipes.base import Recipe
+from recipes.runner.classes import takes_inputs
 from recipes.runner.curves import run_curves
-from recipes.runner.experiment import Experiment, takes_inputs
+from recipes.runner.experiment import Experiment
 from recipes.runner.page import write_page
-from recipes.runner.pictures import FIGURES, save_pictures
 from recipes.runner.printing import print_error
 from recipes.runner.results import (
     RESULTS,
@@ -32,7 +30,10 @@ from recipes.runner.results import (
     versions,
     write_rows,
 )
+from recipes.runner.run_files import FIGURES, RunFiles, figures_of, save_pictures
+from recipes.runner.run_result import RunResult
 from recipes.runner.saved_run import read_run
+from recipes.tables import Table
 
 _REPORT = "report.html"
 
@@ -65,39 +66,27 @@ def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
 def check_output(output: str | None, endings: Sequence[str]) -> None:
     """Refuse a file that could not be written, before anything is computed."""
     if output is not None and Path(output).suffix not in endings:
-        raise UserError(f"--output {output}: expected a name that ends in {' or '.join(endings)}")
+        raise UserError(f"output={output}: expected a name that ends in {' or '.join(endings)}")
     if output is not None and not Path(output).parent.is_dir():
-        raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
+        raise UserError(f"output={output}: there is no folder {Path(output).parent}")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run has reached.
-
-    Args:
-        scores: of the best checkpoint.
-        best: its path; None where none was saved.
-        stopped_early: why, where early stopping has ended it.
-        epochs: completed in all, also before a resume.
-    """
-
-    scores: dict[str, float]
-    best: str | None
-    stopped_early: str
-    epochs: int
-
-
-def _best(outcome: Outcome, monitor: str | None) -> dict[str, Any] | None:
+def _best(result: RunResult) -> dict[str, Any] | None:
     """The checkpoint that the scores are of, and the score by which it is the best, where something was validated."""
-    if outcome.best is None:
+    if result.checkpoint is None:
         return None
-    saved, value = read_run(outcome.best), outcome.scores.get(monitor or "")
-    monitored = monitor if value is not None else None
-    best = {"checkpoint": outcome.best, "epoch": saved.epoch, "step": saved.updates}
-    return best | {"monitor": monitored, "value": value}
+    saved = read_run(result.checkpoint)
+    value = result.scores.get(result.model.monitor)
+    return {
+        "checkpoint": str(result.checkpoint),
+        "epoch": saved.epoch,
+        "step": saved.updates,
+        "monitor": result.model.monitor if value is not None else None,
+        "value": value,
+    }
 
 
-def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome) -> dict[str, Any]:
+def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, result: RunResult) -> dict[str, Any]:
     """The entries of ``results.json``.
 
     `scores` are of the checkpoint `best`, which was saved in `epoch`, from 1, after `step` updates. `seconds` has
@@ -105,13 +94,16 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
     file, which are those after a resume; `epochs` counts all. `devices` are those of one node, and `peak_memory_bytes`
     that of the process with rank 0.
     """
-    recipe, data, device = experiment.recipe, data_contract(experiment.data), trainer.strategy.root_device
+    recipe = result.model
+    data = data_contract(experiment.data)
+    device = trainer.strategy.root_device
     sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
-    seconds, ended_at = stopwatch.seconds(), datetime.now().astimezone()
+    seconds = stopwatch.seconds()
+    ended_at = datetime.now().astimezone()
     parameters, trainable = count_parameters(recipe)
     return {
         "recipe": recipe.title,
-        "command": experiment.typed.using(),
+        "command": experiment.typed.call or experiment.typed.using(),
         "started_at": (ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
         "ended_at": ended_at.isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -119,17 +111,17 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
         "devices": trainer.num_devices,
         "num_nodes": trainer.num_nodes,
         "versions": versions(),
-        "scores": outcome.scores,
-        "headline": recipe.headline(outcome.scores),
-        "best": _best(outcome, recipe.monitor),
+        "scores": result.scores,
+        "headline": result.headline,
+        "best": _best(result),
         "seconds": seconds,
-        "epochs": outcome.epochs,
+        "epochs": result.epochs,
         "samples_per_second": stopwatch.epochs * sizes.get("train", 0) / max(1e-9, seconds["train"]),
         "peak_memory_bytes": {
             "host": peak_memory(torch.device("cpu")),
             "device": peak_memory(device) if device.type == "cuda" else None,
         },
-        "stopped_early": outcome.stopped_early or None,
+        "stopped_early": result.stopped_early or None,
         "parameters": parameters,
         "trainable_parameters": stopwatch.trainable or trainable,
         "data": {"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
@@ -153,11 +145,11 @@ def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, 
     return rows | ({"stopped early": results["stopped_early"]} if results["stopped_early"] else {})
 
 
-def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str) -> dict[str, str]:
+def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: Path) -> dict[str, str]:
     """Where the best checkpoint is, and what to type with it."""
     rows = {"best checkpoint": shown(best)}
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-        rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(Path(best).parents[2]))}"
+        rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(best.parents[2]))}"
     example = f" {experiment.recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
     if example or is_overridden("predict_dataloader", experiment.data):
         rows["predict"] = f"{experiment.typed.program} predict --ckpt {shlex.quote(shown(best))}{example}"
@@ -165,29 +157,33 @@ def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str) -> dict[
 
 
 def _write(
-    trainer: pl.Trainer, folder: Path, results: Mapping[str, Any], recipe: Recipe, rows: Mapping[str, str]
+    trainer: pl.Trainer, result: RunResult, results: Mapping[str, Any], saved: Collection[str]
 ) -> dict[str, str]:
-    """Write the files of a finished run; returns the rows that name them."""
+    """Write the files of a finished run; returns the rows that name them.
+
+    Args:
+        saved: names of the pictures that have been saved.
+    """
+    folder = result.folder
+    assert folder is not None
     written = {}
-    tables = recipe.tables
     with best_effort(RESULTS):
         write_rows(folder / RESULTS, results)
-        for name, table in tables.items():
+        for name, table in result.tables.items():
             with best_effort(name):
                 write_rows(folder / name, table.rows, table.columns)
-        if tables:
-            written["tables"] = f"{', '.join(tables)} in {shown(folder)}"
+        if result.tables:
+            written["tables"] = f"{', '.join(result.tables)} in {shown(folder)}"
         with best_effort(_REPORT):
-            pictures = run_curves(folder, recipe.monitor) | recipe.figures
-            save_pictures(folder, pictures, trainer)
-            page = write_page(folder / _REPORT, results, rows, recipe.figures_of_training | pictures)
+            pictures = run_curves(folder, result.model.monitor) | result.figures
+            new = {name: picture for name, picture in pictures.items() if name not in saved}
+            save_pictures(folder, new, trainer)
+            page = write_page(folder / _REPORT, results, _rows(results, {}), pictures)
             written["report"] = f"{shown(page)}; its pictures in {FIGURES}/" if pictures else shown(page)
     return written
 
 
-def report_interrupted(
-    experiment: Experiment, folder: Path, stopwatch: Stopwatch, trainer: pl.Trainer, how: str
-) -> None:
+def report_interrupted(experiment: Experiment, trainer: pl.Trainer, files: RunFiles, how: str) -> None:
     """Write the page of a run that has not finished, with the scores that were logged last.
 
     Args:
@@ -195,36 +191,37 @@ def report_interrupted(
     """
     recipe = experiment.recipe
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.partition("/")[0] != "lr"}
-    results = _results(trainer, experiment, stopwatch, Outcome(scores, None, how, trainer.current_epoch))
-    pictures = run_curves(folder, recipe.monitor) | recipe.figures_of_training | recipe.figures
-    write_page(folder / _REPORT, results, _rows(results, {}), pictures)
+    result = RunResult(recipe, scores, files.folder, None, epochs=trainer.current_epoch, stopped_early=how)
+    results = _results(trainer, experiment, files, result)
+    pictures = run_curves(files.folder, recipe.monitor) | figures_of(trainer)
+    write_page(files.folder / _REPORT, results, _rows(results, {}), pictures)
 
 
-def report(
-    trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, outcome: Outcome
-) -> None:
-    """Write results.json, its tables and report.html into `folder`, and print the closing table."""
-    results = _results(trainer, experiment, stopwatch, outcome)
+def report(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, result: RunResult) -> None:
+    """Write results.json, its tables and report.html into the run's folder, and print the closing table."""
+    results = _results(trainer, experiment, stopwatch, result)
     rows = _rows(results, results["headline"])
-    if folder is not None:
-        if outcome.best:
-            rows |= _next_steps(trainer, experiment, outcome.best)
+    if result.folder is not None:
+        if result.checkpoint:
+            rows |= _next_steps(trainer, experiment, result.checkpoint)
         # Before anything is printed: a terminal may have gone.
-        rows |= _write(trainer, folder, results, experiment.recipe, _rows(results, {}))
+        saved = stopwatch.figures if isinstance(stopwatch, RunFiles) else ()
+        rows |= _write(trainer, result, results, saved)
     print_pairs(rows)
 
 
-def print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str, str]) -> None:
+def print_scores(scores: Mapping[str, Any], tables: Mapping[str, Table], files: Mapping[str, Path]) -> None:
     """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:
-        files: that were written, by the names in the recipe's `tables`.
+        tables: of the evaluation.
+        files: that were written, by the names of the tables.
     """
-    tables = recipe.tables
     print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
         print()  # noqa: T201
-        rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]
+        names = {name: shown(files[name]) if name in files else f"FILE_{name}" for name in tables}
+        rows = [f"{names[name]} ({len(table.rows):,} rows)" for name, table in tables.items()]
         print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
 
 

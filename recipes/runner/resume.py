@@ -18,11 +18,11 @@ from typing import Any
 
 from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
 from datamodules.errors import UserError
+from recipes.runner.merging import describe_differences
 from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import RESULTS, read_results, write_rows
 from recipes.runner.saved_run import (
     SavedRun,
-    describe_differences,
     newest_valid_checkpoint,
     read_run,
     read_settings,
@@ -150,7 +150,7 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
         read_run(resume)
     except UserError as error:
         valid = newest_valid_checkpoint(home, warn=False) if home.name == "checkpoints" else None
-        newest = f"{error}; the newest valid checkpoint is {valid}: pass --resume auto"
+        newest = f"{error}; the newest valid checkpoint is {valid}: pass resume=auto"
         raise UserError(newest if valid else str(error)) from error
     return ResumePoint(str(folder) if folder else None, resume, given=True)
 
@@ -226,7 +226,7 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
             return name
         raise UserError(
             "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
-            " every node, or pass --name NAME"
+            " every node, or pass name=NAME"
         )
     # On one node the agent, which outlives its workers, identifies the job.
     return f"elastic-{socket.gethostname()}-{os.getppid()}"

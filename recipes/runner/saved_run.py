@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,6 @@ import yaml
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.errors import UserError
-from recipes.runner.command import flag_of
 
 log = logging.getLogger("lightning_recipes.resume")
 
@@ -33,6 +32,7 @@ class SavedRun:
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
         environment: what may have changed the bits, see `recipes.runner.results.environment`.
         left_open: the settings that its first command left to it; None where they are not known.
+        wandb_id: of its run of W&B, if it has one.
     """
 
     config: dict[str, Any]
@@ -44,6 +44,7 @@ class SavedRun:
     recipes: tuple[str, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
     left_open: tuple[str, ...] | None = None
+    wandb_id: str | None = None
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
         """Whether the run has reached these bounds; -1 and None are no bound."""
@@ -100,6 +101,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
         tuple(map(str, checkpoint.get("recipes", ()))),
         dict(checkpoint.get("environment", {})),
         None if (names := checkpoint.get("left_open")) is None else tuple(map(str, names)),
+        None if (run_id := checkpoint.get("wandb_id")) is None else str(run_id),
     )
 
 
@@ -145,43 +147,6 @@ def newest_valid_checkpoint(folder: Path, warn: bool = True) -> Path | None:
     for path, problem in damaged.items() if warn else ():
         log.warning("warning: %s is skipped: %s", path, problem)
     return valid
-
-
-def is_open(value: Any) -> bool:
-    """Whether a setting is left to the run."""
-    return value is None or value == "auto"
-
-
-def same_setting(name: str, old: Any, new: Any) -> bool:
-    """Whether two values of a setting ask for the same; files, of settings that end in ``_file``, may lie elsewhere."""
-    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
-        return len(old) == len(new) and all(same_setting(name, *pair) for pair in zip(old, new))
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return {str(k): v for k, v in old.items()} == {str(k): v for k, v in new.items()}
-    if isinstance(old, str) and isinstance(new, str) and old != new:
-        a, b = Path(old).expanduser(), Path(new).expanduser()
-        return a.name == b.name if name.endswith("_file") else a.resolve() == b.resolve()
-    return bool(old == new)
-
-
-def describe_differences(
-    saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str], left_open: Collection[str] | None = None
-) -> list[str]:
-    """A line for each setting that asks for another experiment than the saved one.
-
-    A setting that is left open (None, "auto") has been resolved in the saved run.
-
-    Args:
-        free: settings that may differ.
-        left_open: those that the saved run has resolved; by default any that are open.
-    """
-    lines = []
-    for name, new in config.items():
-        resolved = is_open(new) and (left_open is None or name in left_open)
-        if name in free or name not in saved or resolved or same_setting(name, saved[name], new):
-            continue
-        lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")
-    return lines
 
 
 def read_settings(path: str | Path) -> Any:

@@ -1,33 +1,137 @@
-"""The settings of a run, as opposed to its network and data, and the callbacks that implement them."""
+"""The settings of a run, as opposed to its network and data.
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+What is special about a setting stands at its field, as a mark of its type: `Free`, `OneCall`, `Rare`, `OfMachine` and
+`NullEnds`. Command line, help, files, checkpoints and resumes follow from these.
+"""
 
-from lightning.pytorch.callbacks import Callback
+import inspect
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
-from callbacks.finite_weights import FiniteWeights
-from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.preemption import Preemption
-from callbacks.rank_consistency import RankConsistency
-from callbacks.seed_control import SeedControl
-from callbacks.sync_bn import SyncBN, check_batchnorm
-from callbacks.training_monitor import TrainingMonitor
-from callbacks.warmup_lr import WarmupLR
-from callbacks.weight_averaging import WeightAveraging
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
 from datamodules.contract import Free, OneCall, Rare
+from datamodules.errors import UserError
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
-from recipes.base import Recipe
-from recipes.optim import learning_rate_scale
-from recipes.runner.early_stopping import PatientStopping
-from recipes.runner.limits import CheckLimits
+from recipes.runner.hints import nearest
+from recipes.runner.loggers import logger_names
 from recipes.runner.machine import Precision
+
+_T = TypeVar("_T")
+
+OfMachine = Annotated[_T, "of the machine"]
+"""A parameter that says where a run trains: a resume does not take it from the checkpoint."""
+
+NullEnds = Annotated[_T, "null ends it"]
+"""A parameter whose null, typed in a resume, ends what it asked for; another null stands for what the run resolved."""
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """The parameters of Lightning's Trainer that have a flag.
+
+    Args:
+        accelerator: cpu, gpu, mps or another; auto is the GPU, where there is one.
+        strategy: ddp, or auto, which is one device or ddp.
+        devices: processes on this node: a number, auto for all GPUs, or indices such as 0,1.
+        max_epochs: epochs of the run; -1 is no bound.
+        max_steps: updates of the run; -1 is no bound. Alone it is the only bound.
+        max_time: time of the run, as in 00:12:00:00 (days, hours, minutes, seconds).
+        fast_dev_run: try a batch of each part, or so many, and save nothing.
+        gradient_clip_val: clip the gradients of an update to this norm.
+        gradient_clip_algorithm: clip by norm or by value.
+        limit_train_batches: train on a number of updates in each epoch, or on a share of it, as in 0.1.
+        limit_val_batches: validate on a number of batches, counted over all devices; on one device also on a share.
+        limit_test_batches: test on a number of batches, counted over all devices; on one device also on a share.
+        limit_predict_batches: predict a number of batches, or a share.
+        overfit_batches: train and validate on the same number of updates, or the same share of an epoch, not shuffled.
+        val_check_interval: validate after a number of updates, a share of an epoch or a time, as in 00:00:30:00.
+        check_val_every_n_epoch: epochs between two validations.
+        num_sanity_val_steps: batches to validate before training.
+        log_every_n_steps: updates between two entries of the log.
+        enable_checkpointing: save checkpoints.
+        enable_progress_bar: show the progress.
+        profiler: simple, advanced or pytorch.
+        trainer: further parameters of the Trainer by their names, as in --trainer.benchmark true.
+    """
+
+    accelerator: OfMachine[Free[str]] = "auto"
+    strategy: OfMachine[Free[str]] = "auto"
+    devices: OfMachine[Free[list[int] | str | int]] = "auto"
+    max_epochs: Free[int | None] = None
+    max_steps: Free[int] = -1
+    max_time: Rare[Free[str | dict[str, int] | None]] = None
+    fast_dev_run: int | bool = False
+    gradient_clip_val: int | float | None = None
+    gradient_clip_algorithm: Rare[Literal["norm", "value"] | None] = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: Rare[Free[int | float | None]] = None
+    limit_test_batches: Rare[Free[int | float | None]] = None
+    limit_predict_batches: Rare[Free[int | float | None]] = None
+    overfit_batches: Rare[int | float] = 0.0
+    val_check_interval: Rare[Free[int | float | str | dict[str, int] | None]] = None
+    check_val_every_n_epoch: Rare[Free[int | None]] = 1
+    num_sanity_val_steps: Rare[Free[int | None]] = None
+    log_every_n_steps: Free[int | None] = None
+    enable_checkpointing: Rare[Free[bool | None]] = None
+    enable_progress_bar: Rare[Free[bool | None]] = None
+    profiler: Rare[OneCall[str | None]] = None
+    trainer: Rare[Free[dict[str, Any] | None]] = None
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            check_val_every_n_epoch=(self.check_val_every_n_epoch, COUNT),
+            gradient_clip_val=(self.gradient_clip_val, NOT_NEGATIVE),
+        )
+        for time_or_number in (self.max_time, self.val_check_interval):
+            if isinstance(time_or_number, (str, dict)):
+                try:
+                    Timer(time_or_number)
+                except (MisconfigurationException, TypeError) as error:
+                    raise UserError(str(error)) from error
+        if self.val_check_interval == 0:
+            raise UserError("val_check_interval=0 is no interval; limit_val_batches=0 leaves the validation out")
+        for name in self.trainer or ():
+            self._check_further(name)
+
+    def _check_further(self, name: str) -> None:
+        """Refuse a name in `trainer` that is none of the Trainer, or that has its own place here."""
+        if instead := _OTHER_PLACES.get(name):
+            raise UserError(f"trainer.{name}: {instead}")
+        further = inspect.signature(pl.Trainer).parameters.keys() - vars(self).keys()
+        if name in vars(self):
+            raise UserError(f"trainer.{name}: `{name}` is a setting of its own; pass it without trainer")
+        if name not in further:
+            raise UserError(f"trainer.{name}: the Trainer has no such parameter{nearest(name, further)}")
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of the Trainer."""
+        options = asdict(self)
+        return options | (options.pop("trainer") or {})
+
+
+_OTHER_PLACES = {
+    "accumulate_grad_batches": "pass `accumulate`, whose updates are the mean over all targets",
+    "barebones": "a run has a progress line, checkpoints and loggers; leave them out one by one, as in logger=none",
+    "callbacks": "pass them to run() or fit()",
+    "default_root_dir": "pass `run_dir`",
+    "deterministic": "pass `deterministic`",
+    "enable_autolog_hparams": "a run logs its settings itself; logger=none logs nothing",
+    "enable_model_summary": "the closing table has the number of parameters",
+    "logger": "pass `logger`",
+    "num_nodes": "pass `num_nodes`",
+    "plugins": "they are objects; build a Trainer with these callbacks yourself",
+    "precision": "pass `precision`",
+    "sync_batchnorm": "pass `sync_bn`, which works on CPUs and with unequal batches",
+}
+"""Parameters of the Trainer that a run sets itself, and what serves in their place."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of a run that belong neither to the recipe nor to the data.
+    """Settings of a run that belong neither to the recipe nor to the data, nor to the Trainer.
 
     Args:
         name: the run's folder in RUN_DIR/RECIPE/, with a number if it exists; by default the time.
@@ -71,7 +175,7 @@ class RunSettings:
     accumulate: int = 1
     warmup: int | str = 0
     lr_scale: Rare[Literal["auto", "linear", "sqrt", "none"]] = "auto"
-    ema: float | None = None
+    ema: NullEnds[float | None] = None
     sync_bn: bool = False
     patience: Free[int | None] = None
     progress_interval: Rare[Free[float]] = 60.0
@@ -86,36 +190,4 @@ class RunSettings:
             patience=(self.patience, COUNT),
             progress_interval=(self.progress_interval, NOT_NEGATIVE),
         )
-
-
-def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:
-    """The callbacks of every run."""
-    scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
-    callbacks: list[Callback] = [
-        GradientAccumulation(settings.accumulate, settings.global_batch_size),
-        seeds,
-        WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
-    ]
-    callbacks += [CheckLimits(), FiniteWeights(), RankConsistency(), Preemption(), TrainingMonitor()]
-    if settings.sync_bn:
-        check_batchnorm(recipe)  # Before other processes start.
-        callbacks.append(SyncBN())
-    if settings.ema is not None:
-        callbacks.append(WeightAveraging(settings.ema))
-    if settings.patience is not None:
-        callbacks.append(PatientStopping(recipe.monitor, patience=settings.patience, mode=recipe.monitor_mode))
-    return callbacks
-
-
-def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Callback]:
-    """The callbacks that save the best and the last checkpoint; without a monitored score the last is the best."""
-    best = ExactCheckpoint(
-        folder / "checkpoints",
-        filename="best" if settings.save_top_k in (0, 1) or monitor is None else "best-{step}",
-        monitor=monitor,
-        mode=recipe.monitor_mode,
-        save_top_k=settings.save_top_k if monitor is not None else min(1, abs(settings.save_top_k)),
-        enable_version_counter=False,
-    )
-    # The last comes second, so that its file contains the path of the best.
-    return [best, LastCheckpoint(folder / "checkpoints", settings.save_every)]
+        logger_names(self.logger)

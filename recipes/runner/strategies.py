@@ -59,9 +59,7 @@ def check_strategy(name: Any) -> None:
         UserError: it is another than one device and DDP.
     """
     if not _STRATEGY.fullmatch(str(name)):
-        raise UserError(
-            f"--strategy {name}: runs train on one device or with DDP; pass --strategy ddp, or leave it out"
-        )
+        raise UserError(f"strategy={name}: runs train on one device or with DDP; pass strategy=ddp, or leave it out")
 
 
 def build_strategy(name: str, world_size: int) -> Any:

@@ -12,11 +12,11 @@ from typing_extensions import override
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from datamodules.errors import RunFailedError, UserError
+from recipes.runner.callbacks_of_run import checkpoint_callbacks
 from recipes.runner.experiment import Experiment
 from recipes.runner.report import print_pairs, shown
 from recipes.runner.results import differences, environment
 from recipes.runner.saved_run import readable_checkpoints
-from recipes.runner.settings import checkpoint_callbacks
 from recipes.runner.trainer import build_trainer
 from recipes.runner.weights_record import Interval, interval_to_repeat, weights_hash
 
@@ -99,7 +99,7 @@ def _check_beginning(experiment: Experiment, interval: Interval) -> None:
     if interval.checkpoint is None:
         before = int(split.get("devices", 1)) * int(split.get("num_nodes", 1))
         if experiment.run.global_batch_size is None and experiment.launch.world_size != before:
-            raise UserError(f"the run began on {before} devices, and is repeated from there: pass --devices {before}")
+            raise UserError(f"the run began on {before} devices, and is repeated from there: pass devices={before}")
         return
     found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
     if found not in interval.from_hashes:
@@ -126,7 +126,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None
         saves = checkpoint_callbacks(Path(empty), monitor, recipe, experiment.run)
-        trainer = build_trainer(experiment, [*saves, _EndOfInterval(io)], checkpoint_io=io)
+        trainer = build_trainer(experiment, experiment.callbacks(saves, [_EndOfInterval(io)]), checkpoint_io=io)
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need one.
         here = environment(trainer)
         with suppress(ExpectedEnd):
@@ -144,7 +144,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         raise UserError(f"training again from {trained} did not come to that update: no weights to compare")
     why = f"here it has {changed}" if changed else "processor, versions, threads and precision are those of the run"
     if trainer.strategy.root_device.type == "cuda" and not experiment.run.deterministic:
-        why += "; on a GPU only a run with --deterministic repeats its bits for sure"
+        why += "; on a GPU only a run with `deterministic` repeats its bits for sure"
     raise RunFailedError(
         f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {io.sha256}, and"
         f" {_text(interval.hashes)} in the run; {why}"

@@ -6,7 +6,7 @@ stay, so that a training from one checkpoint to the next save can be repeated an
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.lib.writing import best_effort
 from datamodules.errors import UserError
+from recipes.runner.loggers import wandb_id
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.results import differences, environment, write_text
 from recipes.runner.saved_run import SavedRun
@@ -66,25 +68,42 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
     return sha256.hexdigest()
 
 
-class WeightsRecorder(pl.Callback):
-    """Appends to ``weights.jsonl``; `saved` is to be called with each checkpoint that was written.
+class WeightsRecorder(CheckpointGuard):
+    """Saves the settings of a run with its checkpoints, and appends to ``weights.jsonl``.
 
-    Runs on: `setup`, where it finds out on what the run trains, and says what differs from before a resume.
+    `saved` is to be called with each checkpoint that was written.
+
+    Runs on: `setup`, where it finds out on what the run trains, and says what differs from before a resume; each save;
+    and as `CheckpointGuard`.
 
     Args:
         folder: of the run.
         recipe: its title.
-        resumed: the checkpoint that is resumed; None where the run begins anew.
+        resumed: what the checkpoint that is resumed holds; None where the run begins anew.
+        checkpoint: the path of that checkpoint on this rank.
         config: the settings.
+        left_open: which of them the first command of the run has left to it.
     """
 
-    def __init__(self, folder: Path, recipe: str, resumed: SavedRun | None, config: Mapping[str, Any]) -> None:
-        self._path, self._resumed = folder / _FILE, resumed
+    def __init__(
+        self,
+        folder: Path,
+        recipe: str,
+        resumed: SavedRun | None,
+        config: Mapping[str, Any],
+        checkpoint: str | None = None,
+        left_open: Sequence[str] = (),
+    ) -> None:
+        super().__init__(checkpoint)
+        self._path = folder / _FILE
+        self._resumed = resumed
         self._start = Start(recipe, resumed.updates if resumed else None, {}, dict(config))
+        self._left_open = list(left_open)
         self._last: Save | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._start = replace(self._start, environment=environment(trainer))
             before = self._resumed.environment if self._resumed else {}
@@ -95,7 +114,10 @@ class WeightsRecorder(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        checkpoint["config"] = self._start.config
+        checkpoint["left_open"] = self._left_open
         checkpoint["environment"] = self._start.environment
+        checkpoint["wandb_id"] = wandb_id(trainer.loggers)
 
     def saved(self, checkpoint: Mapping[str, Any]) -> None:
         """Append the hash of the weights in a checkpoint, unless another file has just been saved with the same."""

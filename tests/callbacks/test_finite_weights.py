@@ -76,3 +76,12 @@ def test_sums_that_overflow_are_no_divergence() -> None:
     norm = torch.nn.BatchNorm1d(1)
     norm(torch.tensor([[torch.inf], [1.0]]))
     assert first_not_finite(norm) == "running_mean"
+
+
+@pytest.mark.parametrize("part", [complex("nan"), complex(0, float("inf"))])
+def test_complex_parameters_are_looked_at(part: complex) -> None:
+    layer = torch.nn.Module()
+    layer.phase = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    assert first_not_finite(layer) is None
+    layer.phase.data[1] = part
+    assert first_not_finite(layer) == "phase"

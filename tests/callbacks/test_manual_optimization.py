@@ -4,6 +4,7 @@ Each callback of the package trains them as it trains the same module otherwise,
 """
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -125,3 +126,21 @@ def test_a_second_fit_counts_the_steps_of_its_own_module() -> None:
         trainer.fit(module, loader)
         steps.append(trainer.global_step)
     assert steps == [0, 10, 0, 10]
+
+
+class StepsElsewhere(Manual):
+    """Steps in a hook after `training_step`, where Lightning counts no step (#20674)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.manual_backward(Tiny.training_step(self, self.batch, 0))
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.zero_grad()
+
+
+def test_steps_that_lightning_does_not_count_are_no_reason_to_save_nothing(tmp_path: Path) -> None:
+    saves = ExactCheckpoint(tmp_path, every_n_train_steps=2)
+    with pytest.raises(UserError, match="StepsElsewhere optimises manually, and Lightning has counted no step"):
+        quiet_trainer(saves).fit(StepsElsewhere(), TrainLoader(*noisy_images(8), torch.arange(8), 2, 1))

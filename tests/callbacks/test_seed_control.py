@@ -1,6 +1,7 @@
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.seed_control import SeedControl, seed_generators
 from tests.support.ranks import run_ranks
-from tests.support.tables import quiet_trainer
+from tests.support.tables import equal, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -210,3 +212,45 @@ def test_the_environment_is_put_back_and_a_negative_seed_is_refused():
     assert "PL_GLOBAL_SEED" not in os.environ
     with pytest.raises(ValueError, match="pass"):
         SeedControl(-1)
+
+
+class DrawsInHooks(Dropping):
+    """Draws numbers in each hook between two batches, as one that samples something to look at."""
+
+    def _draw(self, *_: Any) -> None:
+        torch.randn(3)
+        np.random.rand(3)
+        random.random()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    on_train_batch_start = on_train_batch_end = on_before_zero_grad = on_after_backward = _draw
+    on_validation_start = on_validation_end = on_save_checkpoint = on_train_epoch_start = _draw
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_hooks_that_draw_shift_no_noise_of_samples(workers: int, tmp_path: Path):
+    def train(kind: type[Dropping], folder: Path, resume: Path | None = None) -> dict[str, Tensor]:
+        seeds = SeedControl(1)
+        net = kind("SGD")
+        saves = ExactCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        context = {"multiprocessing_context": "fork"} if workers else {}
+        loader = DataLoader(Shifted(), 2, shuffle=True, num_workers=workers, **context)
+        trainer = quiet_trainer(seeds, saves, max_epochs=2, val_check_interval=2)
+        trainer.fit(net, loader, DataLoader(torch.zeros(2, 1)), ckpt_path=resume, weights_only=True)
+        return net.state_dict()
+
+    whole = train(DrawsInHooks, tmp_path / "a")
+    assert equal(whole, train(Dropping, tmp_path / "b"))
+    for step in (1, 4, 9):
+        assert equal(train(DrawsInHooks, tmp_path / "c", tmp_path / f"a/step={step}.ckpt"), whole)
+
+
+class Shifted(Dataset):
+    """Samples with noise of torch and NumPy."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, row: int) -> Tensor:
+        return row + torch.randn(1) + float(np.random.rand())

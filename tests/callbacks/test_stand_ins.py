@@ -10,6 +10,7 @@ from torchmetrics import CatMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN
+from callbacks.lib.stand_ins import weighted_gradients
 from datamodules.loading.loaders import TrainLoader
 from tests.callbacks.test_updates import LR, Line, Logging, Normalised, samples, weights
 from tests.support.ranks import run_ranks
@@ -139,3 +140,10 @@ def test_a_stand_in_counts_for_nothing_without_accumulation(ranks: int, kind: ty
     for found in run_ranks(_without_accumulation, ranks, ranks, ranks, kind):
         for mine, expected in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_of_complex_parameters_are_weighted() -> None:
+    model = nn.ParameterList([torch.ones(2), torch.ones(2, dtype=torch.complex64)])
+    with weighted_gradients(model, 0.25):
+        sum(parameter.abs().sum() for parameter in model).backward()  # type: ignore[union-attr]
+    assert [parameter.grad.abs().tolist() for parameter in model] == [[0.25, 0.25]] * 2

@@ -226,3 +226,85 @@ def test_a_decay_is_above_0_and_below_1(ema: float) -> None:
 def test_runs_that_cannot_be_averaged_are_refused_before_they_train(others, options, message) -> None:
     with pytest.raises(UserError, match=message):
         train(module(), WeightAveraging(ema=0.9), *others, **options)
+
+
+class Clipped(Tiny):
+    """Keeps its weights in a range after each update, in its own hook."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+def test_an_average_is_of_the_weights_that_the_modules_own_hook_leaves(tmp_path: Path) -> None:
+    model, average = module(Clipped), WeightAveraging(ema=0.9)
+    _, whole = train(model, average, saves(tmp_path, save_top_k=-1, filename="{step}"), val_check_interval=2)
+    assert max(parameter.abs().max().item() for parameter in model.parameters()) <= 0.1
+    validated = [value for state in whole.validated.values() for name, value in state.items() if "weight" in name]
+    assert all(value.abs().max() <= 0.1 for value in validated)
+    assert average.samples == UPDATES
+    for step in (1, 4, 7):
+        resumed = module(Clipped)
+        train(resumed, WeightAveraging(ema=0.9), saves(tmp_path / "r"), resume=tmp_path / f"step={step}.ckpt")
+        assert equal(resumed.state_dict(), model.state_dict()), "saved before and after a sample is due"
+
+
+class ChangesInEpoch(Tiny):
+    """Makes other weights for a validation, as for a schedule-free optimizer, and the trained ones after it."""
+
+    def _scale(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(factor)
+
+    def on_validation_epoch_start(self) -> None:
+        self._scale(0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self._scale(2.0)
+
+
+class ChangesAround(ChangesInEpoch):
+    on_validation_start = ChangesInEpoch.on_validation_epoch_start
+    on_validation_end = ChangesInEpoch.on_validation_epoch_end
+    on_validation_epoch_start = Tiny.on_validation_epoch_start
+    on_validation_epoch_end = Tiny.on_validation_epoch_end
+
+
+class Exchanges(pl.Callback):
+    """Exchanges weights like the module, where callbacks do."""
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        ChangesInEpoch._scale(pl_module, 0.5)  # type: ignore[arg-type]
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        ChangesInEpoch._scale(pl_module, 2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [ChangesInEpoch, ChangesAround, Exchanges])
+def test_another_exchange_of_weights_in_a_validation_is_refused(kind: Any, tmp_path: Path) -> None:
+    is_callback = issubclass(kind, pl.Callback)
+    model, others = (module(), [kind()]) if is_callback else (module(kind), [])
+    best = ModelCheckpoint(tmp_path, monitor="val_loss")
+    with pytest.raises(UserError, match="another hook of the validation changed the weights"):
+        train(model, *others, WeightAveraging(ema=0.9), best)
+
+
+def test_complex_parameters_are_averaged() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(25, 5)
+            self.phases = nn.ParameterList([torch.randn(5, 5, dtype=torch.complex128)])
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return (self.layer(inputs.flatten(1)).to(torch.complex128) @ self.phases[0]).abs()
+
+    torch.manual_seed(3)
+    model = Tiny(Complex().double(), torch.optim.SGD, lr=0.1)
+    _, watch = train(model, WeightAveraging(ema=0.8))
+    average = watch.after[1]["network.phases.0"]
+    for number in range(1, UPDATES):
+        average = average + max(0.2, 9 / (9 + number)) * (watch.after[number + 1]["network.phases.0"] - average)
+    torch.testing.assert_close(model.network.phases[0].detach(), average, rtol=1e-12, atol=1e-14)

@@ -218,16 +218,16 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
         "test --resume some.ckpt": "--resume continues training; pass --ckpt FILE to test",
         "test --ckpt a --output no/such.json": "--output no/such.json: there is no folder no",
         "--dataset mnist --no-download --data-dir no": "the folder no does not exist",
-        "--dataset digits --data-dir no": "dataset='digits' comes with scikit-learn, so data_dir=no",
+        "--dataset digits --data-dir no": "--dataset digits comes with this package, so --data-dir no",
         "--max-time 5s": "`Timer(duration='5s')` is not a valid duration. Expected a string in the format DD:HH:",
         "--val-check-interval 00:30:00": "`Timer(duration='00:30:00')` is not a valid duration. Expected",
         "--val-check-interval 0": "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation",
         "--limit-train-batches 0": "--limit-train-batches 0 trains nothing; --max-epochs 0 scores the initial weights",
-        "--num-nodes 0": "num_nodes=0: expected a number of nodes, or MIN:MAX as in 1:4",
-        "--check-val-every-n-epoch 0": "check_val_every_n_epoch=0: expected a whole number, 1 or more",
-        "--gradient-clip-val -1": "gradient_clip_val=-1: expected 0 or more",
+        "--num-nodes 0": "--num-nodes 0: expected a number of nodes, or MIN:MAX as in 1:4",
+        "--check-val-every-n-epoch 0": "--check-val-every-n-epoch 0: expected a whole number, 1 or more",
+        "--gradient-clip-val -1": "--gradient-clip-val -1: expected 0 or more",
         "predict --ckpt a b.png --top-k 1 c.png": "pass all inputs beside each other, also c.png",
-        f"--seed {10**20}": f"seed={10**20}: expected a whole number from 0 to 9,223,372,036",
+        f"--seed {10**20}": f"--seed {10**20}: expected a whole number from 0 to 9,223,372,036",
     }
     ended = typed(tmp_path, *mistakes, **CLASSES)
     for (args, message), (status, _, err) in zip(mistakes.items(), ended, strict=True):

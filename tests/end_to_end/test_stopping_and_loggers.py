@@ -55,7 +55,7 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
 
 def test_a_mistake_is_answered_with_what_to_type(tmp_path):
     mistakes = {
-        "--patience 2 --limit-val-batches 0": (2, "`patience` counts validations, and this run has none"),
+        "--patience 2 --limit-val-batches 0": (2, "--patience counts validations, and this run has none"),
         "--logger tensorbord": (2, "--logger tensorbord: expected some of tensorboard, csv, wandb"),
     }
     ended = typed(tmp_path, *(f"{COMMON} --max-epochs 1 {args}" for args in mistakes))
@@ -75,7 +75,7 @@ def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, mon
     assert written["table"] == written["nothing"] | {"metrics.csv", "summary.csv"}
     assert "TensorBoard" not in ended[0][1]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="--logger wandb needs another package: pip install wandb"):
+    with pytest.raises(ValueError, match="logger=wandb needs another package: pip install wandb"):
         logger_names("csv,wandb")
 
 

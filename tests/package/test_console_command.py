@@ -61,3 +61,27 @@ def test_a_copied_folder_is_a_recipe(console: str, tmp_path: Path) -> None:
         (tmp_path / package).symlink_to(ROOT / package)
     done = _call(console, "mine", "--help", root=tmp_path)
     assert done.stdout.startswith("usage: lightning-recipes mine ["), done.stderr
+    script = "from recipes.finding import recipe_class; print(recipe_class('mine').__module__)"
+    named = _call(sys.executable, "-c", script, root=tmp_path, folder=tmp_path)
+    assert named.stdout == "recipes.mine.recipe\n", named.stderr
+    assert "\nmine: " in _call(console, "list", root=tmp_path).stdout
+
+
+def test_a_folder_of_the_user_that_hides_a_package_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "__init__.py").write_text("")
+    started = _call(sys.executable, "-m", "recipes.mnist", "--max-epochs", "1", folder=tmp_path)
+    hidden = f"{tmp_path / 'callbacks'} hides the package callbacks of lightning-recipes: rename your folder"
+    assert (started.returncode, started.stderr.count("\n")) == (1, 1)
+    assert started.stderr.startswith(f"error: {hidden}")
+    imported = _call(sys.executable, "-c", "from recipes import fit", folder=tmp_path)
+    assert imported.stderr.splitlines()[-1].startswith(f"ImportError: {hidden}")
+
+
+def test_a_misspelled_flag_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    wrong = _call(sys.executable, "-m", "recipes.mnist", "--max-epoch", "3", root=ROOT, folder=tmp_path)
+    assert wrong.stderr == "error: there is no flag --max-epoch; did you mean --max-epochs?\n"
+    assert wrong.returncode == 2
+    version = _call(sys.executable, "-m", "recipes.mnist", "--version", folder=tmp_path)
+    assert version.stdout.startswith("lightning-recipes ")

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("datamodules", "callbacks", "recipes")
 
 LEVELS = (
+    "datamodules.lightning_package",
     "datamodules.errors datamodules.notes",
     "datamodules.contract datamodules.ranges",
     "datamodules.loading",
@@ -25,12 +26,12 @@ LEVELS = (
     "datamodules.base",
     "datamodules.NAME",
     "callbacks datamodules",
-    "recipes.version recipes.dropout recipes.calls recipes.figures",
+    "recipes.neighbours recipes.version recipes.dropout recipes.calls recipes.figures",
     "recipes.labels recipes.optim recipes.schedules recipes.weights recipes.compilation recipes.scores",
-    "recipes.mistakes",
+    "recipes.mistakes recipes.optimization",
     "recipes.tables",
     "recipes.base",
-    "recipes.inputs",
+    "recipes.finding recipes.inputs",
     "recipes.classifier recipes.prediction recipes.export",
     "recipes.NAME",
     "recipes.runner",
@@ -104,7 +105,7 @@ def test_the_imports_of_modules_make_no_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-CLOSURES = {"recipes.mnist.recipe": 9_000, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_300}
+CLOSURES = {"recipes.mnist.recipe": 9_200, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_300}
 """How many lines of ours a reader of a module may have to know at most: its own and those that it imports."""
 
 

@@ -19,6 +19,7 @@ from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
 from datamodules.loading.loaders import EvaluationLoader, sample_numbers
 from recipes.runner.results import write_rows
+from recipes.runner.run_files import tables_of
 from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.tables import class_table
 from tests.support.command_lines import MNIST, typed
@@ -62,7 +63,7 @@ def _evaluate(world_size: int, folder: str) -> tuple[Any, Any]:
     scores = quiet_trainer(**on_ranks(world_size)).validate(recipe, data, verbose=False)
     files = {}
     with tempfile.TemporaryDirectory() as written:
-        for name, table in recipe.tables.items():
+        for name, table in tables_of(recipe.trainer).items():
             write_rows(Path(written, name), table.rows, table.columns)
             files[name] = Path(written, name).read_text()
     return scores, files
@@ -99,7 +100,7 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
         assert Path(name).parent.name == ("dark", "light")[labels[row]]
         if (images[row].float().mean() / 255 > 0.1307) != labels[row]:
             expected[name] = Path(name).parent.name
-    rows = recipe.tables["val_mistakes.csv"].rows
+    rows = tables_of(recipe.trainer)["val_mistakes.csv"].rows
     assert {row["file"]: row["true"] for row in rows} == expected
     assert rows
     digits = MNISTDataModule("digits")
@@ -107,7 +108,7 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
     recipe.network = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     quiet_trainer().validate(recipe, digits, verbose=False)
     labels = digits._parts["train"][1]
-    rows = recipe.tables["val_mistakes.csv"].rows
+    rows = tables_of(recipe.trainer)["val_mistakes.csv"].rows
     assert {row["sample"] for row in rows} < set(digits._rows["val"].tolist())
     assert all(row["true"] == str(int(labels[row["sample"]])) for row in rows)
 
@@ -119,8 +120,8 @@ def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path
     recipe = Bright(num_classes=2)
     data = ImageFolderDataModule("folder", str(tmp_path), image_size=8)
     quiet_trainer().validate(recipe, data, verbose=False)
-    assert isinstance(data._parts["val"][0], Tensor), "they are held in memory"
-    table = recipe.tables["val_mistakes.csv"]
+    assert isinstance(data._held["val"], Tensor), "they are held in memory"
+    table = tables_of(recipe.trainer)["val_mistakes.csv"]
     write_rows(tmp_path / "val.csv", table.rows, table.columns)
     lines = (tmp_path / "val.csv").read_bytes().splitlines()[1:]
     files = [os.fsdecode(line.split(b",")[0]) for line in lines]
@@ -165,15 +166,15 @@ class Contract(Named, DataContract):
 def test_samples_of_a_stock_loader_are_numbered_and_those_without_a_label_left_out():
     recipe = Bright(num_classes=2)
     quiet_trainer().test(recipe, Named(), verbose=False)
-    rows = recipe.tables["test_mistakes.csv"].rows
+    rows = tables_of(recipe.trainer)["test_mistakes.csv"].rows
     assert [(row["sample"], row["true"], row["predicted"]) for row in rows] == [(1, "1", "0"), (4, "0", "1")]
     quiet_trainer().test(recipe, Named(shuffle=True), verbose=False)
-    assert list(recipe.tables) == ["test_per_class.csv"]
+    assert list(tables_of(recipe.trainer)) == ["test_per_class.csv"]
     for names, column in ((6, ["file test 1", "file test 4"]), (5, ["sample 1", "sample 4"])):
         data = Contract()
         data.hparams["names"] = names
         quiet_trainer().test(recipe, data, verbose=False)
-        rows = recipe.tables["test_mistakes.csv"].rows
+        rows = tables_of(recipe.trainer)["test_mistakes.csv"].rows
         assert [f"{name} {row[name]}" for row in rows for name in list(row)[:1]] == column
 
 
@@ -182,7 +183,7 @@ def _test_stock(world_size: int) -> Any:
     data.hparams["names"] = 6
     evaluate_each_sample_once(data, int(os.environ.get("RANK", "0")), world_size)
     quiet_trainer(**on_ranks(world_size)).test(recipe, data, verbose=False)
-    return recipe.tables
+    return tables_of(recipe.trainer)
 
 
 def test_a_stock_loader_has_the_same_tables_on_two_ranks():

@@ -108,7 +108,7 @@ def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None
     with Image.open(tmp_path / "a.png") as image:
         assert min(image.size) > 100
     assert page.out == png.out
-    assert "attention='a.html' is for predict" in refused.err
+    assert "--attention a.html is for predict" in refused.err
     saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     assert "attention" not in {**saved["hyper_parameters"], **saved["config"]}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 
+from datamodules import bundled_digits
 from datamodules.errors import UserError
 from recipes.runner.saved_run import read_run
 
@@ -141,7 +141,7 @@ class Agent:
 
 
 def write_digits(folder: Path) -> None:
-    """Write scikit-learn's digits as images of a user's own, for commands that name a folder of data."""
-    digits = load_digits()
+    """Write the bundled digits as images of a user's own, for commands that name a folder of data."""
+    images, labels = bundled_digits()
     folder.mkdir()
-    np.savez(folder / "digits.npz", images=(digits.images * 15).astype("uint8"), labels=digits.target)
+    np.savez(folder / "digits.npz", images=(images * 240).astype("uint8"), labels=labels)

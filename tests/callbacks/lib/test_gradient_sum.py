@@ -42,6 +42,18 @@ class Choosing(nn.Module):
         return self.layers[3 if inputs.isnan().any() else min(self.number, 2)](inputs.flatten(1))
 
 
+class Complex(nn.Module):
+    """A layer of complex numbers between real ones, laid out in another order than its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(108, 3)
+        self.phases = nn.ParameterList([torch.randn(3, 3, dtype=torch.complex64).T])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.layer(inputs.flatten(1)).to(torch.complex64) @ self.phases[0]).abs()
+
+
 def convolutions() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(32, 3))
@@ -73,8 +85,13 @@ CASES = {
     ),
     "several buckets": Case(ddp={"bucket_cap_mb": 0.001}),
     "unused parameters": Case(Choosing, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    "complex numbers": Case(Complex),
     "frozen parameters": Case(lambda: nn.Sequential(convolutions().requires_grad_(False), nn.Linear(3, 3))),
 }
+
+
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def loss_of(case: Case, model: nn.Module, number: int) -> tuple[Tensor, float | Tensor]:
@@ -170,9 +187,9 @@ def test_it_is_the_mean_over_all_targets_to_the_bit_on_any_number_of_ranks(name:
     for one, expected in zip(alone, plain(case)):
         assert (one is None) == (expected is None)
         if one is not None and expected is not None:
-            rounding = {torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-12}[one.dtype]
-            error = one.double() / (case.scale or 1) - expected
-            assert error.abs().max() <= rounding * expected.abs().max()
+            rounding = {torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-12}[real(one).dtype]
+            error = real(one).double() / (case.scale or 1) - real(expected)
+            assert error.abs().max() <= rounding * real(expected).abs().max()
 
 
 def test_a_scale_changes_no_bit(found: Any) -> None:

@@ -222,7 +222,7 @@ def names_of_lightning() -> set[str]:
     return set().union(*(private_names(file.read_text()) for folder in folders for file in folder.rglob("*.py")))
 
 
-OF_TORCH = {"_iterator", "_check_input_dim"}
+OF_TORCH = {"_iterator", "_check_input_dim", "_version"}
 """Private names of torch's classes that Lightning has, too."""
 
 

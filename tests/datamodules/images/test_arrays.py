@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.images.arrays import images_from_arrays, read_own_images
-from datamodules.images.folders import ImageTree
+from datamodules.images.arrays import from_arrays, read_own_images
 from datamodules.images.known_sets import load_digits
 from datamodules.images.mnist_form import read_digits, read_set
+from datamodules.images.source import Source
 
 Digits = tuple[np.ndarray, np.ndarray]
 PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
@@ -35,7 +35,7 @@ def write_tree(folder: Path, images: np.ndarray, labels: np.ndarray, suffix: str
         Image.fromarray(pixels).save(place / f"{number:03}{suffix}")
 
 
-def _read(tree: ImageTree) -> tuple[Tensor, Tensor]:
+def _read(tree: Source) -> tuple[Tensor, Tensor]:
     """The images to train on in MNIST's form, and their labels."""
     images, labels = tree.parts["train"]
     return read_set(images), labels
@@ -127,21 +127,21 @@ def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(tmp_path
     assert found_labels.tolist() == [0] * 10 + [1] * 10
     assert found[:, 0].max() < 64
     # Dark on light at 28 x 28: the set is inverted.
-    dark, _ = _read(images_from_arrays({"train": (255 - images, labels)}, "dark"))
+    dark, _ = _read(from_arrays({"train": (255 - images, labels)}, "dark"))
     assert np.array_equal(dark.numpy(), images)
     # One image that touches the border does not change those of a set that is light on dark.
     bag = images.copy()
     bag[3] = 200
-    light, _ = _read(images_from_arrays({"train": (bag, labels)}, "light"))
+    light, _ = _read(from_arrays({"train": (bag, labels)}, "light"))
     assert np.array_equal(light.numpy(), bag)
-    channels, _ = _read(images_from_arrays({"train": (np.stack([images] * 3, 1), labels)}, "colour"))
+    channels, _ = _read(from_arrays({"train": (np.stack([images] * 3, 1), labels)}, "colour"))
     assert np.array_equal(channels.numpy(), images)
 
 
 def test_small_images_are_enlarged_light_on_dark(digits: Digits):
     images = np.stack([np.array(Image.fromarray(pixels).crop((4, 4, 24, 24)).resize((8, 8))) for pixels in digits[0]])
     for given in (images, 255 - images):
-        found, _ = _read(images_from_arrays({"train": (given, digits[1])}, "small"))
+        found, _ = _read(from_arrays({"train": (given, digits[1])}, "small"))
         assert found[:, :4].max() == found[:, :, 24:].max() == 0
         assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
         predicted = read_digits([Image.fromarray(pixels) for pixels in given])

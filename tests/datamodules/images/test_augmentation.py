@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import beta
 from torch import Tensor
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
@@ -13,12 +14,14 @@ from datamodules.images.augmentation import (
     AUGMENTATIONS,
     BatchAugmentation,
     Mixing,
-    Normalise,
+    _beta_quantiles,
     adjust_colours,
     shift_and_flip,
 )
+from datamodules.images.crop import Crop, centre_square, crop_box
 from datamodules.images.decoding import resized
-from datamodules.images.reading import BatchReader, Crop, centre_square, crop_box
+from datamodules.images.normalise import Normalise
+from datamodules.images.reading import BatchReader
 from datamodules.loading.worker_loaders import BatchRequest
 
 RANDOM = [name for name in AUGMENTATIONS if name != "none"]
@@ -204,6 +207,16 @@ def test_shares_follow_the_beta_distribution(alpha):
     shares = _mixed(alpha, 0.0, [*range(2000)])[1][:, 0]
     assert float(shares.mean()) == pytest.approx(0.5, abs=0.04)
     assert float(shares.var()) == pytest.approx(0.25 / (2 * alpha + 1), abs=0.02)
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.2, 1.0, 1.5, 8.0, 1000.0])
+def test_quantiles_are_those_of_scipy(alpha):
+    levels = torch.linspace(0, 1, 4097).double().numpy()
+    expected = torch.from_numpy(beta.ppf(levels, alpha, alpha))
+    found = _beta_quantiles(alpha, torch.device("cpu"))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-300)
+    # What an image is mixed with.
+    assert torch.equal(found.float(), expected.float())
 
 
 def test_an_empty_request_gives_an_empty_batch_of_the_right_shape():

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images.decoding import UnreadableImage, load_image
-from datamodules.images.folders import split_by_class
-from datamodules.images.image_folder import ImageFolderDataModule, _normalise
+from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.images.mnist_form import grey_image
+from datamodules.images.normalise import normaliser
+from datamodules.images.source import split_by_class
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -332,7 +333,7 @@ def test_an_image_beyond_pillows_limit_is_unreadable(tmp_path, monkeypatch):
 
 def test_a_cache_that_validation_filled_serves_training(tree):
     data, expected = _data(tree, cache_gb=1), _batches(_data(tree, cache_gb=0))
-    _normalise.cache_clear()
+    normaliser.cache_clear()
     with torch.inference_mode():
         list(data.numbered_batches("train"))
     assert _equal(_batches(data), expected)
@@ -353,8 +354,7 @@ def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
     assert (data.dataset, data.image_size, data.augments) == ("digits", 32, True)
     assert data.sizes == {"train": 1295, "val": 142, "test": 360}
     assert _messages(notes) == [
-        "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; "
-        "pass data_dir='FOLDER' for your own"
+        "no `data_dir`: using the 1,797 bundled digits as small colour images; pass data_dir='FOLDER' for your own"
     ]
     images, _ = next(iter(data.train_dataloader()))
     assert images.shape == (100, 3, 32, 32)

@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.images.known_sets import DATASETS, find_files, load_digits
+from datamodules.images.idx import find_files
+from datamodules.images.known_sets import DATASETS, load_digits
 from datamodules.loading.sampling import epoch_order, split_indices
 from tests.support.tables import quiet_trainer
 
@@ -88,9 +89,6 @@ class Watcher(pl.LightningModule):
 
 
 PLAIN = {"shift": 0, "rotation": 0, "scale": 0}
-
-
-# Files
 
 
 @pytest.mark.parametrize("layout", [".", "MNIST/raw"])
@@ -321,7 +319,7 @@ def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, capl
         quiet_trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
         quiet_trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
     assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
-        "warning: data has no MNIST files: using the 1,797 digits bundled with scikit-learn; "
+        "warning: data has no MNIST files: using the 1,797 bundled digits; "
         "pass data_dir='FOLDER' for MNIST or your own images"
     ]
     assert data.info.title == "scikit-learn digits"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from datamodules.images.decoding import load_image
-from datamodules.images.file_table import FileTable
 from datamodules.images.pixel_cache import PixelCache, delete_unused
 from datamodules.images.reading import ImageFiles
+from datamodules.loading.file_table import FileTable
 from tests.datamodules.images.test_image_folder import write_class
 
 COUNT = 7

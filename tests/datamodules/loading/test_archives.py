@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
-from datamodules.images.folders import ImageTree
-from datamodules.images.lists import find_images
 from datamodules.images.pixel_cache import PixelCache
 from datamodules.images.reading import ImageFiles
+from datamodules.images.source import Source
+from datamodules.images.tables import find_images
 
 LONG = "a long name " * 20 + ".png"
 
@@ -54,7 +54,7 @@ def _zip(folder: Path, target: Path, top: str = "", compression: int = zipfile.Z
     return target
 
 
-def _found(tree: ImageTree, root: Path) -> dict[str, list[tuple[str, int, bytes]]]:
+def _found(tree: Source, root: Path) -> dict[str, list[tuple[str, int, bytes]]]:
     """Each file's path below train and val, its class and its content."""
     found = {}
     for part, (files, targets) in tree.parts.items():

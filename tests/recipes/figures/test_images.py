@@ -3,11 +3,12 @@
 import torch
 from PIL import Image
 
-from datamodules.images.augmentation import Normalise
 from datamodules.images.mnist import MNISTDataModule
+from datamodules.images.normalise import Normalise
 from recipes.figures.images import ImageGrid, displayed
 from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, training_grid
 from recipes.mnist import MNISTClassifier
+from recipes.runner.run_files import figures_of
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
@@ -71,8 +72,9 @@ def _mistakes_of_ranks(world_size: int) -> tuple[list[tuple[str, ...]], bytes]:
     torch.manual_seed(1)
     model = MNISTClassifier(network="classic")
     data = MNISTDataModule(dataset="digits", eval_batch_size=50)
-    quiet_trainer(world_size=world_size).test(model, data, verbose=False)
-    grid = model.figures["mistakes"]
+    trainer = quiet_trainer(world_size=world_size)
+    trainer.test(model, data, verbose=False)
+    grid = figures_of(trainer)["mistakes"]
     assert isinstance(grid, ImageGrid)
     return [tuple(lines) for lines in grid.captions], bytes(grid.images.numpy())
 

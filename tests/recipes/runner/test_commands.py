@@ -145,10 +145,10 @@ def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Pat
     )
     assert plain.status == given.status == 1
     assert plain.err.splitlines()[-1] == (
-        "error: out of memory with batch_size=10: pass a smaller one; a larger `accumulate`, or `global_batch_size`,"
+        "error: out of memory with --batch-size 10: pass a smaller one; a larger --accumulate, or --global-batch-size,"
         " keeps the samples of an update (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
-    assert "with batch_size=5: pass a smaller one; a larger `accumulate`, or" in given.err
+    assert "with --batch-size 5: pass a smaller one; a larger --accumulate, or" in given.err
 
 
 class TwoParts(Points):

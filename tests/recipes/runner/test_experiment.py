@@ -158,31 +158,27 @@ def test_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_pa
     ],
 )
 def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(batch_size, line, tmp_path, capsys):
+    from recipes.runner.classes import Classes
     from recipes.runner.command import Command
-    from recipes.runner.experiment import Classes, build_experiment
+    from recipes.runner.experiment import build_experiment
     from recipes.runner.launch import Launch
     from recipes.runner.resume import ResumePoint
-    from recipes.runner.run import build_parser
-    from recipes.runner.settings import RunSettings
     from recipes.runner.trainer import _global_batch_text
     from tests.recipes.runner.test_resume import save
 
     config = {"batch_size": batch_size, "accumulate": 1, "num_classes": 3, "shade": "grey"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # On one device.
     classes = Classes(Points3, Points, list)
-    parser = build_parser(classes, "prog")
-    values = parser.get_defaults().as_dict() | config
+    parser = classes.parser("prog")
     experiment = build_experiment(
         "fit",
-        RunSettings(**parser.select(values, "Run")),
-        lambda title: parser.select(values, title),
-        values,
-        config,
+        parser.defaults() | config,
+        parser,
         classes,
+        config=config,
         launch=Launch("local", 1, 4),
         point=ResumePoint(checkpoint=last),
         typed=Command("prog"),
-        notes="",
     )
     assert _global_batch_text(experiment) == line
     assert "devices: 1 before, 4 now; the updates and their order stay" in capsys.readouterr().out

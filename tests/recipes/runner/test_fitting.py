@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from callbacks import SeedControl
 from datamodules import MNISTDataModule, UserError
-from recipes import Fitted, MNISTClassifier, fit, run
+from recipes import MNISTClassifier, RunResult, fit, run
 from tests.support.minimal_recipe import Line, Points
 from tests.support.ranks import run_ranks
 
@@ -37,7 +37,7 @@ def _fitted_and_typed(folder: str) -> tuple[bool, list[str]]:
     flags += " --max-epochs 2 --limit-train-batches 3 --batch-size 64"
     run(MNISTClassifier, MNISTDataModule, args=flags.split())
     configs = [Path(f"runs/mnist/{name}/config.yaml").read_text().splitlines() for name in ("called", "typed")]
-    assert set(configs[0]) ^ set(configs[1]) == {"devices: '1'", "devices: auto"}
+    assert set(configs[0]) ^ set(configs[1]) == {"devices: 1", "devices: auto"}
     assert result.folder == Path("runs/mnist/called")
     best = torch.load(result.checkpoint, weights_only=True)["state_dict"]
     assert same(result.model.state_dict(), best)
@@ -51,7 +51,7 @@ def test_the_weights_and_settings_are_those_of_the_command_line(tmp_path: Path) 
     assert {"val/accuracy", "test/accuracy"} <= set(found[1])
 
 
-def _digits(folder: str) -> list[Fitted]:
+def _digits(folder: str) -> list[RunResult]:
     os.chdir(folder)
     digits = load_digits()
     images, labels = digits.images / 16, digits.target
@@ -218,7 +218,7 @@ WRONG = {
     "lr is a object, and settings are": {"lr": object()},
     "expected (images, labels)": {"data": 3},
     "start it as torchrun": {"devices": 2},
-    "--lr x: expected FLOAT": {"lr": "x"},
+    "lr=x: expected FLOAT": {"lr": "x"},
 }
 
 

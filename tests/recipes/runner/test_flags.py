@@ -1,11 +1,19 @@
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 
 from datamodules.errors import UserError
-from recipes.runner.flags import FlagGroup, FlagParser, type_name
+from recipes.runner.flag_help import print_flags
+from recipes.runner.flag_types import type_name
+from recipes.runner.flags import FlagGroup, FlagParser
+
+
+def given(parser: FlagParser, args: list[str]) -> SimpleNamespace:
+    """All settings of a command line, with the defaults."""
+    return SimpleNamespace(**{**parser.defaults(), **parser.parse(args).settings})
 
 
 @dataclass
@@ -47,21 +55,21 @@ def parser() -> FlagParser:
 
 
 def test_classes_share_one_flag_where_they_share_a_name(parser):
-    config = parser.parse(["--seed", "7"]).as_dict()
+    config = {**parser.defaults(), **parser.parse(["--seed", "7"]).typed}
     assert parser.select(config, "Engine")["seed"] == parser.select(config, "Wheels")["seed"] == 7
 
 
 @pytest.mark.parametrize("flag", ["--spare-wheels", "--spare_wheels"])
 def test_dashes_and_underscores_mean_the_same(parser, flag):
-    assert parser.parse([flag, "2"]).spare_wheels == 2
-    assert parser.parse([f"{flag}=3"]).spare_wheels == 3
+    assert given(parser, [flag, "2"]).spare_wheels == 2
+    assert given(parser, [f"{flag}=3"]).spare_wheels == 3
 
 
 @pytest.mark.parametrize(
     ("args", "brakes"), [(["--brakes", "disc"], "disc"), (["--brakes", "--turning"], True), (["--no-brakes"], False)]
 )
 def test_a_switch_may_have_names_as_its_values(parser, args, brakes):
-    assert parser.parse(args).brakes == brakes
+    assert given(parser, args).brakes == brakes
 
 
 @pytest.mark.parametrize(
@@ -74,7 +82,7 @@ def test_a_switch_may_have_names_as_its_values(parser, args, brakes):
     ],
 )
 def test_a_switch_needs_no_value(parser, args, turning, tests):
-    config = parser.parse(args)
+    config = given(parser, args)
     assert (config.turning, config.tests) == (turning, tests)
 
 
@@ -150,14 +158,12 @@ def test_the_last_file_wins_over_the_others_and_the_command_line_over_all(parser
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one").write_text("power: 7\nkind: oil\nspare_wheels: 4\n")
     (tmp_path / "two").write_text("power: 8\nspare_wheels: null\n")
-    config = parser.parse(args.split())
+    config = given(parser, args.split())
     assert (config.power, config.kind, config.spare_wheels) == found
-    typed = parser.typed(args.split())
-    assert {name: config[name] for name in typed if name != "config"} == {n: typed[n] for n in typed if n != "config"}
 
 
 def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser, capsys):
-    parser.print_flags()
+    print_flags(parser)
     lines = capsys.readouterr().out.splitlines()
     assert "  --power FLOAT                   in watts (2.5)" in lines
     assert "  --kind gas|oil                  what burns (gas)" in lines
@@ -176,10 +182,11 @@ def test_a_whole_number_stays_one_where_a_share_is_possible():
             self, limit: float | int | None = None, sizes: float | int = 0.5, every: Interval = None
         ) -> None: ...
 
-    values = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit", "1", "--sizes", "2"])
+    parser = FlagParser([FlagGroup("Trainer", Trainer)])
+    values = given(parser, ["--limit", "1", "--sizes", "2"])
     assert [type(values.limit), type(values.sizes)] == [int, int]
     assert values.limit == 1
-    shares = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit=1.0", "--sizes=0.5", "--every=00:00:30:00"])
+    shares = given(parser, ["--limit=1.0", "--sizes=0.5", "--every=00:00:30:00"])
     assert [type(shares.limit), type(shares.sizes), shares.every] == [float, float, "00:00:30:00"]
 
 
@@ -201,11 +208,10 @@ class Cargo:
 
 def test_a_list_takes_its_values_as_a_shell_expands_a_pattern():
     parser = FlagParser([FlagGroup("Cargo", Cargo)], "prog")
-    assert parser.parse(["--files", "a b.de", "c.de", "--weight", "2"]).files == ["a b.de", "c.de"]
-    assert parser.parse(["--files", "[a.de, c.de]"]).files == ["a.de", "c.de"]
-    assert parser.parse(["--files", "a.de"]).files == "a.de"
+    assert parser.parse(["--files", "a b.de", "c.de", "--weight", "2"]).typed["files"] == ["a b.de", "c.de"]
+    assert parser.parse(["--files", "[a.de, c.de]"]).typed["files"] == ["a.de", "c.de"]
+    assert parser.parse(["--files", "a.de"]).typed["files"] == "a.de"
     with pytest.raises(UserError, match="c"):
         parser.parse(["--weight", "2", "c"])
     # With arguments of its own a command takes all but the first value.
-    parser.add_argument("inputs", nargs="*")
-    assert parser.parse(["--files", "a.de", "c.de"]).inputs == ["c.de"]
+    assert parser.parse(["--files", "a.de", "c.de"], takes_inputs=True).inputs == ["c.de"]

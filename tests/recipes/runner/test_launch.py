@@ -143,9 +143,9 @@ def test_a_worker_takes_its_place_from_the_agent_and_its_flags_are_those_of_the_
         ),
         ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
         ({}, {"nodes": "4:2"}, "num_nodes=4:2: expected a number of nodes, or MIN:MAX as in 1:4"),
-        ({}, {"devices": 9999}, "--devices 9999 starts 9999 processes on"),
+        ({}, {"devices": 9999}, "devices=9999 starts 9999 processes on"),
         ({}, {"devices": "0,1"}, "names devices by number, and the processes of a CPU have none: python -m r --lr 0.1"),
-        ({}, {"devices": 0}, "--devices 0 requests none; pass 1 or more, auto, or indices such as 0,1"),
+        ({}, {"devices": 0}, "devices=0 requests none; pass 1 or more, auto, or indices such as 0,1"),
         ({}, {"here": Machine("cuda", 0)}, "there is no cuda device here: python -m r --lr 0.1"),
         (by_torchrun(1)[0], {"devices": 4}, "decides: torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
         (by_torchrun(1)[0], {"master_port": 9}, "pass --master-port 9 to torchrun itself, or leave it out: torchrun"),
@@ -181,5 +181,5 @@ def test_an_update_that_the_devices_cannot_share_is_refused_before_they_start():
         check_shared_update(Launch("local", 1, devices), samples, batch_size)
     with pytest.raises(UserError, match="of 100 has 1 micro-batches of 256, and there are 2 devices: .* of 50 or less"):
         check_shared_update(Launch("local", 1, 2), 100, 256)
-    with pytest.raises(UserError, match="--num-nodes 1:4 lets the number of devices change.* pass --global-batch-size"):
+    with pytest.raises(UserError, match="num_nodes=1:4 lets the number of devices change.* pass `global_batch_size`"):
         check_shared_update(Launch("manual", 4, 1, min_nodes=1), None, 256)

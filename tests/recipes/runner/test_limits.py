@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.runner.limits import CheckLimits, limits_per_device, micro_batches_of_update
+from recipes.optimization import refuse_plateau_by_time
+from recipes.runner.limits import limits_per_device, micro_batches_of_update
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 
@@ -64,8 +65,9 @@ def fit(
     samples = torch.linspace(-1, 1, batches).unsqueeze(1)
     loader: Any = DataLoader(TensorDataset(samples, samples), batch_size=1)
     accumulation = GradientAccumulation(steps)
+    check = LambdaCallback(on_train_start=lambda trainer, _: refuse_plateau_by_time(trainer))
     options = {"max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0} | options
-    trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, CheckLimits(), *more])
+    trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, check, *more])
     module = module or Scored()
     validation = DataLoader(TensorDataset(samples[:1], samples[:1]))
     trainer.fit(module, loader, validation, ckpt_path=ckpt_path, weights_only=True)

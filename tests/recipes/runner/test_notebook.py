@@ -44,7 +44,9 @@ def test_a_notebook_shows_one_bar_a_table_and_the_curves(tmp_path: Path) -> None
     assert run.count("<svg") == 3
     assert "<progress" not in "".join(shown), "bars go when they are full"
     (output,) = result
-    assert re.fullmatch(r"<Fitted mnist: val accuracy [\d.]+ %, .*; runs/mnist/[\d_-]+>", output["data"]["text/plain"])
+    assert re.fullmatch(
+        r"<RunResult mnist: val accuracy [\d.]+ %, .*; runs/mnist/[\d_-]+>", output["data"]["text/plain"]
+    )
     assert output["data"]["text/html"].count("<svg") == 3
     assert count[0]["data"]["text/plain"] == "360"
     (failed,) = [output for output in error if output["output_type"] == "error"]

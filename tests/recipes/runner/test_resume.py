@@ -13,16 +13,16 @@ import torch
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import MNISTDataModule, UserError
 from recipes.mnist import MNISTClassifier
+from recipes.runner import merging
 from recipes.runner import resume as rule
-from recipes.runner import saved_run
-from recipes.runner.experiment import Classes
+from recipes.runner.classes import Classes, marks_of
 from recipes.runner.folder import locked
 from recipes.runner.resume import ResumePoint, launch_name, start_from
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
 
-FREE = Classes(MNISTClassifier, MNISTDataModule, tuple).free_settings
-describe_differences = partial(saved_run.describe_differences, free=FREE)
+FREE = marks_of(Classes(MNISTClassifier, MNISTDataModule).parser()).free
+describe_differences = partial(merging.describe_differences, free=FREE)
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
 
 
@@ -98,12 +98,12 @@ def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_p
 
 def test_differences_name_each_setting_and_leave_out_what_may_differ():
     config = {"seed": 2, "lr": 0.1, "dataset": "auto", "batch_size": 8, "max_epochs": 9, "new_flag": 1}
-    assert describe_differences(CONFIG, config) == ["--seed is 2, and 1 in the checkpoint"]
+    assert describe_differences(CONFIG, config) == ["`seed` is 2, and 1 in the checkpoint"]
     assert describe_differences({"sizes": (1, 2), "path": "data"}, {"sizes": [1, 2], "path": "./data/"}) == []
     assert describe_differences({"val_file": ["a/x.gz", "y"]}, {"val_file": ["~/b/x.gz", "/y"]}) == []
     assert len(describe_differences({"val_file": "a/x.gz"}, {"val_file": "a/y.gz"})) == 1
     assert len(describe_differences(CONFIG, CONFIG | {"lr": 0.2, "dataset": "mnist"})) == 2
-    assert describe_differences(CONFIG, CONFIG | {"accumulate": 2}) == ["--accumulate is 2, and 1 in the checkpoint"]
+    assert describe_differences(CONFIG, CONFIG | {"accumulate": 2}) == ["`accumulate` is 2, and 1 in the checkpoint"]
 
 
 def test_the_size_of_an_update_is_read_where_it_is_known(tmp_path):
@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_on
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
-    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass --resume auto"):
+    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass resume=auto"):
         find_resume_point(str(last), None, tmp_path, CONFIG, {})
 
 

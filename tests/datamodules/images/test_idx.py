@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from sklearn.datasets import load_digits as digits_of_scikit_learn
+from sklearn.model_selection import train_test_split
 
 from datamodules.errors import UserError
-from datamodules.images.known_sets import check_images_and_labels, read_idx
+from datamodules.images.idx import check_pair, read_idx
+from datamodules.images.known_sets import bundled_digits, load_digits
+from datamodules.images.labels import check_labels
 from tests.datamodules.images.test_mnist import idx
 
 IMAGES = torch.arange(5 * 28 * 28).remainder(251).to(torch.uint8).reshape(5, 28, 28)
@@ -46,15 +50,35 @@ def test_a_damaged_file_is_refused_with_its_name_and_the_reason(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("images", "labels", "num_classes", "reason"),
+    ("images", "labels", "reason"),
     [
-        (IMAGES, LABELS[:4], 10, "^images holds 5 images and labels 4 labels$"),
-        (IMAGES, LABELS, 4, r"^label 4 at row 2 of labels is outside 0\.\.3 \(2 of 5 .*num_classes=6"),
-        (IMAGES[:, :27], LABELS, 10, "^images holds images of 27 x 28, expected 28 x 28$"),
+        (IMAGES, LABELS[:4], "^images holds 5 images and labels 4 labels$"),
+        (IMAGES[:, :27], LABELS, "^images holds images of 27 x 28, expected 28 x 28$"),
     ],
 )
-def test_images_and_labels_that_contradict_are_refused(images, labels, num_classes: int, reason: str):
-    # As uint8, 256 classes would be none.
-    check_images_and_labels(IMAGES, LABELS, 256, "images", "labels")
+def test_images_and_labels_that_contradict_are_refused(images, labels, reason: str):
+    check_pair(IMAGES, LABELS, "images", "labels")
     with pytest.raises(UserError, match=reason):
-        check_images_and_labels(images, labels, num_classes, "images", "labels")
+        check_pair(images, labels, "images", "labels")
+
+
+def test_labels_beyond_the_classes_are_refused_by_row():
+    reason = r"^label 4 at row 2 of labels is outside 0\.\.3 \(2 of 5 .*num_classes=6"
+    with pytest.raises(UserError, match=reason):
+        check_labels(LABELS.long(), 4, "labels")
+
+
+def test_the_bundled_digits_are_those_of_scikit_learn():
+    expected = digits_of_scikit_learn()
+    images, labels = bundled_digits()
+    assert images.dtype == "float64"
+    assert (images * 16 == expected.images).all()
+    assert (labels == expected.target).all()
+    numbers = range(len(labels))
+    train, test = train_test_split(numbers, test_size=0.2, random_state=0, stratify=expected.target)
+    for part, rows in (("train", train), ("test", test)):
+        assert load_digits()[part][1].tolist() == expected.target[rows].tolist()
+        # The pixels of an image in its middle; bilinear resizing leaves the sum of none of them as it is.
+        means = load_digits()[part][0].double().mean((1, 2))
+        order = torch.from_numpy(expected.images[rows]).mean((1, 2))
+        assert torch.corrcoef(torch.stack([means, order]))[0, 1] > 0.999

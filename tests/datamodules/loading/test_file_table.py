@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from datamodules.images.file_table import FileTable
+from datamodules.loading.file_table import FileTable
 
 NAMES = ["b/\u00e4 \U0001f41c.jpg", "a/1.jpg", "odd \udcff.png", "", "a/10.jpg"]
 

@@ -1,4 +1,4 @@
-"""The pictures of a run as files, ``figures/NAME.png``, and in the loggers that take images."""
+"""What a run writes of itself while it trains: pictures as ``figures/NAME.png``, and the page of an interrupted run."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -8,12 +8,33 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.writing import best_effort, whole_or_nothing
 from datamodules.loading.updates import micro_batches
 from recipes.figures.images import Picture
 from recipes.runner.loggers import LoggedImage, log_images
+from recipes.runner.results import RESULTS, Stopwatch
+from recipes.tables import Table
 
 FIGURES = "figures"
+
+
+def figures_of(trainer: pl.Trainer) -> dict[str, Picture]:
+    """The ``figures`` of the recipe and of the callbacks, by name."""
+    return _collected(trainer, "figures")
+
+
+def tables_of(trainer: pl.Trainer) -> dict[str, Table]:
+    """The ``tables`` of the recipe and of the callbacks, by the name of their file."""
+    return _collected(trainer, "tables")
+
+
+def _collected(trainer: pl.Trainer, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for owner in (trainer.lightning_module, *callbacks_of(trainer)):
+        mine = getattr(owner, name, None)
+        found |= mine if isinstance(mine, Mapping) else {}
+    return found
 
 
 def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Trainer) -> None:
@@ -31,24 +52,34 @@ def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Tra
     log_images(trainer.loggers, images, trainer.global_step)
 
 
-class RunPictures(pl.Callback):
+class RunFiles(Stopwatch):
     """Saves pictures of the first batch of training at once, and writes the page of a run that is interrupted.
 
-    Runs on: the first batch of training, and `on_exception`; on rank 0.
+    `figures` are those pictures. It measures the run, too, as `Stopwatch`.
+
+    Runs on: the start and the first batch of training, and `on_exception`; on rank 0.
 
     Args:
+        started_at: `time.monotonic` when the program was started.
         folder: of the run.
-        write_page: writes the page of a run that has not finished, given how it ended.
+        write_page: writes the page of a run that has not finished, given the Trainer, this object, and how it ended.
     """
 
-    def __init__(self, folder: Path, write_page: Callable[[pl.Trainer, str], None]) -> None:
+    def __init__(self, started_at: float, folder: Path, write_page: Callable[[pl.Trainer, Any, str], None]) -> None:
+        super().__init__(started_at)
         self.folder = folder
-        self.write_page = write_page
+        self.figures: dict[str, Picture] = {}
+        self._write_page = write_page
         self._has_batch = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._has_batch = not trainer.is_global_zero
+        # A folder holds results.json exactly where its run has finished.
+        if trainer.is_global_zero and (self.folder / RESULTS).is_file():
+            with best_effort("the results of the shorter training"):
+                (self.folder / RESULTS).replace(self.folder / "results-before.json")
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -56,9 +87,8 @@ class RunPictures(pl.Callback):
             return
         self._has_batch = True
         with best_effort("pictures of the training data"):
-            pictures = pl_module.training_figures(micro_batches(batch)[0])
-            pl_module.figures_of_training = pictures
-            save_pictures(self.folder, pictures, trainer)
+            self.figures = pl_module.training_figures(micro_batches(batch)[0])
+            save_pictures(self.folder, self.figures, trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -67,4 +97,4 @@ class RunPictures(pl.Callback):
             for logger in trainer.loggers:
                 logger.save()  # The curves are in metrics.csv.
             with best_effort("report.html"):
-                self.write_page(trainer, f"interrupted by {name} after {trainer.global_step:,} updates")
+                self._write_page(trainer, self, f"interrupted by {name} after {trainer.global_step:,} updates")

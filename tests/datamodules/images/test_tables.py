@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
-from datamodules.images.lists import class_order, find_images, holds_images
+from datamodules.images.labels import class_order
+from datamodules.images.tables import find_images, holds_images
 
 NAMES = ("ant", "bee")
 

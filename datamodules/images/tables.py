@@ -2,16 +2,18 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from datamodules.errors import UserError
-from datamodules.images.file_table import FileTable
-from datamodules.images.folders import PARTS, ImageTree, find_parts, images_below, is_archive, open_place, scan_tree
+from datamodules.images.folders import PART_NAMES, find_parts, from_folder, images_below, open_place
+from datamodules.images.labels import check_classes, class_order, same_name
+from datamodules.images.source import PARTS, Samples, Source
+from datamodules.loading.archives import is_archive
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.text_files import Faults, csv_rows, iter_lines, text_suffix
 
 _SUFFIXES = (".csv", ".tsv", ".txt")
@@ -21,14 +23,6 @@ _NAMES = {
     "part": ("split", "part", "set"),
 }
 """What the columns of a table are called."""
-
-
-def class_order(names: Iterable[str]) -> tuple[str, ...]:
-    """The distinct names of classes, sorted; numbers as such, so that the label 10 comes after 9."""
-    distinct = set(names)
-    if all(name.isascii() and name.isdigit() for name in distinct):
-        return tuple(sorted(distinct, key=lambda name: (int(name), name)))
-    return tuple(sorted(distinct))
 
 
 @dataclass
@@ -55,7 +49,7 @@ class _List:
         elif file in of_part:
             reason = "of a file that was listed before"
         else:
-            of_part[file] = number, label
+            of_part[file] = number, same_name(label)
             return
         self.faults.add(reason, [number])
 
@@ -79,7 +73,7 @@ def _read_list(path: Path, part: str) -> _List:
     listed = _List(path, part)
     rows = [(number, cells) for number, cells in csv_rows(iter_lines(path), listed.faults) if any(cells)]
     places = _find_columns(path, rows.pop(0)[1] if rows else [])
-    part_names = {known: part for part, names in PARTS.items() for known in names}
+    part_names = {known: part for part, names in PART_NAMES.items() for known in names}
     listed.read = len(rows) + len(listed.faults)
     for number, cells in rows:
         cells += [""] * (max(places.values()) + 1 - len(cells))
@@ -94,11 +88,11 @@ def _list_files(place: Path) -> dict[str, Path]:
     if place.is_file():
         if text_suffix(place) not in _SUFFIXES:
             return {}
-        if place.stem.lower() not in PARTS["train"]:
+        if place.stem.lower() not in PART_NAMES["train"]:
             return {"train": place}
         folder, suffixes = place.parent, [place.suffix]
     found: dict[str, Path] = {}
-    for part, names in PARTS.items():
+    for part, names in PART_NAMES.items():
         files = [folder / f"{name}{suffix}" for name in names for suffix in suffixes]
         files = [file for file in files if file.is_file()]
         if len(files) > 1:
@@ -110,9 +104,12 @@ def _list_files(place: Path) -> dict[str, Path]:
     return found if "train" in found else {}
 
 
-def _read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | None = None) -> ImageTree:
-    """The images of lists, with what is wrong in them by line; `on_faults` as of `find_images`."""
-    lists, notes = [_read_list(path, part) for part, path in files.items()], []
+def from_table(files: dict[str, Path], on_faults: Literal["error", "skip"] | None = None) -> Source:
+    """The images that tables list, with what is wrong in them by line; `on_faults` as of `find_images`."""
+    lists = [_read_list(path, part) for part, path in files.items()]
+    notes: list[str] = []
+    left_out: Counter[str] = Counter()
+    rows: dict[str, dict[str, tuple[int, str]]] = {part: {} for part in PARTS}
     for one in lists:
         if one.part == "test" and not any(one.rows.values()) and set(one.faults.lines) == {"without a label"}:
             notes.append(f"{one.path} is not used: it has no labels")
@@ -120,29 +117,33 @@ def _read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | No
             hint = f"; expected columns such as path,label, and paths relative to {one.path.parent}"
             note = one.faults.settle(on_faults or "error", str(one.path), one.read, on_faults and "on_corrupt", hint)
             notes.append(note)
-    where, left_out = " and ".join(str(one.path) for one in lists), Counter[str]()
-    for one in lists:
-        left_out.update({reason: len(at) for reason, at in one.faults.lines.items()})
-    rows = {part: {file: row for one in lists for file, row in one.rows.get(part, {}).items()} for part in PARTS}
+        left_out.update({reason: len(lines) for reason, lines in one.faults.lines.items()})
+        for part, of_part in one.rows.items():
+            if part:
+                rows[part] |= of_part
+    where = " and ".join(str(one.path) for one in lists)
     classes = class_order(label for _, label in rows["train"].values())
-    if len(classes) < 2:
-        what = f"images of one class only, {classes[0]}" if classes else "no image to train on"
-        raise UserError(f"{where} lists {what}; expected CSV with path,label")
-    numbers, parts = {name: number for number, name in enumerate(classes)}, {}
+    numbers = {name: number for number, name in enumerate(classes)}
+    for of_part in rows.values():
+        for line, label in of_part.values():
+            if label not in numbers and classes:
+                known = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
+                raise UserError(
+                    f"{where}: a part holds classes that train has no image of, such as {label} in line {line};"
+                    f" expected only {known}"
+                )
+    by_part = {part: {label for _, label in of_part.values()} for part, of_part in rows.items() if of_part}
+    notes += check_classes({"train": classes, **by_part}, f"{where} lists", "expected CSV with path,label")
+    parts: dict[str, Samples] = {}
     for part, of_part in rows.items():
-        if unknown := [(line, label) for line, label in of_part.values() if label not in numbers]:
-            raise UserError(
-                f"{where}: {part} holds classes that train has no image of, such as {unknown[0][1]} in line"
-                f" {unknown[0][0]}; expected only {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}"
-            )
         if part != "train" and (both := rows["train"].keys() & of_part.keys()):
             notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")
         if of_part:
-            parts[part] = FileTable(of_part), torch.tensor([numbers[label] for _, label in of_part.values()])
-    return ImageTree(classes, parts, notes, dict(left_out))
+            parts[part] = Samples(FileTable(of_part), torch.tensor([numbers[label] for _, label in of_part.values()]))
+    return Source(classes, parts, notes=notes, left_out=dict(left_out))
 
 
-def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = None) -> ImageTree:
+def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = None) -> Source:
     """The images in class folders, or in lists where there are no folders train, val and test with classes.
 
     Args:
@@ -150,15 +151,18 @@ def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = 
             an error for a data module without it.
 
     Raises:
-        UserError: there is nothing to train on, or rows cannot be used; see `scan_tree`, too.
+        UserError: there is nothing to train on, or rows cannot be used; see `from_folder`, too.
     """
     place = Path(place)
     if place.is_file() and (files := _list_files(place)):
-        return _read_lists(files, on_faults)
-    opened = open_place(place)
-    if place.is_dir() and not find_parts(opened[0]) and (files := _list_files(place)):
-        return _read_lists(files, on_faults)
-    return scan_tree(place, *opened)
+        source = from_table(files, on_faults)
+    else:
+        opened = open_place(place)
+        if place.is_dir() and not find_parts(opened[0]) and (files := _list_files(place)):
+            source = from_table(files, on_faults)
+        else:
+            source = from_folder(place, opened)
+    return replace(source, title=place.resolve().name)
 
 
 def holds_images(place: Path) -> bool:

@@ -1,0 +1,84 @@
+"""Checks as training begins that optimiser and schedule of a recipe are those of its parameters, and fit the run."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from callbacks.lib.rates import schedule_of
+from callbacks.lib.updates import total_updates, updates_made
+from datamodules.errors import UserError
+from datamodules.notes import warn
+from recipes.optim import optimizer_class
+from recipes.schedules import ENDS_AT_0, settings_of
+
+
+class CheckOptimization(pl.Callback):
+    """Checks optimiser and schedule of a recipe, and shows the rates of the first update to other callbacks.
+
+    Runs on: `on_train_start`.
+
+    Raises:
+        UserError: the schedule follows a score, and nothing is validated, or at times that are no updates; or it has no
+            milestones in this run.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        refuse_plateau_by_time(trainer)
+        _check_optimizer(trainer, pl_module)
+        _check_schedule(trainer, pl_module)
+        for optimizer in trainer.optimizers:
+            if schedule := schedule_of(optimizer, trainer):
+                schedule.set_rates(updates_made(trainer))
+
+
+def refuse_plateau_by_time(trainer: pl.Trainer) -> None:
+    """Refuse a schedule that follows the score of each epoch in a run that validates by time.
+
+    Raises:
+        UserError: ``val_check_interval`` is a time, and ReduceLROnPlateau would step by a score that is not new.
+    """
+    # Lightning sets the attribute only where it is not a time.
+    by_time = getattr(trainer, "val_check_interval", None) is None
+    if by_time and any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        raise UserError(
+            "schedule='plateau' follows the score of each epoch, and `val_check_interval` is a time; pass a number of"
+            " updates or a share of an epoch"
+        )
+
+
+def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
+    """Log where `configure_optimizers` has built another optimiser than the parameters name, or no schedule."""
+    if not trainer.optimizers:
+        return
+    name = recipe.hparams.optimizer
+    built = type(trainer.optimizers[0])
+    if not issubclass(built, optimizer_class(name)):
+        of_torch = built.__module__.startswith("torch.optim")
+        path = built.__name__.lower() if of_torch else f"{built.__module__}.{built.__name__}"
+        warn(
+            "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
+            " rate; call build_optimizer(parameters, self), or pass optimizer=%r",
+            built.__name__,
+            name,
+            path,
+        )
+    elif not trainer.lr_scheduler_configs:
+        warn(
+            "note: configure_optimizers() built no schedule, and schedule=%r is saved with the run; return"
+            " build_schedule(optimizer, self)",
+            recipe.hparams.schedule,
+        )
+
+
+def _check_schedule(trainer: pl.Trainer, recipe: Any) -> None:
+    """Refuse a schedule that the run cannot follow, and say where it has no end to lead to."""
+    settings = settings_of(recipe)
+    followed = recipe.monitor if settings.schedule == "plateau" else ""
+    if followed.startswith("val/") and not trainer.enable_validation:
+        raise UserError(f"schedule='plateau' follows {followed}, and this run validates nothing; pass another schedule")
+    settings.factor(1, trainer)
+    if math.isinf(total_updates(trainer)) and settings.schedule in ENDS_AT_0:
+        warn(f"the run has no end, so schedule={settings.schedule!r} stays at its peak")

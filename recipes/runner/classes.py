@@ -1,0 +1,89 @@
+"""The classes that a command works with, and the flags that follow from their constructors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback
+
+from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
+from recipes.base import Recipe
+from recipes.runner.flags import FlagGroup, FlagParser
+from recipes.runner.launch import LaunchSettings
+from recipes.runner.merging import Marks
+from recipes.runner.settings import NullEnds, OfMachine, RunSettings, TrainerSettings
+
+_INPUTS = "predict_inputs"
+"""The parameter of a data module that takes the arguments of predict, which are no flag."""
+
+
+def takes_inputs(data_class: type[pl.LightningDataModule]) -> bool:
+    """Whether a data module's constructor takes the arguments of the predict command."""
+    return _INPUTS in ArgumentParser(exit_on_error=False).add_class_arguments(data_class)
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes that a command line is made for.
+
+    Args:
+        recipe: what to train.
+        data: what to train on: a class, or a data module that `recipes.fit` was given.
+        callbacks: makes further callbacks for the Trainer, new ones at each call.
+        samples: in memory, which the data module takes; None where it reads its own.
+    """
+
+    recipe: type[Recipe]
+    data: type[pl.LightningDataModule] | pl.LightningDataModule
+    callbacks: Callable[[], Sequence[Callback]] = tuple
+    samples: Any = None
+
+    @property
+    def data_class(self) -> type[pl.LightningDataModule]:
+        """The class of the data module."""
+        return self.data if isinstance(self.data, type) else type(self.data)
+
+    def build_data(self, options: Mapping[str, Any]) -> pl.LightningDataModule:
+        """A data module, with the samples that were given in memory."""
+        if not isinstance(self.data, type):
+            return self.data
+        data = self.data(**options)
+        if self.samples is not None:
+            data_contract(data).take_samples(self.samples)
+        return data
+
+    def parser(self, program: str = "") -> FlagParser:
+        """The flags: every parameter of the two constructors and of the run."""
+        # The settings of a data module that was given are its own.
+        of_data = [FlagGroup("Data", self.data, frozenset({_INPUTS}))] if isinstance(self.data, type) else []
+        groups = [
+            FlagGroup("Run", RunSettings),
+            FlagGroup("Trainer", TrainerSettings),
+            *of_data,
+            FlagGroup("Recipe", self.recipe),
+            FlagGroup("Launch", LaunchSettings),
+        ]
+        parser = FlagParser(groups, program)
+        parser.set_defaults(self.recipe.trainer_defaults)
+        return parser
+
+    def with_inputs(self, options: dict[str, Any], inputs: Sequence[str]) -> dict[str, Any]:
+        """The arguments of the data module with the inputs of predict."""
+        return options | ({_INPUTS: list(inputs)} if inputs else {})
+
+
+def marks_of(parser: FlagParser) -> Marks:
+    """Which flags are special."""
+    return Marks(
+        free=parser.marked(Free) | USUALLY_FREE,
+        one_call=parser.marked(OneCall) | {_INPUTS},
+        of_machine=parser.marked(OfMachine),
+        null_ends=parser.marked(NullEnds),
+    )
+
+
+def free_parameters(classes: Classes) -> frozenset[str]:
+    """Parameters of recipe and data that do not make the experiment."""
+    return marked_parameters(classes.recipe, Free) | marked_parameters(classes.data_class, Free) | USUALLY_FREE

@@ -1,0 +1,87 @@
+"""The commands validate, test and predict."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datamodules.contract import data_contract
+from datamodules.errors import RunFailedError, UserError
+from recipes.prediction import all_rows, prediction_table
+from recipes.runner.experiment import Experiment
+from recipes.runner.guards import guarded
+from recipes.runner.report import print_rows, print_scores
+from recipes.runner.results import write_rows
+from recipes.runner.run_files import tables_of
+from recipes.runner.trainer import build_trainer
+from recipes.runner.training import merged
+from recipes.tables import Table
+from recipes.weights import load_initial_weights
+
+
+def evaluate(experiment: Experiment, step: str) -> None:
+    """Validate, test or predict with a checkpoint.
+
+    Args:
+        step: the method of the recipe that does it.
+    """
+    recipe = experiment.recipe
+    data = experiment.data
+    ckpt = experiment.run.ckpt
+    predicts = experiment.command == "predict"
+    trainer = build_trainer(experiment, experiment.callbacks())
+    # Lightning converts the module after it has loaded a checkpoint, whose float64 float32 would have rounded.
+    trainer.precision_plugin.convert_module(recipe)
+    if ckpt is None:
+        load_initial_weights(recipe, exact=True)
+    rows: Sequence[dict[str, Any]]
+    with guarded(trainer, experiment, restores=ckpt):
+        if predicts:
+            outputs = trainer.predict(recipe, data, ckpt_path=ckpt, weights_only=True)
+            rows = all_rows(recipe, outputs or [], data_contract(data))
+        else:
+            score = trainer.validate if experiment.command == "validate" else trainer.test
+            found = score(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False)
+            rows = [merged(found)] if found else []
+    if not rows:
+        raise UserError(f"there is nothing to {experiment.command}: the data have no such part, or it is empty")
+    if not any(rows):
+        raise UserError(f"{step} of {type(recipe).__name__} logs no score; call self.log(NAME, VALUE) in it")
+    if not trainer.is_global_zero:
+        return
+    tables = tables_of(trainer)
+    problem = _write(experiment, rows, tables)
+    if predicts:
+        print_rows(prediction_table(rows))
+    else:
+        print_scores(rows[0], tables, {} if problem else _files_of(experiment, tables))
+    if problem:
+        raise RunFailedError(f"{experiment.run.output} could not be written: {problem}")
+    if predicts and (unreadable := list(data_contract(data).unreadable_inputs.values())):
+        total = len(data_contract(data).prediction_names)
+        raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
+
+
+def _files_of(experiment: Experiment, tables: Mapping[str, Table]) -> dict[str, Path]:
+    """Where the tables go, beside ``--output``; nothing without it."""
+    if not experiment.run.output:
+        return {}
+    output = Path(experiment.run.output)
+    return {name: output.with_name(f"{output.stem}_{name}") for name in tables}
+
+
+def _write(experiment: Experiment, rows: Sequence[dict[str, Any]], tables: Mapping[str, Table]) -> str:
+    """Write ``--output`` and the tables beside it; returns why it could not be done, or nothing."""
+    if not experiment.run.output:
+        return ""
+    output = Path(experiment.run.output)
+    text = experiment.recipe.prediction_columns[1:2]
+    content: Any = rows if experiment.command == "predict" else rows[0]
+    if output.suffix == ".txt":
+        content = [{name: row[name] or "" for name in text} for row in rows]
+    try:
+        write_rows(output, content, text if output.suffix == ".txt" else None)
+        for name, path in _files_of(experiment, tables).items():
+            write_rows(path, tables[name].rows, tables[name].columns)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,160 @@
+"""What a command line asks for: a command with its settings, or a text such as the help."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from datamodules.errors import UserError
+from recipes.base import Recipe
+from recipes.runner.flag_help import help_width, print_columns, print_flags, without_markup
+from recipes.runner.flags import FlagParser, Given
+from recipes.runner.hints import nearest
+from recipes.runner.merging import as_plain
+from recipes.runner.report import check_output
+from recipes.version import __version__
+
+COMMANDS = {
+    "fit": "train, then test the best checkpoint (the default)",
+    "validate": "score a checkpoint on the validation part",
+    "test": "score a checkpoint on the test set",
+    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
+    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
+    "export": "write the network of a checkpoint for other programs, and verify the file",
+}
+SCORING = ("validate", "test")
+"""The commands that take weights alone, too."""
+_HELP = {"-h", "--help", "--help-all", "--help_all"}
+_PRINT_CONFIG = {"--print-config", "--print_config"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command with its settings.
+
+    Args:
+        command: one of `COMMANDS`.
+        given: its settings, and the inputs of predict.
+        folder: of the run that verify trains again.
+    """
+
+    command: str
+    given: Given
+    folder: Path | None = None
+
+
+def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) -> Request | None:
+    """Read a command line; one that asks for a text is answered here.
+
+    Returns:
+        The command to carry out; None where nothing is left to do.
+    """
+    command, rest = _command(args)
+    folder = None
+    if command == "verify" and rest and not rest[0].startswith("-"):
+        folder = Path(rest.pop(0))
+    if asked := _HELP & set(rest):
+        _print_help(parser, recipe, everything=any(arg.endswith("all") for arg in asked))
+        return None
+    if "--version" in rest:
+        print(f"lightning-recipes {__version__}")  # noqa: T201
+        return None
+    given = parser.parse([arg for arg in rest if arg not in _PRINT_CONFIG], takes_inputs=command == "predict")
+    if _PRINT_CONFIG & set(rest):
+        settings = as_plain({**parser.defaults(), **given.settings})
+        print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
+        return None
+    return Request(command, given, folder)
+
+
+def _command(args: Sequence[str]) -> tuple[str, list[str]]:
+    """The command, and what follows it."""
+    rest = list(args)
+    command = rest.pop(0) if rest and rest[0] in COMMANDS else "fit"
+    if rest and not rest[0].startswith("-") and command not in ("predict", "verify"):
+        if rest[0] in COMMANDS:
+            raise UserError(f"{command} and {rest[0]} are two commands; pass one of them")
+        hint = nearest(rest[0], COMMANDS) or f"; expected one of {', '.join(COMMANDS)}, or a flag"
+        raise UserError(f"unknown command {rest[0]!r}{hint}")
+    return command, rest
+
+
+def _print_help(parser: FlagParser, recipe: type[Recipe], everything: bool) -> None:
+    width = help_width()
+    summary = without_markup((recipe.__doc__ or "").strip().splitlines()[0])
+    usage = f"usage: {parser.prog} [{'|'.join(COMMANDS)}] [flags]"
+    lines = textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False)
+    print("\n".join([*lines, "", *textwrap.wrap(summary, width), ""]))  # noqa: T201
+    print_columns("Commands", COMMANDS, width)
+    print_flags(parser, everything)
+    rest = {} if everything else {"--help-all": "all flags, with their full texts"}
+    settings = {
+        "--config FILE": "YAML file of settings; the last wins, and what is typed wins over all",
+        "--print-config": "print all settings as such a file, and exit",
+        "--version": "print the version, and exit",
+    }
+    print()  # noqa: T201
+    print_columns("Settings (--no-NAME is the same as --NAME false)", rest | settings, width)
+    checkpoint = f"runs/{recipe.title}/NAME/checkpoints/best.ckpt"
+    print(f"\nExamples:\n  {parser.prog} --max-epochs 2 --name first")  # noqa: T201
+    print(f"  {parser.prog} test --ckpt {checkpoint}")  # noqa: T201
+
+
+def _refuse(*rules: tuple[Any, str]) -> None:
+    """Refuse with the message of the first rule whose condition holds."""
+    for holds, message in rules:
+        if holds:
+            raise UserError(message)
+
+
+def check_request(
+    request: Request, settings: Mapping[str, Any], recipe: type[Recipe], data_name: str, takes_inputs: bool
+) -> None:
+    """Refuse flags that the command does not use, and a command without what it needs.
+
+    Args:
+        settings: what was given, and defaults.
+        data_name: of the class of the data module.
+        takes_inputs: whether its constructor takes those of predict.
+    """
+    command = "fit" if request.command == "verify" else request.command
+    fits = command == "fit"
+    predicts = command == "predict"
+    ckpt = settings["ckpt"]
+    output = settings["output"]
+    bare = ", or --weights FILE, weights alone" if command in SCORING else ""
+    _refuse(
+        (
+            ckpt and "weights" in request.given.typed,
+            "--ckpt and --weights are two sources of weights; leave one of them out",
+        ),
+        (
+            fits and settings["limit_train_batches"] == 0,
+            "limit_train_batches=0 trains nothing; max_epochs=0 scores the initial weights",
+        ),
+        (
+            command != "export" and settings["format"] is not None,
+            "--format is for export; a run writes its own checkpoints, and the others go by the suffix of --output",
+        ),
+        (fits and ckpt, "fit begins with new weights; pass --resume FILE to resume from a checkpoint"),
+        (fits and output, "fit writes results.json into its run's folder; --output is for the other commands"),
+        (not fits and settings["resume"], f"--resume continues training; pass --ckpt FILE to {command}"),
+        (
+            predicts and request.given.inputs and not takes_inputs,
+            f"{data_name} takes no inputs, because its constructor has no parameter predict_inputs; leave"
+            f" {' '.join(request.given.inputs)} out to predict what {data_name}.predict_dataloader() yields",
+        ),
+        (
+            not fits and not ckpt and (command not in SCORING or settings.get("weights") in (None, "none")),
+            f"{command} needs a checkpoint; pass --ckpt runs/{recipe.title}/NAME/checkpoints/best.ckpt{bare}",
+        ),
+        (
+            command == "export" and settings["format"] is None,
+            "export needs a format; pass --format safetensors, state-dict or onnx",
+        ),
+    )
+    if not fits and command != "export":
+        check_output(output, recipe.prediction_files if predicts else (".json", ".csv"))

@@ -1,0 +1,78 @@
+"""What a run has reached: what `recipes.fit` returns, and the closing table, results.json and report.html show."""
+
+import html
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from recipes.base import Recipe
+from recipes.figures.images import Picture
+from recipes.runner.curves import run_curves
+from recipes.runner.notebook import framed, plots, table
+from recipes.runner.results import read_results
+from recipes.tables import Table
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """What a run has reached.
+
+    Args:
+        model: the recipe with the weights of the best checkpoint; `fit` returns it in evaluation mode on the CPU.
+        scores: of that checkpoint, such as "val/accuracy" and "test/loss".
+        folder: of the run, with its checkpoints, curves and ``results.json``; None where nothing was saved.
+        checkpoint: that the weights are of; None where none was saved.
+        data: that it was trained on; None where the run had finished before.
+        epochs: completed in all, also before a resume.
+        stopped_early: why, where early stopping has ended it; else empty.
+        tables: of the validation and the test after training, by the name of their file.
+        figures: the pictures of ``report.html`` but the curves, by name.
+    """
+
+    model: Recipe
+    scores: dict[str, float]
+    folder: Path | None
+    checkpoint: Path | None
+    data: pl.LightningDataModule | None = None
+    epochs: int = 0
+    stopped_early: str = ""
+    tables: dict[str, Table] = field(default_factory=dict)
+    figures: dict[str, Picture] = field(default_factory=dict)
+
+    @override
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {text.partition(' (')[0]}" for name, text in self.headline.items())
+        return f"<RunResult {self.model.title}: {scores or 'no score'}; {self.folder or 'not saved'}>"
+
+    @property
+    def headline(self) -> dict[str, str]:
+        """The main scores as text."""
+        return self.model.headline(self.scores)
+
+    def _repr_html_(self) -> str:
+        """The scores and the curves, for notebooks."""
+        figures = run_curves(self.folder, self.model.monitor) if self.folder else {}
+        place = f"<p>The whole run: {html.escape(str(self.folder / 'report.html'))}</p>" if self.folder else ""
+        return framed(table([self.headline]), plots(figures), place)
+
+
+def read_result(folder: Path, recipe: type[Recipe]) -> RunResult:
+    """The result of a run that has finished.
+
+    Args:
+        folder: of the run, which may have moved.
+        recipe: the class of its recipe.
+    """
+    results = read_results(folder)
+    saved = results["best"]["checkpoint"] if results["best"] else "last.ckpt"
+    best = folder / "checkpoints" / Path(saved).name
+    return RunResult(
+        model=recipe.load_from_checkpoint(best, map_location="cpu", weights_only=True),
+        scores=results["scores"],
+        folder=folder,
+        checkpoint=best,
+        epochs=results["epochs"],
+        stopped_early=results["stopped_early"] or "",
+    )

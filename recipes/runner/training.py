@@ -1,0 +1,172 @@
+"""The command fit: train in the run's folder, then score the best checkpoint as validate and test do."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.lib.writing import forget_failures
+from recipes.figures.images import Picture
+from recipes.runner.callbacks_of_run import checkpoint_callbacks
+from recipes.runner.early_stopping import why_stopped
+from recipes.runner.experiment import Experiment
+from recipes.runner.folder import run_folder, write_config
+from recipes.runner.guards import guarded
+from recipes.runner.join import share_folder
+from recipes.runner.loggers import log_settings
+from recipes.runner.printing import is_rank_zero, rank_zero_print
+from recipes.runner.report import report, report_interrupted, report_unsaved, shown
+from recipes.runner.results import Stopwatch
+from recipes.runner.resume import start_from
+from recipes.runner.run_files import RunFiles, figures_of, tables_of
+from recipes.runner.run_result import RunResult
+from recipes.runner.saved_run import read_run
+from recipes.runner.trainer import build_trainer
+from recipes.runner.weights_record import WeightsRecorder
+from recipes.tables import Table
+
+
+def train(experiment: Experiment, started_at: float) -> RunResult:
+    """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint.
+
+    Args:
+        started_at: `time.monotonic` at the start of the program.
+    """
+    forget_failures()
+    if experiment.trainer.fast_dev_run:
+        return _train_in(None, experiment, Stopwatch(started_at))
+    parent = Path(experiment.run.run_dir) / experiment.recipe.title
+    with run_folder(parent, experiment.run.name, experiment.point) as folder:
+        files = RunFiles(started_at, folder, partial(report_interrupted, experiment))
+        return _train_in(folder, experiment, files)
+
+
+def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch) -> RunResult:
+    saves: list[Callback] = []
+    records: list[Callback] = [stopwatch]
+    saved = None
+    if folder and experiment.trainer.enable_checkpointing is not False:
+        monitor = experiment.recipe.monitor if experiment.validates else None
+        saves += checkpoint_callbacks(folder, monitor, experiment.recipe, experiment.run)
+        recorder = _recorder(experiment, folder)
+        records.append(recorder)
+        saved = recorder.saved
+    trainer = build_trainer(experiment, experiment.callbacks(saves, records), folder, VerifiedCheckpointIO(saved))
+    if folder and is_rank_zero():
+        write_config(folder, experiment.config)
+        log_settings(trainer.loggers, experiment.config)
+    if folder:
+        _record_start(experiment, folder)
+    result = _train_and_test(trainer, experiment, folder, stopwatch)
+    if trainer.is_global_zero:
+        report(trainer, experiment, stopwatch, result)
+        report_unsaved(folder)
+    return result
+
+
+def _recorder(experiment: Experiment, folder: Path) -> WeightsRecorder:
+    resume = experiment.point.checkpoint
+    return WeightsRecorder(
+        folder,
+        experiment.recipe.title,
+        resumed=read_run(resume) if resume else None,
+        checkpoint=resume,
+        config=experiment.config,
+        left_open=experiment.left_open,
+    )
+
+
+def _record_start(experiment: Experiment, folder: Path) -> None:
+    """Record where this job starts, and rename the later checkpoints of the run, where --resume names a checkpoint."""
+    checkpoint = experiment.point.checkpoint
+    if is_rank_zero():
+        share_folder(folder)
+    if checkpoint and experiment.point.given:
+        for path in start_from(checkpoint, folder, experiment.run.name):
+            rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
+
+
+@contextmanager
+def _without_points(trainer: pl.Trainer) -> Iterator[None]:
+    """Log no scores: the curves of an evaluation in training would get another point."""
+    methods = [(logger, logger.log_metrics) for logger in trainer.loggers]
+    for logger, _ in methods:
+        logger.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for logger, method in methods:
+            logger.log_metrics = method  # type: ignore[method-assign]
+
+
+def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> Path | None:
+    """The best checkpoint that is there, else the last; None where none was saved."""
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    last = folder / "checkpoints" / "last.ckpt" if folder else None
+    return next((Path(path) for path in (best, last) if path and Path(path).is_file()), None)
+
+
+def merged(of_loaders: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The scores of all loaders of an evaluation; Lightning puts the number of the loader behind their names."""
+    return {name: value for scores in of_loaders for name, value in scores.items()}
+
+
+def _last_logged(trainer: pl.Trainer) -> dict[str, float]:
+    """The values that were logged last; of a score that is logged for steps and epochs, the epoch's."""
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
+    parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
+    return {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
+
+
+def _train_and_test(
+    trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch
+) -> RunResult:
+    """Train, then score the best checkpoint as validate and test do."""
+    recipe = experiment.recipe
+    data = experiment.data
+    resume = experiment.point.checkpoint
+    if folder and 0 in (trainer.max_epochs, trainer.max_steps):
+        rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
+    with guarded(trainer, experiment, folder, restores=resume):
+        trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
+    stopped_early = why_stopped(callbacks_of(trainer))
+    epochs = trainer.current_epoch
+    best = _best_checkpoint(trainer, folder)
+    scores: dict[str, float] = {}
+    last = _last_logged(trainer)
+    tables: dict[str, Table] = {}
+    figures: dict[str, Picture] = figures_of(trainer)
+    # Those that have trained may put their own weights in place of the checkpoint's: Lightning's `WeightAveraging`
+    # loads those that were not averaged.
+    set_callbacks(trainer, experiment.callbacks(records=[stopwatch]))
+    tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
+    if folder and (experiment.validates or tests):
+        rank_zero_print(f"scoring {shown(best) if best else 'the weights'} ...")
+    ckpt = str(best) if best else None
+    with guarded(trainer, experiment, folder):
+        if experiment.validates:
+            with _without_points(trainer):
+                scores |= merged(trainer.validate(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False))
+            tables |= tables_of(trainer)
+            figures |= figures_of(trainer)
+        if tests:
+            scores |= merged(trainer.test(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False))
+            tables |= tables_of(trainer)
+            figures |= figures_of(trainer)
+    return RunResult(
+        model=recipe,
+        scores=scores or last,  # A recipe that only trains has no others.
+        folder=folder,
+        checkpoint=best,
+        data=data,
+        epochs=epochs,
+        stopped_early=stopped_early,
+        tables=tables,
+        figures=figures,
+    )

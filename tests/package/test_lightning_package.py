@@ -1,0 +1,137 @@
+"""Our callbacks are those of the package of Lightning that the program uses, with the same bits under both."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datamodules.lightning_package import _renamed
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+pytest.importorskip("pytorch_lightning", reason="pip install pytorch-lightning: the tests compare both packages")
+
+RUNS = """
+import hashlib, json, sys, tempfile
+from pathlib import Path
+import lightning.pytorch as pl
+import torch
+import callbacks
+from callbacks.checkpointing.exact_checkpoint import LastCheckpoint
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from tables import CALLBACKS, TOGETHER, Tiny, image_network, noisy_images, quiet_trainer
+
+torch.set_num_threads(1)
+images, targets = noisy_images(50)
+
+def run(names, *more, ckpt_path=None):
+    seeds = [] if "SeedControl" in names else [callbacks.SeedControl(1)]
+    used = [*seeds, *(CALLBACKS[name]() for name in names), *more]
+    module = Tiny(image_network(dropout=0.3).double(), torch.optim.AdamW)
+    trainer = quiet_trainer(*used, max_epochs=2)
+    rows = torch.arange(50)
+    train, validation = TrainLoader(images, targets, rows, 4, 1), EvaluationLoader(images, targets, rows, 4)
+    trainer.fit(module, train, validation, ckpt_path=ckpt_path, weights_only=False)
+    assert isinstance(module, pl.LightningModule) and all(isinstance(callback, pl.Callback) for callback in used)
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in module.state_dict().values())).hexdigest()
+
+found = {name: run((name,)) for name in CALLBACKS}
+class Stop(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step == 4
+with tempfile.TemporaryDirectory() as folder:
+    found["together"] = run(TOGETHER)
+    found["stopped"] = run(TOGETHER, LastCheckpoint(folder, "1 steps"), Stop())
+    found["resumed"] = run(TOGETHER, LastCheckpoint(folder, "1 steps"), ckpt_path=f"{folder}/last.ckpt")
+loaded = {name.partition(".")[0] for name in sys.modules}
+print(json.dumps([found, sorted(loaded & {"lightning", "lightning_fabric", "pytorch_lightning"})]))
+"""
+
+
+def as_users_of(package: str, source: str) -> str:
+    """A program that names `lightning.pytorch`, as users of a package write it."""
+    return source if package == "lightning.pytorch" else source.replace("lightning.pytorch", package)
+
+
+def python(*args: object, path: Path = ROOT) -> str:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{path}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, args)], env=environment, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_callback_trains_to_equal_weights_under_both_packages(tmp_path: Path) -> None:
+    found, loaded = {}, {}
+    for package in PACKAGES:
+        folder = tmp_path / package
+        folder.mkdir()
+        tables = (ROOT / "tests/support/tables.py").read_text()
+        (folder / "tables.py").write_text(as_users_of(package, tables))
+        (folder / "runs.py").write_text(as_users_of(package, RUNS))
+        found[package], loaded[package] = json.loads(python(folder / "runs.py", path=folder).splitlines()[-1])
+    assert found["pytorch_lightning"] == found["lightning.pytorch"]
+    hashes = found["lightning.pytorch"]
+    assert hashes["resumed"] == hashes["together"] != hashes["stopped"]
+    # Neither package brings the other one.
+    assert loaded == {
+        "lightning.pytorch": ["lightning"],
+        "pytorch_lightning": ["lightning_fabric", "pytorch_lightning"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("import ours", "lightning"),
+        ("import pytorch_lightning\nimport ours", "pytorch_lightning"),
+        ("import ours\nimport pytorch_lightning as pl", "pytorch_lightning"),
+        ("import ours\nfrom pytorch_lightning.callbacks import Timer", "pytorch_lightning"),
+        ("import ours\nimport lightning.pytorch as pl", "lightning"),
+        # Some other library imports the one, and the program names the other.
+        ("exec('import lightning')\nimport pytorch_lightning\nimport ours", "pytorch_lightning"),
+        ("exec('import pytorch_lightning')\nimport lightning\nimport ours", "lightning"),
+        ("exec('import pytorch_lightning')\nimport ours", "pytorch_lightning"),
+        ("exec('import lightning, pytorch_lightning')\nimport ours", "lightning"),
+    ],
+)
+def test_the_package_is_the_one_that_the_program_uses(program: str, package: str, tmp_path: Path) -> None:
+    # Packages that hold nothing, which are imported in no time.
+    for name in ("lightning", "pytorch_lightning"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+        for part in ("pytorch", "callbacks"):
+            (tmp_path / name / f"{part}.py").write_text("Timer = None")
+    ours = "from datamodules.lightning_package import uses_pytorch_lightning\nprint(uses_pytorch_lightning())"
+    (tmp_path / "ours.py").write_text(ours)
+    (tmp_path / "program.py").write_text(program)
+    assert python(tmp_path / "program.py", path=tmp_path).strip() == str(package == "pytorch_lightning")
+
+
+def test_what_others_import_is_what_they_name(tmp_path: Path) -> None:
+    program = "import pytorch_lightning as pl\nfrom callbacks import WarmupLR\nprint(issubclass(WarmupLR, pl.Callback))"
+    (tmp_path / "other.py").write_text("import lightning.pytorch as pl\nname = pl.Callback.__module__")
+    (tmp_path / "program.py").write_text(f"{program}\nimport other\nprint(other.name)")
+    assert python(tmp_path / "program.py", path=tmp_path).split() == ["True", "lightning.pytorch.callbacks.callback"]
+
+
+def test_our_modules_name_lightning_as_the_hook_reads_it() -> None:
+    """``import lightning.pytorch`` without ``as`` would bind the name `lightning`."""
+    packages = [ROOT / package for package in ("callbacks", "datamodules", "recipes")]
+    for path in (path for package in packages for path in package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[tuple[str | None, bool]] = []
+            if isinstance(node, ast.ImportFrom):
+                names = [(node.module, True)]
+            elif isinstance(node, ast.Import):
+                names = [(alias.name, alias.asname is not None) for alias in node.names]
+            for name, bound in names:
+                if name is not None and name.partition(".")[0] == "lightning":
+                    assert bound, f"{path}:{node.lineno}: import {name} without `as`"
+                    assert _renamed(name) != name, f"{path}:{node.lineno}: {name} is not of both packages"

@@ -1,0 +1,67 @@
+"""Flags of other programs lead to ours, as the page for those who come from them says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from recipes.runner.classes import Classes
+from recipes.runner.flag_names import flag_names
+from recipes.runner.hints import OTHER_NAMES, flag_meant, meant
+
+PAGE = Path(__file__).parents[3] / "docs/help/coming-from.md"
+OURS = {
+    name
+    for recipe in (MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator)
+    for name in Classes(recipe, recipe.data_class).parser().flags  # type: ignore[arg-type]
+}
+
+
+def rows() -> list[tuple[str, str]]:
+    """The first two cells of the rows in the tables of the page."""
+    cells = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return [(row[0], row[1]) for row in cells if len(row) >= 2]
+
+
+def settings_in(cell: str) -> list[str]:
+    """The settings in a cell: --flags, and the arguments of calls."""
+    found = re.findall(r"--([a-z][a-z-]*)|`([a-z_0-9]+)(?:=|`)", cell)
+    return [(flag or argument).replace("-", "_") for flag, argument in found]
+
+
+def test_a_flag_of_another_program_leads_to_what_the_page_names_beside_it():
+    tried = 0
+    for theirs, ours in rows():
+        wanted = settings_in(ours)
+        for name in settings_in(theirs):
+            if name in OURS or not wanted or "(" in theirs:
+                continue
+            tried += 1
+            found = meant(name, OURS)
+            assert found is None or found.partition(" ")[0] in wanted, f"{name} leads to {found}, and not to {wanted}"
+    assert tried > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "hint"),
+    [
+        ("model", "resnet", "arch"),
+        ("model", "mnist", "network"),
+        ("fp16", "mnist", "precision 16-mixed"),
+        ("gradient_accumulation_steps", "mnist", "accumulate"),
+        ("max-epoch", "seq2seq", "max-epochs"),
+        ("batchsize", "mnist", "batch-size"),
+        ("zzzzzz", "mnist", None),
+        ("loss_scale", "mnist", None),
+    ],
+)
+def test_a_name_leads_to_a_flag_that_is_near_or_to_none(name: str, recipe: str, hint: str | None):
+    expected = f"; did you mean --{hint}?" if hint else ""
+    assert flag_meant(name.replace("-", "_"), flag_names(recipe)) == expected
+
+
+def test_what_other_names_stand_for_are_flags():
+    meanings = {text.partition(" ")[0] for texts in OTHER_NAMES.values() for text in texts}
+    assert meanings - OURS == set()
+    assert OTHER_NAMES.keys() & OURS == set(), "a flag of ours is no other name"

@@ -1,0 +1,92 @@
+"""Settings are merged once: defaults, then those of a checkpoint, of files, and what was typed."""
+
+from pathlib import Path
+
+import pytest
+
+from datamodules import MNISTDataModule, UserError
+from recipes import MNISTClassifier
+from recipes.runner.classes import Classes, marks_of
+from recipes.runner.command import as_flags
+from recipes.runner.merging import Marks, as_plain, fill, merge
+from recipes.runner.settings import TrainerSettings
+
+MARKS = Marks(
+    free=frozenset({"logger"}),
+    one_call=frozenset({"name"}),
+    of_machine=frozenset({"devices"}),
+    null_ends=frozenset({"ema"}),
+)
+DEFAULTS = {"lr": 0.1, "dataset": "auto", "ema": None, "logger": "csv", "name": None, "devices": "auto"}
+SAVED = {"lr": 0.2, "dataset": "mnist", "ema": 0.9, "logger": "none", "name": "a", "devices": 2, "gone": 1}
+
+
+def test_each_layer_replaces_those_before_it():
+    assert merge(MARKS, DEFAULTS, {"lr": 0.3}) == DEFAULTS | {"lr": 0.3}
+    kept = {"lr": 0.2, "dataset": "mnist", "ema": 0.9, "logger": "none", "name": None, "devices": "auto"}
+    assert merge(MARKS, DEFAULTS, {}, SAVED) == kept, "without those of one call and of the machine"
+    assert merge(MARKS, DEFAULTS, {"lr": 0.3, "name": "b"}, SAVED) == kept | {"lr": 0.3, "name": "b"}
+    assert merge(MARKS, DEFAULTS, {}, SAVED, keeps=("devices",)) == kept | {"devices": 2}
+
+
+def test_a_null_that_is_given_stands_for_what_the_run_has_resolved():
+    given = {"dataset": "auto", "ema": None, "lr": None, "logger": None}
+    merged = merge(MARKS, DEFAULTS, given, SAVED)
+    assert (merged["dataset"], merged["lr"]) == ("mnist", 0.2)
+    assert merged["ema"] is None, "its null ends the average"
+    assert merged["logger"] is None, "a free setting makes no other experiment"
+    merged = merge(MARKS, DEFAULTS, given, SAVED, left_open=["dataset"])
+    assert (merged["dataset"], merged["lr"]) == ("mnist", None), "the run had not left lr open"
+
+
+def test_further_parameters_of_the_trainer_are_merged_by_name():
+    defaults = {"trainer": None}
+    saved = {"trainer": {"benchmark": True, "min_epochs": 1}}
+    merged = merge(MARKS, defaults, {"trainer": {"min_epochs": 2}}, saved)
+    assert merged == {"trainer": {"benchmark": True, "min_epochs": 2}}
+
+
+def test_only_what_is_open_is_filled():
+    assert fill({"a": None, "b": "auto", "c": 1}, {"a": 2, "b": None, "c": 3, "d": 4}) == {"a": 2, "b": "auto", "c": 1}
+
+
+def test_values_are_saved_as_plain_ones():
+    assert as_plain({"file": Path("a.csv"), "sizes": (1, 2), "of": range(2)}) == {
+        "file": "a.csv",
+        "sizes": [1, 2],
+        "of": [0, 1],
+    }
+    with pytest.raises(TypeError, match="found a object"):
+        as_plain({"a": object()})
+
+
+def test_what_is_special_about_a_setting_stands_at_its_field():
+    marks = marks_of(Classes(MNISTClassifier, MNISTDataModule).parser())
+    assert marks.of_machine == {"accelerator", "strategy", "devices"}
+    assert marks.null_ends == {"ema"}
+    assert {"resume", "ckpt", "node_rank", "predict_inputs", "profiler"} <= marks.one_call
+    assert {"max_epochs", "logger", "batch_size", "trainer"} <= marks.free
+    assert not {"lr", "seed", "fast_dev_run", "gradient_clip_val"} & (marks.free | marks.one_call)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bench_mark", "trainer.bench_mark: the Trainer has no such parameter; did you mean benchmark?"),
+        ("devices", "trainer.devices: `devices` is a setting of its own; pass it without trainer"),
+        ("sync_batchnorm", "trainer.sync_batchnorm: pass `sync_bn`, which works on CPUs"),
+    ],
+)
+def test_the_trainer_has_only_further_parameters_of_its_own(name: str, message: str):
+    with pytest.raises(UserError) as refused:
+        TrainerSettings(trainer={name: 1})
+    assert str(refused.value).startswith(message)
+    assert TrainerSettings(max_epochs=2, trainer={"benchmark": True}).options()["benchmark"] is True
+
+
+def test_a_message_names_settings_as_who_asks_spells_them():
+    names = {"weights", "max_epochs", "weights_skip"}
+    message = 'pass weights="FILE" or `weights_skip`, or max_epochs=2; `other`=3, lr=1, weights="a b", weights=\'x\''
+    assert as_flags(message, names) == (
+        'pass --weights FILE or --weights-skip, or --max-epochs 2; `other`=3, lr=1, --weights "a b", --weights x'
+    )
