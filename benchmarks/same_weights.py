@@ -3,7 +3,7 @@
     python -m benchmarks.same_weights           # trains, writes results/same-weights.json and docs/same-weights.svg
     python -m benchmarks.same_weights --draw    # draws the measured figures again
 
-Each program trains a small convolutional network with BatchNorm and dropout on scikit-learn's digits, in updates of 128
+Each program trains a small convolutional network with BatchNorm and dropout on the bundled digits, in updates of 128
 samples: four micro-batches of 32. The fourth run of each is stopped in mid-epoch on 2 processes and resumed on 4. The
 data set, the network, its initial weights, the optimizer, the stock `DataLoader` and the Trainer are the same in both.
 Stock Lightning has what it offers: `seed_everything(1, workers=True)`, `accumulate_grad_batches`, `ModelCheckpoint`.
@@ -45,15 +45,14 @@ def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) ->
     import torch
     import torch.nn.functional as F
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from sklearn.datasets import load_digits
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
     from callbacks import ExactCheckpoint, GradientAccumulation, SeedControl
+    from datamodules import bundled_digits
 
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
+    images, labels = map(torch.from_numpy, bundled_digits())
+    images = images.float().unsqueeze(1)
     held_out = images[1400:], labels[1400:]
 
     class Digits(pl.LightningModule):

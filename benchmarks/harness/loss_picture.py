@@ -52,7 +52,7 @@ def picture(results: Mapping[str, Any]) -> str:
         for update in range(20, updates + 1, 20):
             x, _ = place(left, update, 1.0)
             drawn.append(f'<text class="faint" x="{x:.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{update}</text>')
-        drawn.append(f'<text class="faint" x="{left}" y="{_BOTTOM + 18}">updates</text>')
+        drawn.append(f'<text class="faint" x="{left - 36}" y="{_BOTTOM + 18}">updates</text>')
         for number, (name, run) in enumerate(runs.items()):
             points = (place(left, update, loss) for update, loss in enumerate(run["losses"], 1))
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
