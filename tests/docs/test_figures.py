@@ -4,6 +4,7 @@ A row of `SPEED` and `ACCURACY` says where a figure is measured and by which wor
 these words stand has to have the measured figure, so that two pages cannot contradict each other.
 """
 
+# ruff: noqa: E501 - a row is a line
 import json
 import re
 from pathlib import Path
