@@ -12,7 +12,6 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.labels import IGNORED, class_order
 from datamodules.images.source import ArrayImages, Samples, Source
-from datamodules.images.tables import find_images, holds_images
 
 _MOST_CLASSES = 100_000
 
@@ -163,7 +162,7 @@ def from_samples(samples: Any) -> Source:
     return from_arrays(given)
 
 
-def _read_npz(path: Path) -> Source:
+def read_npz(path: Path) -> Source:
     parts: dict[str, tuple[Any, Any]] = {}
     try:
         with np.load(path) as archive:
@@ -183,25 +182,3 @@ def _read_npz(path: Path) -> Source:
             ' np.savez("digits.npz", images=..., labels=...)'
         )
     return from_arrays(parts, path.name, str(path))
-
-
-def _archives(place: Path) -> list[Path]:
-    """The NumPy files in a folder, or such a file itself."""
-    return [place] if place.suffix.lower() == ".npz" else sorted(place.glob("*.npz")) if place.is_dir() else []
-
-
-def holds_own_images(place: Path) -> bool:
-    """Whether this is a NumPy file, a list of images, an archive, or a folder that holds one, or image files."""
-    return bool(_archives(place)) or holds_images(place)
-
-
-def read_own_images(place: Path) -> Source:
-    """The images in class folders, of lists of files, or of a NumPy file.
-
-    Raises:
-        UserError: there are none, or what is there cannot be used; the message says what was found.
-    """
-    archives = _archives(place)
-    if len(archives) > 1:
-        raise UserError(f"{place} holds {len(archives)} NumPy files; pass one of them, such as {archives[0]}")
-    return _read_npz(archives[0]) if archives else find_images(place)
