@@ -85,11 +85,8 @@ class BNRecalibration(pl.Callback):
         seeds = install_update_loop(trainer).step.seeds
         for number, batch in enumerate(self._micro_batches(trainer)):
             if seeds is not None:
-                seeds.seed_loading(trainer, number)
-            batch = trainer.strategy.batch_to_device(batch, device)
-            if seeds is not None:
                 seeds.seed_micro_batch(trainer, number)
-            yield batch
+            yield trainer.strategy.batch_to_device(batch, device)
 
     def _micro_batches(self, trainer: pl.Trainer) -> Iterator[Any]:
         loader: Any = trainer.train_dataloader

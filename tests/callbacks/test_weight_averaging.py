@@ -286,9 +286,10 @@ class Exchanges(pl.Callback):
 def test_another_exchange_of_weights_in_a_validation_is_refused(kind: Any, tmp_path: Path) -> None:
     is_callback = issubclass(kind, pl.Callback)
     model, others = (module(), [kind()]) if is_callback else (module(kind), [])
-    best = ModelCheckpoint(tmp_path, monitor="val_loss")
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", save_on_train_epoch_end=False)
     with pytest.raises(UserError, match="another hook of the validation changed the weights"):
         train(model, *others, WeightAveraging(ema=0.9), best)
+    assert is_callback or not [*tmp_path.iterdir()], "no checkpoint is the best by a score of other weights"
 
 
 class ScheduleFree(ChangesInEpoch):
