@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -95,6 +96,11 @@ class _FirstOfAll(LambdaCallback):
     """What `WeightAveraging` does before other callbacks."""
 
 
+def _changes_weights_last(module: pl.LightningModule) -> bool:
+    """Whether a module's own hook may change the weights after those of callbacks, and none before a validation."""
+    return is_overridden("on_train_batch_end", module) and not is_overridden("on_validation_model_eval", module)
+
+
 class WeightAveraging(pl.Callback):
     """Evaluates and saves an exponential moving average of the weights; training goes on from those not averaged.
 
@@ -105,9 +111,9 @@ class WeightAveraging(pl.Callback):
 
     Memory: one more copy of the parameters on their device, and another while a checkpoint is saved.
 
-    Runs on: the first hook after an update and the module's own `on_train_batch_end`, which may change the weights:
-    `on_train_batch_start`, `on_validation_start`, `on_train_end` or a save; one kernel and no wait for the device. An
-    update that float16 skipped is no sample, but for fused optimisers, which decide on the device.
+    Runs on: `on_train_batch_end`; one kernel and no wait for the device. Where the module has a hook of that name, that
+    may change the weights, it is the first one after it: `on_train_batch_start`, `on_validation_start`, `on_train_end`
+    or a save. An update that float16 skipped is no sample, but for fused optimisers, which decide on the device.
     `on_validation_start` and `on_validation_end` exchange the weights, around those of other callbacks, and so does
     `on_train_end`.
 
@@ -151,11 +157,10 @@ class WeightAveraging(pl.Callback):
                 raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
         # Other callbacks find what was evaluated after a validation, and no score of weights that are no average.
         first_of_all = _FirstOfAll(
-            on_train_batch_start=self._sample,
-            on_validation_start=self._sample,
-            on_validation_end=self._refuse_changes,
-            on_train_end=self._evaluate,
+            on_validation_start=self._sample, on_validation_end=self._refuse_changes, on_train_end=self._evaluate
         )
+        sampling = "on_train_batch_start" if _changes_weights_last(pl_module) else "on_train_batch_end"
+        setattr(first_of_all, sampling, self._sample)
         set_callbacks(trainer, [first_of_all, *others, self])
 
     @override

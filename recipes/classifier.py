@@ -90,6 +90,10 @@ class Classifier(Recipe):
         logits: Tensor = call_network(self.network, in_dtype_of(self, inputs))
         return logits
 
+    def take_class_names(self, names: Sequence[str]) -> None:
+        """Name the classes, in the order of the labels; `CheckLabels` passes the names in the data."""
+        self.class_names = names
+
     @override
     def take_names_of_weights(self, names: Sequence[str]) -> None:
         """Keep the names of the classes in a file of weights, which `CheckLabels` compares with those of the data."""

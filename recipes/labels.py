@@ -216,7 +216,7 @@ class CheckLabels(pl.Callback):
                     f"class {i} is {old!r} in the checkpoint and {new!r} in the data; rename the data's classes to "
                     f"those of the checkpoint, or train on others with it as `weights` and weights_skip={head!r}"
                 )
-        pl_module.class_names = names
+        pl_module.take_class_names(names)
 
     def _check_set(self, pl_module: Any, stage: str, loaders: Any) -> None:
         """Check the labels of a part of the data, where they are in memory and no hook of the user changes them."""

@@ -28,6 +28,16 @@ _WRAPPERS = re.compile(r"^(?:(?:module|model|network|net|backbone)\.)+")
 _JSON = ("config", "hyper_parameters", "class_names", "source_vocabulary", "target_vocabulary")
 
 
+def _setting(name: str, text: str) -> Any:
+    """What a text beside the tensors says; other programs than ours write anything under these names."""
+    if name not in _JSON:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _read(path: str | Path) -> Mapping[str, Any]:
     """What a file holds, whatever its suffix; safetensors as a dict of their tensors and settings."""
     path = Path(path).expanduser()
@@ -40,8 +50,7 @@ def _read(path: str | Path) -> Mapping[str, Any]:
             from safetensors import safe_open
 
             with safe_open(path, "pt") as opened:
-                texts = opened.metadata() or {}
-                beside = {name: json.loads(text) if name in _JSON else text for name, text in texts.items()}
+                beside = {name: _setting(name, text) for name, text in (opened.metadata() or {}).items()}
                 return {**beside, "state_dict": {name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118
         content = load_plain(path)
     except UserError:
@@ -203,13 +212,39 @@ def _compare(
     missing = _counted(name for name in targets if name not in matches)
     loaded = {_part(name) for name in fitting}
     renamed = head not in loaded and any(_part(name) == head for name in missing)
-    resized = [name for name in misfits if state[matches[name]].shape[1:] == targets[name].shape[1:]]
-    resized = [name for name in resized if state[matches[name]].shape != targets[name].shape]
+    changed = {name: (state[matches[name]].shape, targets[name].shape) for name in misfits}
+    # The rows of the head are classes, as those of further outputs are. Those of other tensors, such as a Swin's
+    # position biases of another window, are another network's.
+    of_head = {(theirs[:1], ours[:1]) for name, (theirs, ours) in changed.items() if _part(name) == head}
+    resized = []
+    for name, (theirs, ours) in changed.items():
+        if theirs != ours and theirs[1:] == ours[1:] and (theirs[:1], ours[:1]) in of_head:
+            resized.append(name)
     foreign = [f"{name} is not in the network" for name in left if not renamed or _part(name) in loaded]
     foreign += [f"{name} is not in the file" for name in missing if not renamed or _part(name) != head]
     foreign += [f"{name} {reason}" for name, reason in misfits.items() if name not in resized]
     skipped = misfits | dict.fromkeys(left, "is not in the network")
     return fitting, skipped, _counted(name for name in targets if name not in fitting), foreign
+
+
+def _fitting_prefix(state: Mapping[str, Tensor], targets: Mapping[str, Tensor], most: int) -> str:
+    """The beginning of names without which more than `most` tensors of the file fit, and most of the module's.
+
+    Trainers of other projects put a network into modules of theirs: "encoder.", "module.encoder_q.".
+    """
+    names = {_bare(name): value.shape for name, value in targets.items()}
+    first = next(iter(names), "")
+    best = ""
+    # Of equal ones the first in the file: the query encoder of MoCo comes before that of the keys.
+    for prefix in [name.removesuffix(first) for name in state if name.endswith(f".{first}")]:
+        fits = 0
+        for name, value in state.items():
+            if name.startswith(prefix) and names.get(name.removeprefix(prefix)) == value.shape:
+                fits += 1
+        if fits > most:
+            best = prefix
+            most = fits
+    return best if 2 * most > len(names) else ""
 
 
 def load_weights(
@@ -252,6 +287,13 @@ def load_weights(
         foreign = [f"{name} {reason}" for name, reason in skipped.items()]
         foreign += [f"{name} is not in the file" for name in new if name not in skipped]
     if foreign:
+        prefix = _fitting_prefix(state, targets, len(fitting))
+        if prefix:
+            raise UserError(
+                f"weights from {source_name} are of another network by their names; without the prefix {prefix!r} they"
+                f" fit: save {{name.removeprefix({prefix!r}): value for name, value in state_dict.items() if"
+                f" name.startswith({prefix!r})}}"
+            )
         layer = foreign[0].partition(" ")[0].rpartition(".")[0] or foreign[0].partition(" ")[0]
         raise UserError(
             f"weights from {source_name} are of another network: {len(report.loaded)} tensors match, and {len(foreign)}"

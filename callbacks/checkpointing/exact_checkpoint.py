@@ -216,9 +216,8 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not pl_module.automatic_optimization and not trainer.global_step:
             raise UserError(
-                f"{type(pl_module).__name__} optimises manually, and Lightning has counted no step of the epoch, as"
-                " where an optimizer steps in another hook than training_step: nothing would be saved; step in"
-                " training_step"
+                f"{type(pl_module).__name__} optimises manually, and Lightning has counted no step of the epoch, as if"
+                " its optimizers step in another hook than training_step: nothing would be saved; step in training_step"
             )
         loop = install_update_loop(trainer)
         loop.step_plateaus_of_epoch()
@@ -247,6 +246,11 @@ class ExactCheckpoint(ModelCheckpoint):
             found = replay.files_in(self.dirpath or ".", self._loaded, self.mode, levels)
             super().load_state_dict(trainer.strategy.broadcast(found))
             self._loaded = None
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._resumed is not None:  # `on_train_start` was not called.
+            replay.end_finished_run(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -300,6 +304,7 @@ class LastCheckpoint(ExactCheckpoint):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
         # Lightning calls no hook of training where nothing is left to train.
         if 0 in (trainer.max_epochs, trainer.max_steps) and not trainer.global_step:
             internals.save_untrained(self, trainer)

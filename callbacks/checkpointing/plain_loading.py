@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from datamodules.errors import UserError
@@ -22,6 +23,14 @@ def describe_excess(path: str | Path) -> str | None:
         claimed = sum(record.file_size for record in archive.infolist())
     size = Path(path).stat().st_size
     return f"its {size:,} bytes unpack to {claimed:,}, and torch.save() packs nothing" if claimed > size else None
+
+
+def _is_torchscript(path: str | Path) -> bool:
+    """Whether `torch.jit.save` wrote a file: its archive holds source code."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any("/code/" in name and name.endswith(".py") for name in archive.namelist())
 
 
 def refuse_code(path: str | Path, error: Exception) -> None:
@@ -42,19 +51,33 @@ def refuse_code(path: str | Path, error: Exception) -> None:
         ) from error
 
 
+def _numpy_numbers() -> list[Any]:
+    """What makes a NumPy number from its bytes, and nothing else, under the names of NumPy 1 and 2."""
+    kinds = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]
+    scalar = np.float64(0).__reduce__()[0]
+    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+    return [np.dtype, *kinds, *((scalar, name) for name in names)]
+
+
 def load_plain(path: str | Path) -> Any:
     """What `torch.save` wrote, on the CPU, without running code; large files are mapped into memory.
 
-    The arguments of a command line, which many published files hold, are an `argparse.Namespace` of plain values.
+    The arguments of a command line, which many published files hold, are an `argparse.Namespace` of plain values; NumPy
+    numbers, as among scores, are read as they are.
 
     Raises:
         UserError: the file holds code, or unpacks to more than its size.
         Exception: of any other kind, where it is damaged.
     """
+    if _is_torchscript(path):
+        raise UserError(
+            f"{path} is a TorchScript file, which holds code; pass its weights alone, as"
+            " torch.save(torch.jit.load(FILE).state_dict(), OTHER) writes them"
+        )
     if problem := describe_excess(path):
         raise UserError(f"{path} is refused: {problem}")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace, *_numpy_numbers()]):
             if Path(path).suffix == ".safetensors":  # By which torch would choose another format.
                 with Path(path).open("rb") as stream:
                     return torch.load(stream, map_location="cpu", weights_only=True)

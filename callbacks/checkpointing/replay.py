@@ -199,6 +199,16 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         install_update_loop(trainer).loaded.iterates_anew = True
 
 
+def end_finished_run(trainer: pl.Trainer) -> None:
+    """Put the mean of `StochasticWeightAveraging` into the module of a run that was saved after its last update.
+
+    Lightning calls no hook of training where nothing is left to train.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            callback.on_train_end(trainer, trainer.lightning_module)
+
+
 def was_stopped_early(trainer: pl.Trainer) -> bool:
     """Whether `EarlyStopping` had asked for the end when the run was saved; Lightning would train another epoch."""
     epoch = trainer.current_epoch - (not trainer.fit_loop.restarted_mid_epoch)

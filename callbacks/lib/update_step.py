@@ -213,7 +213,7 @@ class UpdateStep:
         if self.sums_gradients and not self._is_checked:
             # As with several micro-batches. In each update it would take longer than all else here.
             self._is_checked = batch is not None
-            check = refuse_own_backward(self.calls.module, list(self.calls.module.parameters()))
+            check = refuse_own_backward(self.trainer, list(self.calls.module.parameters()), is_first=True)
         with check:
             loss, output = self._training_step(batch, batch_idx)
         if not self.skips_backward:
@@ -234,13 +234,9 @@ class UpdateStep:
         statistics = self._statistics
         assert gradients is not None
         assert statistics is not None
-        check = None
-        own: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if not self._is_checked and batch is not None:
-            check = FirstMicroBatch(self.trainer)
-            own = refuse_own_backward(self.calls.module, gradients.parameters)
+        check = None if self._is_checked or batch is None else FirstMicroBatch(self.trainer)
         statistics.begin()
-        with own:
+        with refuse_own_backward(self.trainer, gradients.parameters, is_first=check is not None):
             loss, output = self._training_step(batch, batch_idx)
         if batch is not None and not part.is_stand_in:
             statistics.collect()

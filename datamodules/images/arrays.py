@@ -12,13 +12,15 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.labels import IGNORED, class_order
 from datamodules.images.source import ArrayImages, Samples, Source
-from datamodules.images.tables import find_images, holds_images
 
 _MOST_CLASSES = 100_000
 
 _KEYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("X_train", "y_train")),
-    "val": (("val_images", "val_labels"), ("x_val", "y_val"), ("X_val", "y_val")),
+    "val": (
+        *(("val_images", "val_labels"), ("x_val", "y_val"), ("X_val", "y_val")),
+        *(("valid_images", "valid_labels"), ("x_valid", "y_valid"), ("X_valid", "y_valid")),
+    ),
     "test": (("test_images", "test_labels"), ("x_test", "y_test"), ("X_test", "y_test")),
 }
 """The names of images and labels in a NumPy file: ours, MedMNIST's, Keras's and scikit-learn's."""
@@ -56,19 +58,51 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
     return np.concatenate([(part * 255).round().astype(np.uint8) for part in parts])
 
 
-def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
-    """Bytes of shape (n, height, width) or (n, height, width, channels)."""
-    if isinstance(images, Tensor):
-        images = images.detach().cpu()
-        images = (images.float() if images.dtype == torch.bfloat16 else images).numpy()  # NumPy has no bfloat16.
+def as_array(values: Any, source: str) -> npt.NDArray[Any]:
+    """An array of what people pass as one: arrays, tensors, sparse ones too, and lists.
+
+    Raises:
+        UserError: it is quantised, or no array.
+    """
+    if isinstance(values, Tensor):
+        if values.is_quantized:
+            raise UserError(f"{source} are a quantised tensor; pass its bytes, as images.int_repr() gives them")
+        tensor = values.detach().cpu()
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        # NumPy has no bfloat16.
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if hasattr(values, "toarray"):  # Those of SciPy.
+        return np.asarray(values.toarray())
     try:
-        pixels = np.asarray(images)
+        return np.asarray(values)
     except ValueError as error:  # Images of different sizes.
         raise UserError(f"{source} are no array: {error}; pass images of one size") from error
+
+
+def side_of_rows(shape: tuple[int, ...]) -> int:
+    """The side of square images of which each is a row, of shape (n, pixels) or (n, 1, pixels); 0 where they are not.
+
+    Example:
+        >>> side_of_rows((12, 784)), side_of_rows((12, 1, 784)), side_of_rows((12, 28, 28)), side_of_rows((12, 640))
+        (28, 28, 0, 0)
+    """
+    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[1] != 1):
+        return 0
+    side: int = round(shape[-1] ** 0.5)
+    return side if side * side == shape[-1] else 0
+
+
+def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
+    """Bytes of shape (n, height, width) or (n, height, width, channels)."""
+    pixels = as_array(images, source)
+    if np.ma.is_masked(images):
+        raise UserError(f"{source} have masked pixels; fill them, as images.filled(0) does")
     shape = pixels.shape
     if pixels.dtype.kind not in "buif":
         raise UserError(f"{source} are {pixels.dtype}, expected numbers: uint8 from 0 to 255 or floats from 0 to 1")
-    if pixels.ndim == 2 and (side := round(shape[1] ** 0.5)) ** 2 == shape[1]:
+    side = side_of_rows(shape)
+    if side:
         pixels = pixels.reshape(len(pixels), side, side)
     elif pixels.ndim == 4 and shape[3] not in (1, 3, 4) and shape[1] in (1, 3, 4):
         pixels = np.moveaxis(pixels, 1, 3)
@@ -85,8 +119,10 @@ def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
 
 
 def _labels(labels: Any, source: str, count: int) -> npt.NDArray[Any]:
-    """Whole numbers or texts of shape (n,)."""
-    values = np.asarray(labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels)
+    """Whole numbers or texts of shape (n,); -100, or "", where a label is masked."""
+    values = as_array(labels, source)
+    if np.ma.is_masked(labels):
+        values = np.where(np.ma.getmaskarray(labels), "" if values.dtype.kind == "U" else IGNORED, values)
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.shape != (count,):
@@ -118,9 +154,11 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
     for part, (images, given_labels) in parts.items():
         pixels = _pixels(images, f"the {part} images{of}")
         labels = _labels(given_labels, f"the {part} labels{of}", len(pixels))
-        if labels.dtype.kind == "i" and (ignored := int((labels == IGNORED).sum())):
-            unlabelled += ignored
-            pixels, labels = pixels[labels != IGNORED], labels[labels != IGNORED]
+        without = labels == ("" if labels.dtype.kind == "U" else IGNORED)
+        if without.any():
+            unlabelled += int(without.sum())
+            pixels = pixels[~without]
+            labels = labels[~without]
         if not len(labels):
             raise UserError(f"no {part} image{of} has a label")
         found[part] = pixels, labels
@@ -149,13 +187,26 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
     return Source(classes, samples, title, left_out=left_out)
 
 
+def _is_pair_of_pairs(samples: Any) -> bool:
+    """Whether these are ((x_train, y_train), (x_test, y_test)), as Keras's functions give them."""
+    if not isinstance(samples, tuple) or len(samples) != 2:
+        return False
+    pairs = [pair for pair in samples if isinstance(pair, tuple) and len(pair) == 2]
+    return len(pairs) == 2 and all(hasattr(values, "shape") for pair in pairs for values in pair)
+
+
 def from_samples(samples: Any) -> Source:
-    """Images and labels as people pass them in Python: a pair of them, or a dict of such pairs by part.
+    """Images and labels as people pass them in Python: a pair of them, a dict of such pairs by part, or Keras's pairs.
 
     Raises:
         UserError: for something else, and see `from_arrays`.
     """
-    parts = samples if isinstance(samples, Mapping) else {"train": samples}
+    if isinstance(samples, Mapping):
+        parts = samples
+    elif _is_pair_of_pairs(samples):
+        parts = {"train": samples[0], "test": samples[1]}
+    else:
+        parts = {"train": samples}
     given = {part: pair for part, pair in parts.items() if pair is not None}
     pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
     if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
@@ -163,14 +214,16 @@ def from_samples(samples: Any) -> Source:
     return from_arrays(given)
 
 
-def _read_npz(path: Path) -> Source:
+def read_npz(path: Path) -> Source:
     parts: dict[str, tuple[Any, Any]] = {}
+    used: list[str] = []
     try:
         with np.load(path) as archive:
             held = set(archive.files)
             for part, pairs in _KEYS.items():
                 if pair := next((pair for pair in pairs if held.issuperset(pair)), None):
                     parts[part] = archive[pair[0]], archive[pair[1]]
+                    used += pair
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     # NumPy and zipfile raise errors of many kinds for damaged files, from tokenize.TokenError to zlib.error.
@@ -182,26 +235,8 @@ def _read_npz(path: Path) -> Source:
             f"{path} holds {named}; expected the arrays images and labels, and perhaps test_images and test_labels:"
             ' np.savez("digits.npz", images=..., labels=...)'
         )
-    return from_arrays(parts, path.name, str(path))
-
-
-def _archives(place: Path) -> list[Path]:
-    """The NumPy files in a folder, or such a file itself."""
-    return [place] if place.suffix.lower() == ".npz" else sorted(place.glob("*.npz")) if place.is_dir() else []
-
-
-def holds_own_images(place: Path) -> bool:
-    """Whether this is a NumPy file, a list of images, an archive, or a folder that holds one, or image files."""
-    return bool(_archives(place)) or holds_images(place)
-
-
-def read_own_images(place: Path) -> Source:
-    """The images in class folders, of lists of files, or of a NumPy file.
-
-    Raises:
-        UserError: there are none, or what is there cannot be used; the message says what was found.
-    """
-    archives = _archives(place)
-    if len(archives) > 1:
-        raise UserError(f"{place} holds {len(archives)} NumPy files; pass one of them, such as {archives[0]}")
-    return _read_npz(archives[0]) if archives else find_images(place)
+    source = from_arrays(parts, path.name, str(path))
+    unused = sorted(held.difference(used))
+    if unused:
+        source.notes.append(f"{path}: not used: {', '.join(unused[:10])}")
+    return source

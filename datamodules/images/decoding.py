@@ -1,12 +1,14 @@
 """An image file of any kind as bytes of pixels: the same in every process, or refused with the reason."""
 
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,19 @@ from datamodules.errors import UserError
 
 Source = str | Path | bytes | Image.Image
 
-_RULES = 4  # Of this file, by which the same content has the same pixels.
+_RULES = 5  # Of this file, by which the same content has the same pixels.
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
-_SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
+_SUFFIXES: tuple[str, ...] = (
+    *_JPEG,
+    *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"),
+)
+_HEIC = (".heic", ".heif")
+with suppress(ImportError):
+    # Telephones' photographs, where the library is installed.
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    _SUFFIXES += _HEIC
 
 
 class UnreadableImage(UserError):
@@ -41,13 +53,81 @@ def is_image(file: str | Path) -> bool:
     return ending(file) in _SUFFIXES
 
 
-def _refuse_more_than_8_bits(image: Image.Image) -> None:
-    """Scaled by its own range, an image could not be compared with the others; of colours Pillow cuts bits off."""
+_BITS_PER_SAMPLE = 258  # TIFF's tags, by their numbers in its specification.
+_SAMPLES_PER_PIXEL = 277
+_SAMPLE_FORMAT = 339
+_SIGNED = 2
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """A tag's value, which is a number or several."""
+    return tuple(value) if isinstance(value, tuple) else (value,)
+
+
+def _jpeg_2000_bits(content: bytes) -> int:
+    """Bits of a sample, by the codestream's header: the highest of its components."""
+    start = content.find(b"\xff\x4f\xff\x51")
+    if start < 0:
+        return 8
+    components = int.from_bytes(content[start + 40 : start + 42], "big")
+    # Three bytes for each component, of which the first is its depth; its highest bit says that samples are signed.
+    depths = content[start + 42 : start + 42 + 3 * components : 3]
+    return max((1 + (depth & 127) for depth in depths), default=8)
+
+
+def _netpbm_bits(content: bytes) -> int:
+    """Bits of a sample, by the greatest value in the header of a PGM or PPM; comments begin with #."""
+    words = re.sub(rb"#[^\n]*", b" ", content[:1024]).split(None, 4)
+    if len(words) < 4 or words[0] not in (b"P2", b"P3", b"P5", b"P6") or not words[3].isdigit():
+        return 8
+    return int(words[3]).bit_length()
+
+
+def _refuse_other_pixels(image: Image.Image, content: bytes = b"") -> None:
+    """Refuse pixels of more than 8 bits, signed ones, further bands, and files of several pages, by the file's header.
+
+    Scaled by its own range, an image could not be compared with the others; of colours Pillow cuts bits off.
+    """
+    bits = 8
     if image.mode[:4] in ("I;16", "I", "F") or any(";16" in str(tile.args) for tile in getattr(image, "tile", ())):
+        bits = 16
+    elif image.format == "TIFF":
+        tags: Any = image.tag_v2  # type: ignore[attr-defined]
+        bits = max(_numbers(tags.get(_BITS_PER_SAMPLE, 8)))
+        if _SIGNED in _numbers(tags.get(_SAMPLE_FORMAT, 1)):
+            raise UnreadableImage("its pixels are signed; shift all images of the set to 0 to 255, and save them so")
+        # An image has three colours, and perhaps one band more for its transparency.
+        if tags.get(_SAMPLES_PER_PIXEL, 1) > len(image.getbands()) or image.mode == "RGBX":
+            raise UnreadableImage(
+                f"it has {tags.get(_SAMPLES_PER_PIXEL)} bands, expected 1 or 3; save those that are meant as an image"
+            )
+        pages = getattr(image, "n_frames", 1)
+        if pages > 1:
+            raise UnreadableImage(f"it has {pages} pages; save the one that is meant, or each as a file")
+    elif image.format == "JPEG2000":
+        bits = _jpeg_2000_bits(content)
+    elif image.format == "PPM":
+        bits = _netpbm_bits(content)
+    if bits > 8:
         raise UnreadableImage(
             f"its pixels have more than 8 bits (mode {image.mode}); scale all images of the set by one number, and save"
             " them with 8 bits"
         )
+
+
+def _other_kind(content: bytes) -> str:
+    """What a file is by its first bytes that Pillow does not open as an image."""
+    if content[4:8] == b"ftyp" and content[8:12] in (b"heic", b"heix", b"mif1", b"hevc", b"heim"):
+        return "it is a HEIC photograph; pip install 'lightning-recipes[data]' reads it, or save it as JPEG"
+    if content[:2] == b"\xff\x0a" or content[4:8] == b"JXL ":
+        return "it is JPEG XL, which Pillow does not read; save it as PNG"
+    if content[128:132] == b"DICM":
+        return "it is DICOM; save the set with 8 bits, as PNG"
+    if content[:2] == b"\xff\xd8":
+        return "it is a JPEG that Pillow does not read, as of 12 bits, or damaged; save it with 8 bits"
+    if content[:4] in (b"II*\0", b"MM\0*"):
+        return "it is a TIFF of pixels that Pillow does not read, such as floats or many bands; save it with 8 bits"
+    return "its content is not an image" if content else "the file is empty"
 
 
 def without_alpha(image: Image.Image) -> Image.Image:
@@ -74,16 +154,16 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
     content = b""
     try:
         if isinstance(source, Image.Image):
-            _refuse_more_than_8_bits(source)
+            _refuse_other_pixels(source)
             yield source, content
             return
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
         with Image.open(BytesIO(content)) as image:
-            _refuse_more_than_8_bits(image)
+            _refuse_other_pixels(image, content)
             yield image, content
         return
     except UnidentifiedImageError:
-        reason = "its content is not an image" if content else "the file is empty"
+        reason = _other_kind(content)
     except OSError as error:
         reason = error.strerror or str(error)
     # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.

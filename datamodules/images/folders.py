@@ -12,8 +12,9 @@ import torch
 from datamodules.errors import UserError
 from datamodules.images.decoding import ending, is_image
 from datamodules.images.labels import check_classes, same_name
+from datamodules.images.pixel_cache import cache_folder
 from datamodules.images.source import PARTS, Samples, Source
-from datamodules.loading.archives import is_archive
+from datamodules.loading.archives import is_archive, unpacked
 from datamodules.loading.file_table import FileTable, Folder, files_below, list_folder, open_archive
 
 PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
@@ -126,7 +127,8 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
             f"data_dir={str(place)!r} {what}; pass a folder that holds a folder of images for each class, or a .zip of"
             " it"
         )
-    folder, table = open_archive(place)
+    unpacked_place = unpacked(place, cache_folder("archives"))
+    folder, table = list_folder(unpacked_place) if unpacked_place else open_archive(place)
     while len(folder.folders) == 1 and not find_parts(folder):
         inner = next(iter(folder.folders.values()))
         if not inner.folders:

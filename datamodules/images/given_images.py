@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.arrays import as_bytes
+from datamodules.images.arrays import as_array, as_bytes, side_of_rows
 from datamodules.images.folders import describe_left_out, images_below
 from datamodules.notes import warn
 
@@ -84,13 +84,19 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
 
 def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
     """The images of an array or a tensor."""
-    pixels = array.detach().cpu().numpy() if isinstance(array, Tensor) else array
+    pixels = as_array(array, "the images") if isinstance(array, Tensor) or hasattr(array, "toarray") else array
     expected = "expected a file, a folder, a PIL image, an array or a tensor"
     if not isinstance(pixels, np.ndarray):
         raise UserError(f"images of {type(array).__name__} cannot be predicted; {expected}")
     shape = pixels.shape
     if pixels.dtype.kind not in "buif" or pixels.ndim not in (2, 3, 4) or 0 in shape[1:]:
         raise UserError(f"an array of {pixels.dtype} and shape {shape} holds no images; {expected}")
+    side = 0 if colour else side_of_rows(shape)
+    if side >= 8 and (pixels.ndim == 3 or shape[0] != shape[1]):
+        raise UserError(
+            f"an array of shape {shape} is {shape[0]:,} rows of {side} x {side} pixels, or images of another form; pass"
+            f" images.reshape(-1, {side}, {side}), or a PIL image"
+        )
     pixels = as_bytes(pixels, "the images")
     if pixels.ndim == 2 or (pixels.ndim == 3 and (_channels_last(shape) or (colour and shape[0] in _COLOURS))):
         pixels = pixels[None]

@@ -15,12 +15,12 @@ from datamodules.images import reading
 from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, describe_augmentation
 from datamodules.images.crop import Crop
 from datamodules.images.decoding import is_small
+from datamodules.images.finding import find_images
 from datamodules.images.image_data import ImageDataModule
 from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, digits_source
 from datamodules.images.normalise import Normalise, check_statistics, normaliser
 from datamodules.images.reading import BatchReader
 from datamodules.images.source import Images, Samples, Source
-from datamodules.images.tables import find_images
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.notes import warn

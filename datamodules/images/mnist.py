@@ -11,7 +11,7 @@ from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.images import idx
 from datamodules.images.affine import RandomAffine
-from datamodules.images.arrays import holds_own_images, read_own_images
+from datamodules.images.finding import find_small_images, holds_images
 from datamodules.images.image_data import ImageDataModule
 from datamodules.images.known_sets import DATASETS, digits_source
 from datamodules.images.labels import check_labels
@@ -97,7 +97,7 @@ class MNISTDataModule(ImageDataModule):
     @override
     def _find_source(self) -> Source:
         if self._is_own:
-            return read_own_images(self._folder)
+            return find_small_images(self._folder)
         if self.dataset == "digits":
             return digits_source()
         if idx.find_files(self.dataset, self._folder) is None:
@@ -115,7 +115,7 @@ class MNISTDataModule(ImageDataModule):
         if self.dataset != "auto":
             return self.dataset == "custom"
         given = self.hparams.data_dir is not None
-        return given and idx.find_files("mnist", self._folder) is None and holds_own_images(self._folder)
+        return given and idx.find_files("mnist", self._folder) is None and holds_images(self._folder)
 
     @property
     @override

@@ -65,11 +65,40 @@ class ArrayImages(Sequence[str]):
         return ArrayImages(self.pixels[rows.numpy()], self.called)
 
 
+class BytesImages(Sequence[str]):
+    """Files whose contents lie in memory, such as those in a table.
+
+    Args:
+        contents: by name.
+        names: of those that are meant, in their order.
+    """
+
+    def __init__(self, contents: Mapping[str, bytes], names: Sequence[str]) -> None:
+        self._contents = contents
+        self._names = names
+
+    @override
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @override
+    def __getitem__(self, row: Any) -> Any:
+        return self._names[row]
+
+    def read(self, row: int) -> bytes:
+        """What one of the files holds."""
+        return self._contents[self._names[row]]
+
+    def select(self, rows: Tensor) -> "BytesImages":
+        """Some of the files, in the order of `rows`, int64 of shape (m,)."""
+        return BytesImages(self._contents, [self._names[row] for row in rows.tolist()])
+
+
 class Samples(NamedTuple):
     """The samples of a part."""
 
     images: Any
-    """`Images` of which some can be selected: a `FileTable` or `ArrayImages`."""
+    """`Images` of which some can be selected: a `FileTable`, `ArrayImages` or `BytesImages`."""
     labels: Tensor
     """The classes' numbers, int64 of shape (n,)."""
 

@@ -1,172 +1,321 @@
-"""Images by lists: CSV with columns for the path and the label, and perhaps the part."""
+"""Images by tables: a column of paths, one of labels, and perhaps one of parts; in a folder, or in an archive."""
 
+import io
 import os
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from datamodules.errors import UserError
-from datamodules.images.folders import PART_NAMES, find_parts, from_folder, images_below, open_place
+from datamodules.images.columns import Columns, find_columns, label_names
+from datamodules.images.decoding import is_image
+from datamodules.images.folders import PART_NAMES, images_below, part_of
 from datamodules.images.labels import check_classes, class_order, same_name
-from datamodules.images.source import PARTS, Samples, Source
-from datamodules.loading.archives import is_archive
-from datamodules.loading.file_table import FileTable
-from datamodules.loading.text_files import Faults, csv_rows, iter_lines, text_suffix
+from datamodules.images.source import PARTS, BytesImages, Samples, Source
+from datamodules.loading.file_table import FileTable, Folder, files_below
+from datamodules.loading.tables import TABLE_SUFFIXES, describe_columns, read_table
+from datamodules.loading.text_files import Faults, decoded_lines, text_suffix
 
-_SUFFIXES = (".csv", ".tsv", ".txt")
-_NAMES = {
-    "path": ("path", "file", "filename", "file name", "filepath", "file path", "image", "image path"),
-    "label": ("label", "class", "class name", "target", "category"),
-    "part": ("split", "part", "set"),
-}
-"""What the columns of a table are called."""
+_SUFFIXES = (*TABLE_SUFFIXES, ".txt")
+# Of several files to a part, as Hugging Face stores large sets.
+_SHARDED = (".parquet", ".jsonl", ".ndjson")
+_WEAKER_NAMES = {"dev": "val", "eval": "val"}
+_UNKNOWN_FILE = "whose file does not exist"
+_SEVERAL_FILES = "of a name that several files have"
+
+
+class Files:
+    """The files that tables name: on disk, or in an archive.
+
+    Args:
+        folder: the tables' own, as it is shown to people.
+        opened: the folder, or the archive, and all files in it by number; on disk it is listed when it is needed.
+    """
+
+    def __init__(self, folder: str, opened: tuple[Folder, FileTable] | None = None) -> None:
+        self.folder = folder
+        self._opened = opened
+        self.archived: dict[str, int] | None = None
+        self.by_stem = 0
+        if opened is not None and opened[1].is_archived:
+            self.archived = files_below(opened[0])
+
+    def _exists(self, path: str) -> bool:
+        if self.archived is not None:
+            return path in self.archived
+        return os.path.isfile(path)  # noqa: PTH113 - Path's raises for long names.
+
+    @cached_property
+    def _by_base(self) -> dict[str, list[str]]:
+        """The images in the folder by their names, with and without ending."""
+        if self.archived is not None:
+            images = [path for path in self.archived if is_image(path)]
+        else:
+            images = images_below(self.folder)[0]
+        found: dict[str, list[str]] = {}
+        for path in images:
+            base = os.path.basename(path)  # noqa: PTH119
+            for name in {base, os.path.splitext(base)[0]}:  # noqa: PTH122
+                found.setdefault(name, []).append(path)
+        return found
+
+    def find(self, name: str, part: str) -> tuple[str, str]:
+        """The file that a cell names, or "" and why there is none.
+
+        It is looked for relative to the table and to the folder of its part, and then, also without its ending, in all
+        folders below.
+        """
+        for spelled in (name, name.replace("\\", "/")):
+            for folder in (self.folder, os.path.join(self.folder, part)):  # noqa: PTH118
+                path = os.path.normpath(os.path.join(folder, spelled))  # noqa: PTH118
+                if self._exists(path):
+                    return path, ""
+        spelled = name.replace("\\", "/").removeprefix("./")
+        ends = []
+        for path in self._by_base.get(spelled.rpartition("/")[2], []):
+            if f"{os.path.splitext(path)[0]}/".endswith(f"/{spelled}/") or path.endswith(f"/{spelled}"):  # noqa: PTH122
+                ends.append(path)
+        if len(ends) > 1:
+            # train/1.png and test/1.png: the one in the folder of its part.
+            here = [path for path in ends if part in map(part_of, path[len(self.folder) :].split("/")[:-1])]
+            ends = here or ends
+        if len(ends) == 1:
+            self.by_stem += 1
+            return ends[0], ""
+        return "", _SEVERAL_FILES if ends else _UNKNOWN_FILE
+
+    def lines(self, path: str) -> Iterator[str | None] | None:
+        """The lines of a table in an archive; None for one on disk."""
+        if self.archived is None or self._opened is None:
+            return None
+        content = self._opened[1].read(self.archived[path])
+        return decoded_lines(io.BytesIO(content), path)
+
+    def table(self, paths: Sequence[str]) -> FileTable:
+        """These files."""
+        if self.archived is None or self._opened is None:
+            return FileTable(paths)
+        numbers = [self.archived[path] for path in paths]
+        return self._opened[1].select(torch.tensor(numbers, dtype=torch.int64))
+
+    def unlisted(self, used: Iterable[str]) -> list[str]:
+        """The images that no row names."""
+        every = {path for paths in self._by_base.values() for path in paths}
+        return sorted(every.difference(used))
 
 
 @dataclass
-class _List:
-    """What a list holds: lines, files and labels by part, and the lines that cannot be used."""
+class _Listed:
+    """What a table lists: files, or their contents, with the line and the label, by part; and what cannot be used."""
 
-    path: Path
+    path: str
     part: str
     rows: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
     read: int = 0
     faults: Faults = field(default_factory=Faults)
-
-    def add(self, number: int, name: str, label: str, part: str) -> None:
-        """Take a row whose file is there, relative to the list or to its part's folder, if it has a label."""
-        of_part = self.rows.setdefault(part, {})
-        places = (self.path.parent / name, self.path.parent / self.part / name)
-        file = next((os.path.normpath(place) for place in places if os.path.isfile(place)), "")  # noqa: PTH113 - Path's raises for long names.
-        if not part:
-            reason = "of no part (train, val or test)"
-        elif not label or not name:
-            reason = "without a label" if name else "without a path"
-        elif not file:
-            reason = "whose file does not exist"
-        elif file in of_part:
-            reason = "of a file that was listed before"
-        else:
-            of_part[file] = number, same_name(label)
-            return
-        self.faults.add(reason, [number])
+    has_labels: bool = True
+    note: str = ""
 
 
-def _find_columns(path: Path, names: list[str]) -> dict[str, int]:
-    """The places of path, label and part in a table; that of a column that there is not is -1."""
-    known = [name.lower().replace("_", " ").replace("-", " ") for name in names]
-    places = {kind: next((i for i, name in enumerate(known) if name in _NAMES[kind]), -1) for kind in _NAMES}
-    if min(places["path"], places["label"]) < 0:
-        paths, labels = (", ".join(_NAMES[kind]) for kind in ("path", "label"))
-        raise UserError(
-            f"{path}: the first line is {','.join(names[:8])[:200]}; expected the names of the columns, of which one is"
-            f" called {paths}, and one {labels}"
-        )
-    return places
-
-
-def _read_list(path: Path, part: str) -> _List:
-    if text_suffix(path) == ".txt":
-        raise UserError(f"{path} is no table; write it as {path.stem}.csv, with a line path,label above its rows")
-    listed = _List(path, part)
-    rows = [(number, cells) for number, cells in csv_rows(iter_lines(path), listed.faults) if any(cells)]
-    places = _find_columns(path, rows.pop(0)[1] if rows else [])
-    part_names = {known: part for part, names in PART_NAMES.items() for known in names}
-    listed.read = len(rows) + len(listed.faults)
-    for number, cells in rows:
-        cells += [""] * (max(places.values()) + 1 - len(cells))
-        of_row = part if places["part"] < 0 else part_names.get(cells[places["part"]].lower(), "")
-        listed.add(number, cells[places["path"]], cells[places["label"]], of_row)
+def _read_list(path: str, part: str, files: Files) -> _Listed:
+    """Read a table of one part, or of the parts that its column of parts names."""
+    if text_suffix(Path(path)) == ".txt":
+        stem = Path(path).stem
+        raise UserError(f"{path} is no table; write it as {stem}.csv, with a line path,label above its rows")
+    table = read_table(Path(path), files.lines(path))
+    if not table.names:
+        raise UserError(f"{path} is empty; expected the names of the columns, such as path,label, and rows")
+    columns = find_columns(table, may_lack_labels=part == "test")
+    listed = _Listed(path, part, read=table.read, faults=table.faults, has_labels=columns.label >= 0)
+    listed.note = describe_columns(table, columns.names(table), columns.guessed)
+    if listed.has_labels:
+        names = label_names(table, columns)
+        for number, cells in table.rows:
+            _add_row(listed, files, columns, number, cells, names)
     return listed
 
 
-def _list_files(place: Path) -> dict[str, Path]:
-    """The lists of "train", "val" and "test": in a folder, or a file and, where it is train's, those beside it."""
-    folder, suffixes = place, list(_SUFFIXES)
-    if place.is_file():
-        if text_suffix(place) not in _SUFFIXES:
-            return {}
-        if place.stem.lower() not in PART_NAMES["train"]:
-            return {"train": place}
-        folder, suffixes = place.parent, [place.suffix]
-    found: dict[str, Path] = {}
-    for part, names in PART_NAMES.items():
-        files = [folder / f"{name}{suffix}" for name in names for suffix in suffixes]
-        files = [file for file in files if file.is_file()]
-        if len(files) > 1:
-            raise UserError(f"{folder} holds both {files[0].name} and {files[1].name}; pass one of them, or remove one")
-        if files:
-            found[part] = files[0]
-    if place.is_file():  # Train.csv, too.
-        found.setdefault("train", place)
-    return found if "train" in found else {}
+def _text(cell: Any) -> str:
+    return "" if cell is None else str(cell)
 
 
-def from_table(files: dict[str, Path], on_faults: Literal["error", "skip"] | None = None) -> Source:
-    """The images that tables list, with what is wrong in them by line; `on_faults` as of `find_images`."""
-    lists = [_read_list(path, part) for part, path in files.items()]
-    notes: list[str] = []
-    left_out: Counter[str] = Counter()
-    rows: dict[str, dict[str, tuple[int, str]]] = {part: {} for part in PARTS}
-    for one in lists:
-        if one.part == "test" and not any(one.rows.values()) and set(one.faults.lines) == {"without a label"}:
-            notes.append(f"{one.path} is not used: it has no labels")
-        elif one.faults:
-            hint = f"; expected columns such as path,label, and paths relative to {one.path.parent}"
-            note = one.faults.settle(on_faults or "error", str(one.path), one.read, on_faults and "on_corrupt", hint)
-            notes.append(note)
-        left_out.update({reason: len(lines) for reason, lines in one.faults.lines.items()})
-        for part, of_part in one.rows.items():
-            if part:
-                rows[part] |= of_part
-    where = " and ".join(str(one.path) for one in lists)
-    classes = class_order(label for _, label in rows["train"].values())
-    numbers = {name: number for number, name in enumerate(classes)}
-    for of_part in rows.values():
-        for line, label in of_part.values():
-            if label not in numbers and classes:
-                known = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
-                raise UserError(
-                    f"{where}: a part holds classes that train has no image of, such as {label} in line {line};"
-                    f" expected only {known}"
-                )
-    by_part = {part: {label for _, label in of_part.values()} for part, of_part in rows.items() if of_part}
-    notes += check_classes({"train": classes, **by_part}, f"{where} lists", "expected CSV with path,label")
-    parts: dict[str, Samples] = {}
-    for part, of_part in rows.items():
-        if part != "train" and (both := rows["train"].keys() & of_part.keys()):
-            notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")
-        if of_part:
-            parts[part] = Samples(FileTable(of_part), torch.tensor([numbers[label] for _, label in of_part.values()]))
-    return Source(classes, parts, notes=notes, left_out=dict(left_out))
+def _add_row(
+    listed: _Listed, files: Files, columns: Columns, number: int, cells: Sequence[Any], names: Mapping[str, str]
+) -> None:
+    """Take a row that has a label, a part and a file, or note why it cannot be used."""
+    part = listed.part if columns.part is None else columns.part_of_cell(cells[columns.part])
+    label = _text(cells[columns.label])
+    label = names.get(label, label)
+    image = cells[columns.path]
+    content = None
+    # Hugging Face's form of an image: its content, and perhaps where it was.
+    if isinstance(image, Mapping):
+        content = image.get("bytes")
+        image = image.get("path") or f"row {number}"
+    name = _text(image)
+    reason = ""
+    file = ""
+    if not part:
+        reason = "of no part (train, val or test)"
+    elif not label.strip():
+        reason = "without a label"
+    elif not name.strip():
+        reason = "without a path"
+    elif content is not None:
+        file = f"{listed.path}/{number}/{name}"
+    else:
+        file, reason = files.find(name, listed.part or part)
+    if not reason and file in listed.rows.get(part, {}):
+        reason = "of a file that was listed before"
+    if reason:
+        listed.faults.add(reason, [number])
+        return
+    listed.rows.setdefault(part, {})[file] = number, same_name(label)
+    if content is not None:
+        listed.contents[file] = content
 
 
-def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = None) -> Source:
-    """The images in class folders, or in lists where there are no folders train, val and test with classes.
-
-    Args:
-        on_faults: what to do about rows of a list that cannot be used, the value of the parameter `on_corrupt`; None is
-            an error for a data module without it.
+def find_lists(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The tables of "train", "val" and "test" among files, by their names in any case; and the tables of none.
 
     Raises:
-        UserError: there is nothing to train on, or rows cannot be used; see `from_folder`, too.
+        UserError: there are two of a part.
+    """
+    strong: dict[str, list[str]] = {part: [] for part in PARTS}
+    weak: dict[str, list[str]] = {part: [] for part in PARTS}
+    others: list[str] = []
+    for path in sorted(paths):
+        suffix = text_suffix(Path(path))
+        if suffix not in _SUFFIXES:
+            continue
+        stem = Path(path).name.lower().partition(".")[0]
+        part = next((part for part, names in PART_NAMES.items() if stem in names), "")
+        if not part and suffix in _SHARDED:
+            part = part_of(stem)
+        if part:
+            strong[part].append(path)
+        elif stem in _WEAKER_NAMES:
+            weak[_WEAKER_NAMES[stem]].append(path)
+        elif suffix != ".txt":
+            others.append(path)
+    found: dict[str, list[str]] = {}
+    for part in PARTS:
+        tables = strong[part] or weak[part]
+        if strong[part]:
+            others += weak[part]
+        sharded = all(text_suffix(Path(path)) in _SHARDED for path in tables)
+        if len(tables) > 1 and not sharded:
+            folder = Path(tables[0]).parent
+            first, second = (Path(path).name for path in tables[:2])
+            raise UserError(f"{folder} holds both {first} and {second}; pass one of them, or remove one")
+        if tables:
+            found[part] = tables
+    if "train" not in found:
+        return {}, [*others, *(path for tables in found.values() for path in tables)]
+    return found, others
+
+
+def _beside(place: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """The tables that a table brings with it: where it is train's those beside it of the same kind; and the others."""
+    suffix = text_suffix(place)
+    others = [str(path) for path in place.parent.iterdir() if path != place and text_suffix(path) == suffix]
+    if place.name.lower().partition(".")[0] in PART_NAMES["train"]:
+        found, unused = find_lists([str(place), *others])
+        return found, unused
+    names = {name for names in PART_NAMES.values() for name in names}.union(_WEAKER_NAMES)
+    return {"train": [str(place)]}, [path for path in others if Path(path).name.lower().partition(".")[0] in names]
+
+
+def from_table(
+    place: str | Path, on_faults: Literal["error", "skip"] | None = None, files: Files | None = None
+) -> Source:
+    """The images that a table lists, or the tables of parts in a folder or beside it; what is wrong is named by line.
+
+    Args:
+        place: a table, or a folder with train.csv and perhaps val.csv and test.csv.
+        on_faults: what to do about rows that cannot be used, the value of the parameter `on_corrupt`; None is an error
+            for a data module without it.
+        files: of an archive.
+
+    Raises:
+        UserError: see `read_table`; or rows cannot be used, or there are no classes to train on.
     """
     place = Path(place)
-    if place.is_file() and (files := _list_files(place)):
-        source = from_table(files, on_faults)
+    if files is None and place.is_file():
+        tables, unused = _beside(place)
+        files = Files(str(place.parent))
+        whole = False
     else:
-        opened = open_place(place)
-        if place.is_dir() and not find_parts(opened[0]) and (files := _list_files(place)):
-            source = from_table(files, on_faults)
-        else:
-            source = from_folder(place, opened)
-    return replace(source, title=place.resolve().name)
+        files = files or Files(str(place))
+        tables, unused = find_lists(tables_in(place, files))
+        whole = True
+    lists = [_read_list(path, part, files) for part, paths in tables.items() for path in paths]
+    notes = [one.note for one in lists if one.note]
+    left_out: Counter[str] = Counter()
+    rows: dict[str, dict[str, tuple[int, str]]] = {part: {} for part in PARTS}
+    contents: dict[str, bytes] = {}
+    for one in lists:
+        without = one.part == "test" and not any(one.rows.values())
+        if not one.has_labels or (without and set(one.faults.lines) == {"without a label"}):
+            notes.append(f"{one.path} is not used: it has no labels")
+        elif one.faults:
+            hint = f"; expected columns such as path,label, and paths relative to {files.folder}"
+            note = one.faults.settle(on_faults or "error", one.path, one.read, on_faults and "on_corrupt", hint)
+            notes.append(note)
+        left_out.update({reason: len(lines) for reason, lines in one.faults.lines.items()})
+        contents |= one.contents
+        for part, of_part in one.rows.items():
+            rows[part] |= of_part
+    where = " and ".join(one.path for one in lists)
+    by_part = {part: {label for _, label in of_part.values()} for part, of_part in rows.items() if of_part}
+    classes = class_order(by_part.get("train", ()))
+    _name_unknown_classes(where, rows, classes)
+    notes += check_classes({"train": classes, **by_part}, f"{where} lists", "expected CSV with path,label")
+    notes += [f"{path} is not used: its name says no part, or there is another table of it" for path in sorted(unused)]
+    if files.by_stem:
+        notes.append(f"{files.by_stem:,} files are found in folders below {files.folder}, by their names")
+    if whole and not contents:
+        unlisted = files.unlisted(file for of_part in rows.values() for file in of_part)
+        if unlisted:
+            notes.append(f"left out {len(unlisted):,} images that no table names, such as {unlisted[0]}")
+    numbers = {name: number for number, name in enumerate(classes)}
+    parts: dict[str, Samples] = {}
+    for part, of_part in rows.items():
+        both = rows["train"].keys() & of_part.keys()
+        if part != "train" and both:
+            notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")
+        if of_part:
+            images: Any = BytesImages(contents, list(of_part)) if contents else files.table(list(of_part))
+            parts[part] = Samples(images, torch.tensor([numbers[label] for _, label in of_part.values()]))
+    return Source(classes, parts, place.resolve().name, notes, dict(left_out))
 
 
-def holds_images(place: Path) -> bool:
-    """Whether this is a list of images, an archive, or a folder with such a list or with image files."""
-    if place.is_file():
-        return is_archive(place) or text_suffix(place) in _SUFFIXES
-    return place.is_dir() and bool(_list_files(place) or images_below(place)[0])
+def tables_in(place: Path, files: Files) -> list[str]:
+    """The files of a folder, or at the top of an archive, among which there may be tables."""
+    if files.archived is not None:
+        prefix = f"{files.folder}/"
+        return [path for path in files.archived if path.startswith(prefix) and "/" not in path[len(prefix) :]]
+    inner = place / "data"
+    # As Hugging Face's repositories have it.
+    folders = [place, inner] if inner.is_dir() else [place]
+    return [str(path) for folder in folders for path in folder.iterdir() if path.is_file()]
+
+
+def _name_unknown_classes(
+    where: str, rows: Mapping[str, Mapping[str, tuple[int, str]]], classes: Sequence[str]
+) -> None:
+    known = set(classes)
+    for part, of_part in rows.items():
+        for line, label in of_part.values():
+            if label not in known and known:
+                named = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
+                raise UserError(
+                    f"{where}: {part} holds classes that train has no image of, such as {label} in line {line};"
+                    f" expected only {named}"
+                )

@@ -1,8 +1,12 @@
-"""Files in zip archives, listed by `zipfile`, and each read in place by its number, by any number of processes."""
+"""Files in zip and tar archives, listed by Python's modules, and read in place by their numbers, by any process."""
 
+import contextlib
 import os
+import shutil
 import stat
 import struct
+import tarfile
+import tempfile
 import weakref
 import zipfile
 import zlib
@@ -15,12 +19,48 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-_LOCAL = struct.Struct("<26xHH")  # The header before a file in an archive.
+_LOCAL = struct.Struct("<26xHH")  # The header before a file in a zip archive.
+_IN_TAR = -1
+"""The method of compression of files in a tar archive: none, without a header of their own."""
+_PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def is_archive(file: str | Path) -> bool:
-    """Whether a file is an archive that can be read in place, by its ending."""
-    return str(file).lower().endswith(".zip")
+    """Whether a file is an archive that can be read, by its ending."""
+    return str(file).lower().endswith((".zip", ".tar", *_PACKED_TARS))
+
+
+def unpacked(path: Path, cache: Path) -> Path | None:
+    """The folder in which a compressed tar archive has been unpacked, once; None for an archive that is read in place.
+
+    Its files cannot be read one by one where they are.
+
+    Args:
+        cache: the folder of such folders.
+
+    Raises:
+        UserError: the archive is missing or damaged, or the disk has no room.
+    """
+    if not str(path).lower().endswith(_PACKED_TARS):
+        return None
+    try:
+        status = path.stat()
+        folder = cache / f"{path.name}-{status.st_size}-{status.st_mtime_ns}"
+        if folder.is_dir():
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        # Other ranks may do the same: whoever is first gives the folder its name.
+        made = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            with tarfile.open(path) as archive:
+                archive.extractall(made, filter="data")
+            if not folder.is_dir():
+                made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise UserError(f"{path} cannot be unpacked into {cache}: {error}") from error
+    return folder
 
 
 class Archive:
@@ -60,6 +100,11 @@ class Archive:
             OSError: the archive is missing, has changed or is damaged there.
         """
         start, packed, _, check, method = self.members[row].tolist()
+        if method == _IN_TAR:
+            data = os.pread(self._descriptor(), packed, start)
+            if len(data) < packed:
+                raise OSError(f"{self.path} is truncated there; copy or download it again")
+            return data
         # How long the header is only the header says.
         header = os.pread(self._descriptor(), _LOCAL.size, start).ljust(_LOCAL.size)
         data = os.pread(self._descriptor(), packed, start + _LOCAL.size + sum(_LOCAL.unpack(header)))
@@ -78,13 +123,12 @@ def _state(file: int) -> tuple[int, int]:
 
 
 def _zip_name(member: zipfile.ZipInfo) -> str:
-    """A file's name: Info-ZIP on Linux writes UTF-8 without saying so."""
+    """A file's name: Info-ZIP on Linux writes UTF-8 without saying so, and some programs of Windows backslashes."""
+    name = member.filename
     if not member.flag_bits & 0x800:
-        try:
-            return member.filename.encode("cp437").decode()
-        except UnicodeError:
-            pass
-    return member.filename
+        with contextlib.suppress(UnicodeError):
+            name = name.encode("cp437").decode()
+    return name if "/" in name else name.replace("\\", "/")
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -103,6 +147,15 @@ def _zip_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield _zip_name(member), (member.header_offset, *sizes, member.CRC, member.compress_type)
 
 
+def _tar_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    with tarfile.open(path, "r:") as archive:
+        for member in archive:
+            if member.isdir():
+                yield f"{member.name}/", ()
+            elif member.isreg():
+                yield member.name, (member.offset_data, member.size, member.size, 0, _IN_TAR)
+
+
 def list_archive(path: Path) -> tuple[list[str], Archive]:
     """The names of an archive's files, and the files by their place among these; folders end with a slash.
 
@@ -114,8 +167,9 @@ def list_archive(path: Path) -> tuple[list[str], Archive]:
     try:
         with path.open("rb") as opened:
             state = _state(opened.fileno())
-        found = list(_zip_members(path))
-    except (OSError, zipfile.BadZipFile) as error:
+        list_members = _tar_members if path.suffix.lower() == ".tar" else _zip_members
+        found = list(list_members(path))
+    except (OSError, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UserError(f"{path} cannot be read: {error}; copy or download it again") from error
     members = torch.tensor([member or (0,) * 5 for _, member in found], dtype=torch.int64).view(-1, 5)
     return [name for name, _ in found], Archive(str(path), members, state)

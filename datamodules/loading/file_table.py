@@ -49,6 +49,11 @@ class FileTable(Sequence[str]):
         chosen.__dict__ = {**self.__dict__, "_rows": places}
         return chosen
 
+    @property
+    def is_archived(self) -> bool:
+        """Whether the files lie in an archive."""
+        return self._archive is not None
+
     def whole(self) -> "FileTable":
         """The table that this one was selected from."""
         return self._with_places(torch.arange(len(self._names)))

@@ -1,16 +1,15 @@
-"""Text files, plain, .gz, .bz2, .xz or .zip: their lines, tables in them, and which lines cannot be used."""
+"""Text files, plain, .gz, .bz2, .xz, .zst or alone in a .zip: their lines, and which lines cannot be used."""
 
 import bz2
 import contextlib
-import csv
 import gzip
 import io
-import itertools
 import lzma
 import re
+import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,26 @@ NOT_UTF8 = "not in UTF-8"
 
 _BLOCK = 1 << 16  # Bytes that are read at a time, and that tell text from other files.
 _NOT_DECODED = re.compile("[\udc80-\udcff]")  # What Python puts in place of bytes that are not UTF-8.
-_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+
+
+def _open_zst(file: IO[bytes]) -> IO[bytes]:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(
+            f"{file.name} is compressed by zstd; unpack it with zstd -d, or pip install 'lightning-recipes[data]'"
+        ) from error
+    stream: IO[bytes] = pyarrow.CompressedInputStream(file, "zstd")
+    return stream
+
+
+_OPENERS: dict[bytes, Any] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lzma.open,
+    b"\x28\xb5\x2f\xfd": _open_zst,
+}
 """By the first bytes of a compressed file, what reads it."""
 
 
@@ -73,42 +91,80 @@ class Faults:
         return f"{where}: left out {len(self):,} of {total:,} lines: {self.describe()}"
 
 
-def _records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The files in an archive: manythings.org's hold _about.txt beside the sentences, those of a Mac __MACOSX."""
-    records = [record for record in archive.infolist() if not record.is_dir()]
-    return [record for record in records if not any(part[0] in "_." for part in Path(record.filename).parts)]
+def text_members(path: Path) -> list[str]:
+    """The files in a zip archive: manythings.org's hold _about.txt beside the sentences, those of a Mac __MACOSX."""
+    with zipfile.ZipFile(path) as archive:
+        names = [record.filename for record in archive.infolist() if not record.is_dir()]
+    return [name for name in names if not any(part[0] in "_." for part in Path(name).parts)]
 
 
-def _open(path: Path, opened: ExitStack) -> IO[bytes]:
-    """A stream of the bytes of a file, of a compressed file, or of the one text in a zip archive."""
+def _refuse_other_formats(path: Path, start: bytes, names: Sequence[str] = ()) -> None:
+    """Refuse a file of another program by its first bytes, or by the names in its archive."""
+    kind = ""
+    if "mimetype" in names or "[Content_Types].xml" in names:
+        kind = "a spreadsheet or a document; save its table as CSV in UTF-8"
+    elif start.startswith(b"\xd0\xcf\x11\xe0"):
+        kind = "a file of an old Excel or Word; save its table as CSV in UTF-8"
+    elif start.startswith(b"PAR1"):
+        kind = "a Parquet file; give it the ending .parquet"
+    elif start.startswith(b"%PDF"):
+        kind = "a PDF; pass its text"
+    elif start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        kind = "no text file: its text is in UTF-16; expected lines of UTF-8"
+    if kind:
+        raise UserError(f"{path} is {kind}")
+
+
+def _refuse_tar(path: Path) -> None:
+    """Refuse an archive of several texts, compressed or not: they are not one corpus."""
+    # By its content: a file of text is none, however it is called.
+    if not tarfile.is_tarfile(path):
+        return
+    with tarfile.open(path) as archive:
+        names = [member.name for member in archive if member.isfile()]
+    if names:
+        listed = ", ".join(names[:5])
+        raise UserError(
+            f"{path} is a tar archive of {len(names)} files: {listed}; unpack it and pass those that are meant"
+        )
+
+
+def _open(path: Path, opened: ExitStack, member: str = "") -> IO[bytes]:
+    """A stream of the bytes of a file, of a compressed file, or of a text in a zip archive: of the only one in it."""
     file = opened.enter_context(path.open("rb"))
-    start = file.peek(6)
+    start = file.peek(8)
     if start.startswith(b"PK\x03\x04"):
         archive = opened.enter_context(zipfile.ZipFile(file))
-        records = _records(archive)
-        if len(records) != 1:
-            listed = ", ".join(record.filename for record in records[:5]) or "none"
-            raise UserError(f"{path} holds {len(records)} files, expected one text: {listed}; unpack it and pass one")
-        return opened.enter_context(archive.open(records[0]))
+        names = text_members(path)
+        _refuse_other_formats(path, start, names)
+        if not member and len(names) != 1:
+            listed = ", ".join(names[:5]) or "none"
+            raise UserError(f"{path} holds {len(names)} files, expected one text: {listed}; unpack it and pass one")
+        return opened.enter_context(archive.open(member or names[0]))
+    _refuse_other_formats(path, start)
+    if file.peek(512)[257:262] == b"ustar":
+        _refuse_tar(path)
     for magic, opener in _OPENERS.items():
         if start.startswith(magic):
+            _refuse_tar(path)
             stream: IO[bytes] = opener(file)
             return stream
     return file
 
 
-def iter_lines(path: Path) -> Iterator[str | None]:
-    """The lines of a UTF-8 file, one after the other; None where one is not UTF-8.
+@contextlib.contextmanager
+def reading(path: Path, member: str = "") -> Iterator[IO[bytes]]:
+    """The bytes of a text file, of a compressed one, or of one in a zip archive; what fails is told with its name.
 
-    A line ends with LF or CRLF, as in Windows. Nothing else ends a line, such as U+0085 and U+2028, so that aligned
-    files stay aligned. Lines may hold NUL characters.
+    Args:
+        member: the name of a file in the archive; by default the only one.
 
     Raises:
-        UserError: the file is missing, damaged, empty or no text: half of its first lines hold NUL characters.
+        UserError: the file is missing or damaged, or holds something else.
     """
     try:
         with ExitStack() as opened:
-            yield from decoded_lines(_open(path, opened), str(path))
+            yield _open(path, opened, member)
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
@@ -119,15 +175,36 @@ def iter_lines(path: Path) -> Iterator[str | None]:
         raise UserError(f"{path} is damaged: {error}") from error
 
 
+def iter_lines(path: Path, member: str = "") -> Iterator[str | None]:
+    """The lines of a UTF-8 file, one after the other; None where one is not UTF-8.
+
+    A line ends with LF or CRLF, as in Windows; in a file without these with CR, as on old Macs. Nothing else ends a
+    line, such as U+0085 and U+2028, so that aligned files stay aligned. Lines may hold NUL characters.
+
+    Args:
+        member: of an archive, see `reading`.
+
+    Raises:
+        UserError: the file is missing, damaged, empty or no text: half of its first lines hold NUL characters.
+    """
+    with reading(path, member) as stream:
+        yield from decoded_lines(stream, str(path))
+
+
 def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
     """The lines of a stream, see `iter_lines`; `where` names it in errors."""
     buffered = io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK)
-    with_nul = [b"\0" in line for line in buffered.peek().split(b"\n")]
+    start = buffered.peek()
+    with_nul = [b"\0" in line for line in start.split(b"\n")]
     if 2 * sum(with_nul) >= len(with_nul):
         raise UserError(f"{where} is no text file; expected lines of UTF-8")
+    # Excel for the Mac still offers such files.
+    end = "\r" if b"\r" in start and b"\n" not in start else "\n"
     blank = True
-    for text in io.TextIOWrapper(buffered, "utf-8-sig", "surrogateescape", newline="\n"):
-        line = text.removesuffix("\n").removesuffix("\r")
+    for text in io.TextIOWrapper(buffered, "utf-8-sig", "surrogateescape", newline=end):
+        if end == "\r" and "\n" in text:
+            raise UserError(f"{where} has lines that end in CR and others in LF; save it with one kind of line ends")
+        line = text.removesuffix(end).removesuffix("\r")
         blank = blank and not line.strip()
         yield None if _NOT_DECODED.search(line) else line
     if blank:
@@ -137,54 +214,15 @@ def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
 def text_suffix(path: Path) -> str:
     """The ending of a text file in lower case, that of the text in a compressed one: ".csv" of pairs.csv.gz.
 
-    Of an archive it is that of the file in it.
+    Of an archive it is that of the first file in it.
 
     Example:
         >>> text_suffix(Path("pairs.CSV.gz")), text_suffix(Path("pairs"))
         ('.csv', '')
     """
-    if path.suffix.lower() == ".zip":
+    suffix = path.suffix.lower()
+    if suffix == ".zip":
         # A damaged one is refused where it is read.
-        with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
-            return next((Path(record.filename).suffix.lower() for record in _records(archive)), "")
-    packed = path.suffix.lower() in (".gz", ".bz2", ".xz", ".zip")
-    return Path(path.stem).suffix.lower() if packed else path.suffix.lower()
-
-
-def csv_rows(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
-    """The rows of comma-separated values (RFC 4180), each with the number of its first line, counted from 1.
-
-    Cells may be quoted, and then hold line breaks, which become spaces. Values are separated by what the first line has
-    most of: commas, semicolons or tabs.
-
-    Args:
-        lines: None where one is not UTF-8.
-        faults: gets the lines of rows that cannot be read.
-    """
-    lines = iter(lines)
-    first = next(lines, "")
-    last_undecoded = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal last_undecoded
-        for at, line in enumerate(itertools.chain([first], lines), 1):
-            if line is None:
-                last_undecoded = at
-            yield f"{line or ''}\n"
-
-    reader = csv.reader(texts(), delimiter=max(",;\t", key=(first or "").count), strict=True)
-    number = 1
-    while True:
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            # Such as a quote that is not closed, which takes the following lines into its cell.
-            faults.add(f"no CSV: {error}", [number])
-        else:
-            if last_undecoded >= number:
-                faults.add(NOT_UTF8, [number])
-            else:
-                yield number, [" ".join(cell.split()) for cell in cells]
-        number = reader.line_num + 1
+        with contextlib.suppress(zipfile.BadZipFile, OSError):
+            return next((Path(name).suffix.lower() for name in text_members(path)), "")
+    return Path(path.stem).suffix.lower() if suffix in _PACKED else suffix

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.loading.text_files import Faults
+from datamodules.translation.given_sentences import LONGEST_INPUT
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, pack
-from datamodules.translation.parallel_corpus import LONGEST_INPUT, SentencePairs
+from datamodules.translation.parallel_corpus import SentencePairs
 from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, spellings, train_subwords
 from datamodules.translation.text import (
     EOS,

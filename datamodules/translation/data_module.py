@@ -14,17 +14,15 @@ from datamodules.errors import UserError
 from datamodules.notes import inform, inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
+from datamodules.translation.given_sentences import GivenSentence, given_sentence, read_inputs
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
 from datamodules.translation.parallel_corpus import (
     BUNDLED_TITLE,
-    GivenSentence,
     Pair,
     SentencePairs,
     bundled_pairs,
-    given_sentence,
     read_aligned,
-    read_inputs,
     read_pairs,
 )
 from datamodules.translation.subwords import AnyVocabulary, SubwordKind, spellings, vocabulary_from_state

@@ -259,7 +259,8 @@ class FlagParser(ArgumentParser):
                 of_config = not equals
                 files += [value] if equals else []
                 continue
-            if not equals and name in self.flags and self._is_bare(name, following):
+            of_trainer = name.startswith(f"{_FURTHER}.")  # Most of them are switches.
+            if not equals and (following.startswith("--") if of_trainer else self._is_bare(name, following)):
                 equals = "="
                 value = "true"
             spelled.append(f"--{name}{equals}{value}")
@@ -267,7 +268,7 @@ class FlagParser(ArgumentParser):
 
     def _is_bare(self, name: str, following: str) -> bool:
         """Whether a switch has no value, and another argument follows."""
-        annotation = self.type_of(name)
+        annotation = self.type_of(name) if name in self.flags else None
         if not is_switch(annotation):
             return False
         return following.lower() not in switch_values(annotation) and not following.lstrip("-").isdigit()

@@ -286,9 +286,34 @@ class Exchanges(pl.Callback):
 def test_another_exchange_of_weights_in_a_validation_is_refused(kind: Any, tmp_path: Path) -> None:
     is_callback = issubclass(kind, pl.Callback)
     model, others = (module(), [kind()]) if is_callback else (module(kind), [])
-    best = ModelCheckpoint(tmp_path, monitor="val_loss")
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", save_on_train_epoch_end=False)
     with pytest.raises(UserError, match="another hook of the validation changed the weights"):
         train(model, *others, WeightAveraging(ema=0.9), best)
+    assert is_callback or not [*tmp_path.iterdir()], "no checkpoint is the best by a score of other weights"
+
+
+class ScheduleFree(ChangesInEpoch):
+    """Exchanges weights before the start of a validation and after its end, around the exchange for the average."""
+
+    on_validation_epoch_start = Tiny.on_validation_epoch_start
+    on_validation_epoch_end = Tiny.on_validation_epoch_end
+
+    def on_validation_model_eval(self) -> None:
+        super().on_validation_model_eval()
+        self._scale(0.5)
+
+    def on_validation_model_train(self) -> None:
+        super().on_validation_model_train()
+        self._scale(2.0)
+
+
+def test_an_exchange_around_the_validation_leaves_the_average_as_it_is() -> None:
+    model, plain = module(ScheduleFree), module()
+    _, found = train(model, WeightAveraging(ema=0.9), val_check_interval=1)
+    _, expected = train(plain, WeightAveraging(ema=0.9), val_check_interval=1)
+    for step, state in expected.validated.items():
+        assert equal(learnt(found.validated[step]), learnt(state))
+    assert equal(model.state_dict(), plain.state_dict())
 
 
 def test_complex_parameters_are_averaged() -> None:

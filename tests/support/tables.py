@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from torch import Tensor, nn
 
+from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
@@ -42,6 +43,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "Preemption": lambda: Preemption(),
     "CheckpointGuard": lambda: CheckpointGuard(),
     "WeightAveraging": lambda: WeightAveraging(ema=0.9),
+    "BNRecalibration": lambda: BNRecalibration(),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.images.arrays import from_arrays, read_own_images
+from datamodules.images.arrays import from_arrays
+from datamodules.images.finding import find_small_images
 from datamodules.images.known_sets import load_digits
 from datamodules.images.mnist_form import read_digits, read_set
 from datamodules.images.source import Source
@@ -121,7 +122,7 @@ def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(tmp_path
     for number, image in enumerate(large):
         (tmp_path / str(number % 2)).mkdir(exist_ok=True)
         image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
-    found, found_labels = _read(read_own_images(tmp_path))
+    found, found_labels = _read(find_small_images(tmp_path))
     files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
     assert torch.equal(found, read_digits([large[number] for number in files]).pixels[:, 0])
     assert found_labels.tolist() == [0] * 10 + [1] * 10
@@ -211,9 +212,9 @@ def test_damaged_and_other_archives_are_refused_by_name(tmp_path: Path):
     }
     for path, reason in cases.items():
         with pytest.raises(UserError, match=reason):
-            read_own_images(path)
+            find_small_images(path)
     with pytest.raises(UserError, match="holds 6 NumPy files; pass one of them"):
-        read_own_images(tmp_path)
+        find_small_images(tmp_path)
 
 
 def test_unreadable_and_blank_images_are_counted_and_named(tmp_path: Path, digits: Digits, caplog: Any):

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
+from datamodules.images.finding import find_images, holds_images
 from datamodules.images.labels import class_order
-from datamodules.images.tables import find_images, holds_images
 
 NAMES = ("ant", "bee")
 
@@ -90,7 +90,9 @@ WRONG = "path,label\npics/ant 0.png,ant\npics/ant 1.png\n\npics/gone.png,bee\npi
 
 def test_wrong_rows_are_named_with_their_lines_and_refused_or_skipped(pictures: Path, caplog: pytest.LogCaptureFixture):
     (pictures / "train.csv").write_text(WRONG)
-    reason = "1 without a label (line 3); 1 whose file does not exist (line 5); 1 without a path (line 7)"
+    reason = (
+        "1 with fewer cells than the header (line 3); 1 whose file does not exist (line 5); 1 without a path (line 7)"
+    )
     refusal = re.escape(f"train.csv: 3 of 5 lines cannot be used: {reason}; expected columns such as path,label")
     with pytest.raises(UserError, match=f'{refusal}.*pass on_corrupt="skip"'):
         ImageFolderDataModule(data_dir=str(pictures)).setup("fit")
@@ -99,7 +101,7 @@ def test_wrong_rows_are_named_with_their_lines_and_refused_or_skipped(pictures: 
         data.setup("fit")
     assert f"train.csv: left out 3 of 5 lines: {reason}" in caplog.text
     assert data.sizes == {"train": 2}
-    assert data.left_out == {"without a label": 1, "whose file does not exist": 1, "without a path": 1}
+    assert data.left_out == {"with fewer cells than the header": 1, "whose file does not exist": 1, "without a path": 1}
     assert sum(data.left_out.values()) + data.sizes["train"] == 5
 
 
@@ -200,7 +202,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "CUB": ("images/{c}/{n}.jpg", {"images.txt": "{n},{c}/{n}.jpg"}, "one class only, images; expected"),
     "unknown columns": (
         *("a/{n}.png", {"x.csv": "image,id,choice a/{n}.png,7{n},{c}"}),
-        r"x\.csv: the first line is image,id,choice; expected the names .* called path, file, .*, and one label, cl",
+        r"x\.csv: the first line is image,id,choice; expected the names .* called path, file, .*, and one label, la",
     ),
     "no header": ("{n}.jpg", {"x.csv": "0.jpg,cat {n}.jpg,{c}"}, "the first line is 0.jpg,cat; expected the names"),
     "a class in one list": (

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
+from datamodules.images.finding import find_images
 from datamodules.images.pixel_cache import PixelCache
 from datamodules.images.reading import ImageFiles
 from datamodules.images.source import Source
-from datamodules.images.tables import find_images
 
 LONG = "a long name " * 20 + ".png"
 

@@ -294,7 +294,7 @@ def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path
     [
         (b"", {}, "file is empty"),
         (b"a\tb\n\0\x01\x02", {}, "is no text file"),
-        ("a\tb\n".encode("utf-16"), {}, "is no text file; expected lines of UTF-8"),
+        ("a\tb\n".encode("utf-16"), {}, "is no text file: its text is in UTF-16; expected lines of UTF-8"),
         (gzip.compress(b"a\tb\n", mtime=0)[:-6], {}, "is damaged"),
         (b"PK\x03\x04nothing", {}, "is damaged"),
         (_zipped(["a\tb\n"], "as.txt", "bs.txt"), {}, "holds 2 files, expected one text: as.txt, bs.txt; unpack"),
@@ -505,7 +505,7 @@ def test_columns_are_chosen_by_name_or_number(tmp_path: Path) -> None:
         data = _words(str(tmp_path / name), columns=columns)
         assert _everything(data) == _everything(expected)
         assert sum(data.left_out.values()) == (name != "b.tsv")
-    reason = "a.csv has no column 'satz 2'; its first line is 'id', 'Phrase'.* pass two names"
+    reason = "a.csv has no column 'satz 2'; its columns are 'id', 'Phrase'.*: pass two of their names"
     with pytest.raises(UserError, match=reason):
         _words(str(tmp_path / "a.csv"), columns=["phrase", "satz 2"]).setup("fit")
 
@@ -513,7 +513,7 @@ def test_columns_are_chosen_by_name_or_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.csv", FORMS["pairs.csv"] + "alone\n", r"1 without one of the two columns \(line 62\)"),
+        ("a.csv", FORMS["pairs.csv"] + "alone\n", r"1 with fewer cells than the header \(line 62\)"),
         ("a.csv", FORMS["pairs.csv"] + '"open,b\nc,d\n', r"1 no CSV: unexpected end of data \(line 62\)"),
         ("a.txt", _as_csv(ROWS), r"60 without a tab .*names of comma-separated files end in .csv"),
     ],
