@@ -34,7 +34,7 @@ SPEED = [
     (EPYC, "training_loop", "tiny, fastai", "times plain loop", 2, r"a bare Trainer [\d.]+, fastai (?P<median>[\d.]+)"),
     (EPYC, "time_to_accuracy", "recipe", "times less, first step", 1, r"99 % on MNIST's test set[^|]*\| [^|]*\| (?:3.5 \([\d.]+\), )?" + RANGE),
     (EPYC, "time_to_accuracy", "classic example", "seconds from the first step", 1, r"PyTorch's example, rewritten: " + RANGE),
-    (EPYC, "fine_tuning", "an epoch, only the head, cached features", "times faster", 0, r"epochs? of the head (?:on cached features \| [^|]*\| [\d. ()s]+, |run )(?P<median>\d+) times"),
+    (EPYC, "fine_tuning", "an epoch, only the head, cached features", "times faster", 0, r"epochs? of the head (?:on cached features \| [^|]*\| [\d. ()s]+, |r[ua]n )(?P<median>\d+) times"),
     (EPYC, "input_pipeline", "MNISTDataModule, augmented", "times faster than torchvision", 1, r"torchvision's, not augmented: [^|]*\| [^,]*, (?P<median>[\d.]+) times less"),
     (EPYC, "images", "later epochs, from the cache", "times faster than ImageFolder", 2, r"in later epochs \| [^|]*\| [^|]*, (?P<median>[\d.]+) times more"),
     (EPYC, "decoding", "recurrent, recipe", "times faster", 1, r"sentences a second, beam of 5 \| [^|]*\| [^,]*, " + RANGE),
