@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
 from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.pace import Pace, batches_left, format_seconds, limited_by_time
+from callbacks.lib.pace import Pace, batches_left, format_seconds, limited_by_time, unit_of_batches
 from callbacks.lib.status_line import StatusLine, columns
 from callbacks.lib.targets import micro_batch_outputs
 from callbacks.preemption import evaluation_batches
@@ -168,7 +168,7 @@ class RunProgress(ProgressBar):
     def _training_line(self, trainer: pl.Trainer, done: int, outputs: Any) -> list[tuple[int, str]]:
         of_run = batches_left(trainer)
         total = min(float(trainer.num_training_batches), done + of_run)
-        unit = "update" if trainer.accumulate_grad_batches == 1 else "batch"
+        unit = unit_of_batches(trainer)
         of_epoch = limited_by_time(trainer, self._pace.left(total - done, with_evaluations=False))
         run_left = limited_by_time(trainer, self._pace.left(of_run, with_evaluations=True))
         loss, rate = self._loss_and_rate(trainer, unit, outputs)
@@ -189,10 +189,9 @@ class RunProgress(ProgressBar):
             return format_metrics(trainer.callback_metrics), rate
         loss, targets = self._train_loss.running()
         if not targets:  # It is called after this callback, so that the first batch of an epoch is not in it yet.
-            outputs_of_batches = micro_batch_outputs(outputs)
+            outputs_of_batches = micro_batch_outputs(trainer, outputs)
             losses = [float(each["loss"]) for each in outputs_of_batches if each.get("loss") is not None]
-            # A Trainer that accumulates has divided them.
-            loss = sum(losses) / len(losses) * trainer.accumulate_grad_batches if losses else math.nan
+            loss = sum(losses) / len(losses) if losses else math.nan
         now = time.monotonic()
         if self._targets is None:
             self._targets = targets, now

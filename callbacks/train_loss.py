@@ -156,12 +156,10 @@ class TrainLoss(pl.Callback):
         every = log_interval(trainer)
         if not every:
             return
-        for output in micro_batch_outputs(outputs):
+        for output in micro_batch_outputs(trainer, outputs):
             loss = output.get("loss")
             if loss is None:
                 continue
-            # A Trainer that accumulates has divided the loss; `UpdateLoop` does not.
-            loss = loss * trainer.accumulate_grad_batches if trainer.accumulate_grad_batches > 1 else loss
             self._batches.append((loss, self._targets.count(output, batch), _right(output)))
             self._interval.has_losses = True
         if len(self._batches) >= _FOLD:

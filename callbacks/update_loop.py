@@ -154,7 +154,7 @@ class UpdateLoop(_TrainingEpochLoop):
         if self._has_schedules:
             if self.calls.module.automatic_optimization:
                 self.calls.scheduler_steps(batch_idx + 1, self.scheduler_progress)
-            if self._num_ready_batches_reached():
+            if self.epoch_is_over:
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stops:
             raise StopIteration
@@ -171,11 +171,22 @@ class UpdateLoop(_TrainingEpochLoop):
         is_due = self._should_check_val_fx(data_fetcher)
         if is_due and self.val_loop.restarted_mid_evaluation:
             return True
-        if self._is_training_done:
+        if self.training_is_over:
             raise StopIteration  # Saved after the last update of an epoch: only the epoch's end is left.
         if is_due and not self.restarted_on_last:
             self.val_loop.increment_progress_to_evaluation_end()
         return False
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether the epoch's last update was made, or is being made."""
+        progress = self.batch_progress
+        return progress.is_last_batch or progress.current.ready == self.trainer.num_training_batches
+
+    @property
+    def training_is_over(self) -> bool:
+        """Whether the epoch is over, or `max_steps` is reached."""
+        return self.epoch_is_over or 0 <= self.max_steps <= self.global_step
 
     @property
     @override
@@ -211,7 +222,7 @@ class UpdateLoop(_TrainingEpochLoop):
             if trainer.should_stop:
                 for logger in trainer.loggers:
                     logger.save()
-            if self.watches_sigterm and trainer.received_sigterm and not self._is_training_done:
+            if self.watches_sigterm and trainer.received_sigterm and not self.training_is_over:
                 raise SIGTERMException
         if trainer.should_stop and not self.batch_progress.is_last_batch:
             self.drop_early_stop()
@@ -251,7 +262,7 @@ class UpdateLoop(_TrainingEpochLoop):
 
         Nor does Lightning make those of the epoch in which a run resumes.
         """
-        if self._num_ready_batches_reached():
+        if self.epoch_is_over:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
     @override

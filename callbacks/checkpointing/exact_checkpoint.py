@@ -144,7 +144,8 @@ class ExactCheckpoint(ModelCheckpoint):
         uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
         if trainer.interrupted or _SUMS in checkpoint:
             return  # The other ranks may be gone, or another callback of this class has added it.
-        metrics = trainer.callback_metrics | internals.means_of_trained_epoch(trainer)
+        means = internals.means_of_epoch(trainer) if install_update_loop(trainer).epoch_is_over else {}
+        metrics = trainer.callback_metrics | means
         checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
         checkpoint[_SCORED] = self._scored
         checkpoint[_SUMS] = gather(internals.epoch_sums(trainer))
@@ -299,7 +300,7 @@ class LastCheckpoint(ExactCheckpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         done = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        if done or trainer.should_stop or internals.training_is_done(trainer):
+        if done or trainer.should_stop or install_update_loop(trainer).training_is_over:
             internals.save_now_unless_saved(self, trainer)
 
     @override

@@ -31,11 +31,6 @@ A name and no function: `callbacks.lib.hook_calls` writes it several times in ea
 # The loops
 
 
-def training_is_done(trainer: pl.Trainer) -> bool:
-    """Whether the epoch's last batch was trained or `max_steps` is reached."""
-    return bool(trainer.fit_loop.epoch_loop._is_training_done)
-
-
 def unused_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
     """The states of the training loaders in a checkpoint, where Lightning does not load them: at an epoch's end."""
     loop: Any = trainer.fit_loop
@@ -87,10 +82,8 @@ def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
             yield key, metric
 
 
-def means_of_trained_epoch(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """What ``log(on_epoch=True)`` gives for the epoch, once its last batch is trained; to be called on all ranks."""
-    if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-        return {}
+def means_of_epoch(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """What ``log(on_epoch=True)`` gives for the epoch so far; to be called on all ranks."""
     found = {}
     for _, metric in _epoch_metrics(trainer):
         if metric.is_tensor:

@@ -87,6 +87,11 @@ def batches_left(trainer: pl.Trainer) -> float:
     return max(0.0, updates) * trainer.accumulate_grad_batches
 
 
+def unit_of_batches(trainer: pl.Trainer) -> str:
+    """What `batches_left` counts: updates, but where a Trainer accumulates in its own way."""
+    return "update" if trainer.accumulate_grad_batches == 1 else "batch"
+
+
 def limited_by_time(trainer: pl.Trainer, seconds: float) -> float:
     """Seconds that are left, at most those that ``max_time`` allows."""
     for callback in callbacks_of(trainer):

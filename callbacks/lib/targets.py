@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -91,16 +92,22 @@ def warn_of_ignored_targets(output: Any, batch: Any) -> None:
         )
 
 
-def micro_batch_outputs(outputs: Any) -> list[dict[str, Any]]:
+def micro_batch_outputs(trainer: pl.Trainer, outputs: Any) -> list[dict[str, Any]]:
     """What `training_step` returned for each micro-batch of this rank, with the ``count`` of its targets.
 
     Args:
-        outputs: of `on_train_batch_end`. A Trainer without `UpdateLoop` has one micro-batch.
+        outputs: of `on_train_batch_end`. A Trainer without `UpdateLoop` has one micro-batch, and has divided its loss
+            where it accumulates; here the loss is whole.
     """
     if not isinstance(outputs, dict):
         return []
     several: list[dict[str, Any]] | None = outputs.get("micro_batches")
-    return [outputs] if several is None else several
+    if several is not None:
+        return several
+    divisor = trainer.accumulate_grad_batches
+    if divisor == 1 or outputs.get("loss") is None:
+        return [outputs]
+    return [{**outputs, "loss": outputs["loss"] * divisor}]
 
 
 def joined_outputs(outputs: list[dict[str, Any]], is_stand_in: bool) -> dict[str, Any]:

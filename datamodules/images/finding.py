@@ -88,7 +88,7 @@ def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = 
         return from_table(place, on_faults)
     opened = open_place(place)
     files = Files(opened[0].path, opened)
-    beside = tables_in(place, files)
+    beside = tables_in(files)
     has_parts = bool(find_parts(opened[0]))
     if not has_parts and find_lists(beside)[0]:
         return from_table(place, on_faults, files)
@@ -105,7 +105,7 @@ def holds_images(place: Path) -> bool:
         return True
     if place.is_file():
         return is_archive(place) or _is_table(place)
-    return place.is_dir() and bool(find_lists(tables_in(place, Files(str(place))))[0] or images_below(place)[0])
+    return place.is_dir() and bool(find_lists(tables_in(Files(str(place))))[0] or images_below(place)[0])
 
 
 def find_small_images(place: Path) -> Source:

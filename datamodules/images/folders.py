@@ -12,10 +12,12 @@ import torch
 from datamodules.errors import UserError
 from datamodules.images.decoding import ending, is_image
 from datamodules.images.labels import check_classes, same_name
-from datamodules.images.pixel_cache import cache_folder
+from datamodules.images.leaks import note_shared_images
 from datamodules.images.source import PARTS, Samples, Source
 from datamodules.loading.archives import is_archive, unpacked
+from datamodules.loading.caches import cache_folder
 from datamodules.loading.file_table import FileTable, Folder, files_below, list_folder, open_archive
+from datamodules.notes import inform
 
 PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 """The usual names of the parts of a set."""
@@ -128,7 +130,11 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
             " it"
         )
     unpacked_place = unpacked(place, cache_folder("archives"))
-    folder, table = list_folder(unpacked_place) if unpacked_place else open_archive(place)
+    if unpacked_place:
+        inform(f"{place} is compressed as a whole, so it is unpacked in {unpacked_place}")
+        folder, table = list_folder(unpacked_place)
+    else:
+        folder, table = open_archive(place)
     while len(folder.folders) == 1 and not find_parts(folder):
         inner = next(iter(folder.folders.values()))
         if not inner.folders:
@@ -265,4 +271,5 @@ def from_folder(place: str | Path, opened: tuple[Folder, FileTable] | None = Non
     if others:
         notes.append(f"left out {len(others):,} files that are no images by their endings: {describe_left_out(others)}")
     parts = {part: _samples(by_class, classes, table) for part, by_class in found.items() if by_class}
+    notes += note_shared_images(parts)
     return Source(classes, parts, place.resolve().name, notes, _by_ending(ignored))

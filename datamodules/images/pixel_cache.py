@@ -28,18 +28,6 @@ _NAME = re.compile(r"[0-9a-f]{24}-\d+")
 _UNUSED = 30 * 24 * 3600  # Seconds.
 
 
-def cache_folder(*names: str) -> Path:
-    """A folder of this package below the user's folder for caches: ``$XDG_CACHE_HOME``, ``~/.cache`` by default.
-
-    A user without a home, as in some containers, has none: there it is a folder that cannot be made.
-    """
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:
-        home = Path(os.devnull)
-    return home.joinpath("lightning-recipes", *names)
-
-
 def _open_to_write(path: Path) -> BinaryIO:
     """A file to read and write at any place, made where there is none, and not emptied where there is."""
     return cast("BinaryIO", os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b"))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from datamodules.images.crop import Crop, centre_square, side_to_decode
 from datamodules.images.decoding import UnreadableImage, decoders, is_small, load_image, open_image, unreadable
-from datamodules.images.pixel_cache import PixelCache, cache_folder, delete_unused
+from datamodules.images.pixel_cache import PixelCache, delete_unused
 from datamodules.images.source import Images
+from datamodules.loading.caches import cache_folder
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.randomness import derive_seed_at
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch

@@ -16,6 +16,7 @@ from datamodules.images.columns import Columns, find_columns, label_names
 from datamodules.images.decoding import is_image
 from datamodules.images.folders import PART_NAMES, images_below, part_of
 from datamodules.images.labels import check_classes, class_order, same_name
+from datamodules.images.leaks import note_shared_images
 from datamodules.images.source import PARTS, BytesImages, Samples, Source
 from datamodules.loading.file_table import FileTable, Folder, files_below
 from datamodules.loading.tables import TABLE_SUFFIXES, describe_columns, read_table
@@ -198,6 +199,8 @@ def find_lists(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
         part = next((part for part, names in PART_NAMES.items() if stem in names), "")
         if not part and suffix in _SHARDED:
             part = part_of(stem)
+        if stem == "metadata":
+            part = part_of(Path(path).parent.name)
         if part:
             strong[part].append(path)
         elif stem in _WEAKER_NAMES:
@@ -253,7 +256,7 @@ def from_table(
         whole = False
     else:
         files = files or Files(str(place))
-        tables, unused = find_lists(tables_in(place, files))
+        tables, unused = find_lists(tables_in(files))
         whole = True
     lists = [_read_list(path, part, files) for part, paths in tables.items() for path in paths]
     notes = [one.note for one in lists if one.note]
@@ -293,18 +296,24 @@ def from_table(
         if of_part:
             images: Any = BytesImages(contents, list(of_part)) if contents else files.table(list(of_part))
             parts[part] = Samples(images, torch.tensor([numbers[label] for _, label in of_part.values()]))
+    notes += note_shared_images(parts)
     return Source(classes, parts, place.resolve().name, notes, dict(left_out))
 
 
-def tables_in(place: Path, files: Files) -> list[str]:
+def tables_in(files: Files) -> list[str]:
     """The files of a folder, or at the top of an archive, among which there may be tables."""
     if files.archived is not None:
         prefix = f"{files.folder}/"
         return [path for path in files.archived if path.startswith(prefix) and "/" not in path[len(prefix) :]]
-    inner = place / "data"
-    # As Hugging Face's repositories have it.
-    folders = [place, inner] if inner.is_dir() else [place]
-    return [str(path) for folder in folders for path in folder.iterdir() if path.is_file()]
+    # As Hugging Face's repositories have them: in data/, or metadata.jsonl in the folder of a part.
+    top = Path(files.folder)
+    found = [path for path in top.iterdir() if path.is_file()]
+    for folder in sorted(top.iterdir()):
+        if folder.name != "data" and not part_of(folder.name):
+            continue
+        inner = folder.iterdir() if folder.is_dir() else ()
+        found += [path for path in inner if path.is_file() and (folder.name == "data" or path.stem == "metadata")]
+    return [str(path) for path in found]
 
 
 def _name_unknown_classes(

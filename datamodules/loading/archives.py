@@ -89,6 +89,11 @@ class Archive:
             self._opened = opened
         return self._opened
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the archive holds a CRC-32 of each file."""
+        return bool((self.members[:, 4] != _IN_TAR).all())
+
     def size(self, row: int) -> int:
         """Bytes that a file holds."""
         return int(self.members[row, 2])

@@ -87,6 +87,12 @@ class FileTable(Sequence[str]):
         status = os.stat(self[row])  # noqa: PTH116
         return status.st_size, status.st_mtime_ns
 
+    def checksums(self) -> Tensor | None:
+        """Of files in a zip archive their sizes and CRC-32, int64 of shape (n, 2); None where they are not known."""
+        if self._archive is None or not self._archive.has_checksums:
+            return None
+        return self._archive.members[self._rows][:, 2:4]
+
     def digest(self) -> str:
         """A hash of the whole table's names and of which of them are taken, for the keys of caches; 64 letters."""
         names = "\0".join([self._root, *self._names, ""])

@@ -171,7 +171,9 @@ def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(name, 
     module = fit(Line(name, schedule_args=settings), Stop(), max_epochs=-1)
     assert len(module.rates) == STOP
     assert rates is None or {round(rate, 9) for rate in module.rates.values()} == rates
-    assert (caplog.messages[-1:] or [""])[0] == note
+    # Lightning logs tips of its own, now and then.
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_recipes")]
+    assert (ours[-1:] or [""])[0] == note
 
 
 def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_begins() -> None:

@@ -3,7 +3,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import GradientAccumulation, TrainLoss
 from callbacks.lib.targets import TargetCounter, count_targets, warn_of_ignored_targets
@@ -67,3 +67,19 @@ def test_a_list_of_images_weighs_by_its_count(counts: bool, caplog: pytest.LogCa
     assert caplog.text.count("a batch counts as 3 samples") == (not counts), "said for the last batch"
     if counts:
         assert_close(weights(model), by_hand([range(8)]))
+
+
+class Still(Line):
+    """Learns nothing."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_loss_that_a_trainer_has_divided_is_logged_whole() -> None:
+    logged = []
+    for steps in (1, 2):
+        trainer: pl.Trainer = quiet_trainer(TrainLoss(), accumulate_grad_batches=steps)
+        trainer.fit(Still(), DataLoader(TensorDataset(*samples(8)), 2))
+        logged.append(float(trainer.callback_metrics["train/loss_epoch"]))
+    assert logged[1] == pytest.approx(logged[0], rel=1e-6)
