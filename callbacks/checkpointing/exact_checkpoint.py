@@ -80,8 +80,8 @@ class ExactCheckpoint(ModelCheckpoint):
     `DataLoader` over a data set with a length and a sampler of torch. With any other it resumes at an epoch's end.
 
     A run validates and stops after complete updates. Stops before ``min_epochs`` or ``min_steps`` are
-    ignored; `EarlyStopping` checks again later. ReduceLROnPlateau steps before the checkpoint is saved. A resumed run has
-    the scores, and the sums behind the means of its epoch.
+    ignored; `EarlyStopping` checks again later. ReduceLROnPlateau steps before the checkpoint is saved. A resumed run
+    has the scores, and the sums behind the means of its epoch.
 
     Runs on: `on_update_end`, which comes after an update, its validation and its schedules, and `on_train_epoch_end`;
     `on_train_start` of a resumed run. It takes the arguments of `ModelCheckpoint`.

@@ -1,8 +1,8 @@
 """The mean gradient of an update, equal to the bit on any number of ranks that share its micro-batches.
 
 DDP adds the gradients of all ranks in an order that depends on their number. Here each micro-batch has its own
-gradient, and the gradients are added in the order of the tree of `callbacks.lib.exact_sums`. Under DDP this is a communication
-hook: each rank adds up one part of a bucket, as in a reduce-scatter, and an all-gather distributes the parts.
+gradient, and the gradients are added in the order of the tree of `callbacks.lib.exact_sums`. Under DDP this is a
+communication hook: each rank adds up one part of a bucket, as in a reduce-scatter, and an all-gather sends the parts out.
 """
 
 import contextlib
