@@ -2,7 +2,7 @@
 
 DDP adds the gradients of all ranks in an order that depends on their number. Here each micro-batch has its own
 gradient, and the gradients are added in the order of the tree of `callbacks.lib.exact_sums`. Under DDP this is a
-communication hook: each rank adds up one part of a bucket, as in a reduce-scatter, and an all-gather sends the parts out.
+communication hook: each rank adds up one part of a bucket, as in a reduce-scatter; an all-gather sends the parts out.
 """
 
 import contextlib
