@@ -1,4 +1,4 @@
-"""What all recipes share: their parameters, and what belongs into a checkpoint."""
+"""Base class of all recipes: hyperparameters, optimizer, schedule, checkpoint contents."""
 
 import inspect
 from collections.abc import Sequence

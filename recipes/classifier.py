@@ -1,4 +1,4 @@
-"""What the classifiers share: how logits are scored, and what is said of them."""
+"""Base class of the image classifiers: scores, class names, predictions."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -26,9 +26,9 @@ class Classifier(Recipe):
     A recipe adds `build_network`, `training_step` and `configure_optimizers`; see `MNISTClassifier`.
 
     Images may be float32, float64 or whole numbers, and labels whole numbers of any type. In training the labels may be
-    soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. A label of -100 leaves its sample out
-    of the loss, of its count and of all scores. One that is no class is refused: before training where all labels are
-    in memory (the loaders of `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the
+    soft: floats of shape (batch, classes), as from MixUp and CutMix. A sample with the label -100 counts in no loss and
+    no score. A label outside the classes is an error: before training if all labels are in memory (the loaders of
+    `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the
     classes come from the data module (``class_names``) and are saved in the checkpoint; data with other names is
     refused later, because labels are numbered in the order of the names.
 
