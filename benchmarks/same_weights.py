@@ -83,6 +83,8 @@ def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) ->
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {}
+    callbacks: list[pl.Callback] = []
+    saving: pl.Callback
     if ours:
         batch = MICRO_BATCH * MICRO_BATCHES
         callbacks = [SeedControl(seed=1), GradientAccumulation(global_batch_size=batch)]
@@ -90,7 +92,6 @@ def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) ->
     else:
         pl.seed_everything(1, workers=True, verbose=False)
         options["accumulate_grad_batches"] = MICRO_BATCHES // processes
-        callbacks = []
         saving = ModelCheckpoint(folder, every_n_train_steps=STOP)
     if stop:
         callbacks.append(saving)
