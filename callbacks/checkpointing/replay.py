@@ -61,7 +61,7 @@ def _sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _moves_on(loader: Any) -> str:
-    """The state of a `DataLoader` that persists between epochs and is in no checkpoint, with the fix; or an empty text."""
+    """The state of a `DataLoader` that persists between epochs, not in checkpoints, and the fix, or an empty text."""
     if not isinstance(loader, DataLoader):
         return ""
     if getattr(_sampler(loader), "generator", None) or (loader.num_workers and loader.generator):
