@@ -104,7 +104,7 @@ def test_the_imports_of_modules_make_no_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-CLOSURES = {"recipes.mnist.recipe": 10_150, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_450}
+CLOSURES = {"recipes.mnist.recipe": 10_200, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_450}
 """How many lines of ours a reader of a module may have to know at most: its own and those that it imports."""
 
 
