@@ -3,14 +3,15 @@
 Lightning loses those of a `training_step` as well where an update is one micro-batch, since it zeroes after the step.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from datamodules.errors import UserError
+
+Result = TypeVar("Result")
 
 
 def _marks(parameters: Sequence[Tensor]) -> list[Any]:
@@ -19,21 +20,23 @@ def _marks(parameters: Sequence[Tensor]) -> list[Any]:
     return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
-@contextlib.contextmanager
-def refuse_own_backward(module: pl.LightningModule, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Surrounds a `training_step`.
+def without_backward(
+    module: pl.LightningModule, parameters: Sequence[Tensor], step: Callable[..., Result], *args: Any
+) -> Result:
+    """What a function returns that calls the module's `training_step`.
 
     Raises:
-        UserError: it has changed gradients.
+        UserError: it has changed gradients of the parameters.
     """
     before = _marks(parameters)
-    yield
+    result = step(*args)
     if _marks(parameters) != before:
         raise UserError(
             f"{type(module).__name__}.training_step calls backward() itself, and an update is the mean of the losses"
             " that it returns: add that loss to the one it returns, take gradients of inputs by torch.autograd.grad, or"
             " set automatic_optimization = False"
         )
+    return result
 
 
 def refuse_kept_gradients(module: pl.LightningModule, parameters: Sequence[Tensor]) -> None:
