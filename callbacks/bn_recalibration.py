@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm that are computed anew for the weights with which a run ends.
+"""Recompute the running statistics of BatchNorm for the final weights of a run.
 
 Averaged weights have other activations than those from which the statistics were taken, which were averaged as well or
 belong to the weights that trained (Izmailov et al., 2018). Lightning calls `update_bn` nowhere but in its own
@@ -24,12 +24,12 @@ from datamodules.notes import warn
 
 
 class BNRecalibration(pl.Callback):
-    """Computes the running statistics of BatchNorm anew for the final weights, in one pass over the training data.
+    """Recomputes the running statistics of BatchNorm for the final weights, in one pass over the training data.
 
-    It calls `torch.optim.swa_utils.update_bn` as the fit ends, after `WeightAveraging` has put the average into the
+    It calls `torch.optim.swa_utils.update_bn` when the fit ends, after `WeightAveraging` has put the average into the
     module. The statistics are equal means over the micro-batches of the first epoch, and have the same bits on any
     number of devices: each reads all micro-batches. Save them by ``trainer.save_checkpoint``; the checkpoints of the
-    run were saved before, with the statistics of then.
+    run are older, with the statistics of that time.
 
     ``forward`` of the module is called with the first part of a batch, in training mode, within `torch.no_grad`.
 

@@ -1,7 +1,7 @@
-"""Runs that have diverged, stopped before their weights reach a checkpoint.
+"""Stop runs that have diverged before their weights reach a checkpoint.
 
-One update with a NaN in its gradient makes every weight NaN. The loss says so only where somebody looks, and the next
-checkpoint replaces the last good one.
+One update with a NaN in its gradient makes every weight NaN. Only the loss shows it, and the next checkpoint replaces
+the last good one.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from datamodules.errors import RunFailedError, UserError
 
 
 def first_not_finite(module: nn.Module) -> str | None:
-    """The name of the first parameter or running statistic that holds a NaN or an infinity; None where all are finite.
+    """The name of the first parameter or running statistic that holds a NaN or an infinity, or None.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -48,13 +48,13 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:
-    """For a convolution in bf16 on a CPU, before its forward pass.
+    """Refuse an input that is narrower than the stride of a convolution in bf16 on a CPU; a forward pre-hook.
 
-    oneDNN, as PyTorch 2.14 and 2.15 have it, computes the gradient of its weights from memory that holds anything where
-    the input is narrower than the stride: another one in each run, at times NaN.
+    oneDNN, as PyTorch 2.14 and 2.15 have it, computes the gradient of its weights from uninitialised memory if the
+    input is narrower than the stride: it differs from run to run, and may be NaN.
 
     Raises:
-        UserError: it is narrower.
+        UserError: the input is narrower than the stride.
     """
     width, stride = inputs[0].shape[-1], layer.stride[-1]
     if width < stride and layer.weight.requires_grad and layer.padding_mode == "zeros":
@@ -67,8 +67,8 @@ def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> No
 class FiniteWeights(pl.Callback):
     """Stops a run whose weights are no longer finite, and keeps them out of its checkpoints.
 
-    A loss that is NaN once does no harm where GradScaler skips the update, so weights and running statistics decide. In
-    bf16 on a CPU the first batch shows whether PyTorch computes all gradients rightly, see `refuse_narrow_input`.
+    Weights and running statistics decide, not the loss: a single NaN in the loss does no harm if GradScaler skips the
+    update. In bf16 on a CPU the first batch is checked for a fault of PyTorch, see `refuse_narrow_input`.
 
     Runs on: `on_train_start`; `on_train_batch_end`, once per ``log_every_n_steps`` updates, `on_train_end`, and before
     each checkpoint; one pass over the weights.

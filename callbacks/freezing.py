@@ -1,7 +1,7 @@
-"""Layers that stay as they are, for a while or for the whole run.
+"""Freeze layers exactly, for a part of the run or for all of it.
 
-`BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), and freezes again for good when a
-run is resumed later (#21901).
+`BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), and stays frozen after a later
+resume (#21901).
 """
 
 from collections.abc import Mapping
@@ -73,20 +73,20 @@ class _Fit:
 
 
 class FreezeLayers(pl.Callback):
-    """Keeps layers exactly as they are, for the whole run or until a given epoch or update.
+    """Keeps layers bit-identical, for the whole run or until a given epoch or update.
 
-    Frozen means what it does for `freeze_layers`, and no momentum and no weight decay. The optimiser holds all
-    parameters from the first step. What is frozen is a function of the epoch and the update: nothing is saved, and a
-    run can be resumed anywhere. Under DDP the module is wrapped again, on all ranks, when that changes. Parameters that
+    Frozen layers are those of `freeze_layers`, and get no momentum and no weight decay. The optimiser holds all
+    parameters from the first step. The epoch and the update decide what is frozen: nothing is saved, and a run
+    resumes anywhere. Under DDP all ranks wrap the module again when that changes. Parameters that
     required no gradient before the fit never train.
 
     Runs on: `on_fit_start`, `on_train_start`, `on_train_epoch_start`, `on_train_batch_start`. `teardown` and
-    `on_exception` put back what each parameter and module was; tests and predictions find nothing changed.
+    `on_exception` restore each parameter and module, so tests and predictions find nothing changed.
 
     Args:
-        until: freeze what is defined before this submodule; it trains, and what follows.
+        until: freeze what is defined before this submodule. This one and the following ones train.
         unfreeze: freeze these modules or parameters until then: ``{"layer4": "1 epochs", "layer3": "500 steps"}``.
-            Everything inside trains from that moment on, whatever else froze it; ``"*"`` is everything.
+            From then on everything inside trains, whatever else froze it; ``"*"`` matches everything.
         train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Gradient accumulation whose update is the mean over all targets, to the bit on any number of devices.
+"""Gradient accumulation: an update is the mean over all targets, bit-identical on any number of devices.
 
 Lightning divides every loss by the full factor and gives micro-batches and ranks the same weight, so a short window is
 updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
@@ -46,37 +46,38 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
 
 
 class GradientAccumulation(pl.Callback):
-    """Makes each update the mean over all its targets, equal to the bit on any number of devices and nodes.
+    """Makes each update the mean over all its targets, bit-identical on any number of devices and nodes.
 
-    Runs on: `setup`, where it says to `UpdateLoop` what an update is.
+    Runs on: `setup`, where it tells `UpdateLoop` the size of an update.
 
-    `training_step` returns its ordinary mean loss and may add ``count``, the number of targets behind that mean (tokens
+    `training_step` returns its mean loss and may add ``count``, the number of targets behind that mean (tokens
     that are not padding, say; an int, or a tensor of no dimension, which is never read back from the device). Without
-    it the batch size counts. What is logged stays the ordinary mean. A count of 0 takes a micro-batch out, even if its
+    it the batch size counts. Logs stay the mean of the micro-batch. A count of 0 takes a micro-batch out, even if its
     loss is NaN.
 
     Gradients are added in an order that follows from the micro-batches' numbers (`callbacks.GradientSum`), and running
     statistics of BatchNorm are updated in the order of the numbers. So weights and buffers have the same bits on any
-    number of ranks, where micro-batches have numbers: with a `DataLoader` over a data set with a length and a sampler
-    of torch, and with the loaders of `datamodules`. With others they are equal within rounding, and a line says so. On
+    number of ranks if the micro-batches have numbers: with a `DataLoader` over a data set with a length and a sampler
+    of torch, and with the loaders of `datamodules`. With other loaders they are equal within rounding, and a note says
+    so. On
     one device with one micro-batch per update all this is left to PyTorch.
 
     Whatever the number of micro-batches, an update is one step of the loop: `batch_idx`, limits and intervals count
     updates, and the module's `on_after_backward` finds the gradient of the whole update. An optimizer that calls its
     closure again, such as LBFGS, computes the whole update again.
 
-    Memory: the gradients of log2(micro-batches of a rank) + 1 micro-batches while they add up.
+    Memory: the gradients of log2(micro-batches of a rank) + 1 micro-batches during an update.
 
     Args:
         steps: micro-batches per update on each device.
         global_batch_size: samples per update on all devices; the number of micro-batches follows, and the last of them
             may be short. A loader without numbers needs a multiple of what the devices hold at once.
 
-    The size of an update is saved: a run resumed on other devices keeps it, and its place within the epoch.
+    Checkpoints hold the size of an update: a run resumed on other devices keeps it, and its position in the epoch.
 
     Raises:
         UserError: an update has fewer micro-batches than there are devices, `global_batch_size` does not divide, both
-            arguments are given, something else accumulates as well, or the strategy cannot.
+            arguments are given, something else also accumulates, or the strategy is neither one device nor DDP.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)

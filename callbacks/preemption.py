@@ -1,4 +1,4 @@
-"""A run that receives a signal to stop saves itself, exactly, and ends in time on all ranks.
+"""Save and end a run exactly, on all ranks, after a signal to any of them.
 
 Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C,
 or closes the terminal, which sends SIGHUP.
@@ -102,15 +102,15 @@ class Preemption(pl.Callback):
 
     A signal only sets a flag. All ranks agree on it at the end of an update, one update later on several ranks, save
     `last.ckpt` through the run's checkpoint callback, and raise `Preempted`, which ends each process with 128 + the
-    signal's number: 143, 138, 129, 130. A resumed run continues there bit for bit. In a validation the state before it
-    is saved; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is saved.
-    A second Ctrl-C ends the process at once.
+    signal's number: 143, 138, 129, 130. A resumed run continues there bit for bit. During a validation they save the
+    state before it; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is
+    saved. A second Ctrl-C ends the process at once.
 
-    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90`` sends
+    On SIGUSR1 a batch job of Slurm is requeued before any rank exits (``#SBATCH --signal=USR1@90`` sends
     it in time). A run validates and stops after complete updates, as with `ExactCheckpoint`.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
-    last of all callbacks there, so that a checkpoint holds what the others did.
+    last callback there, so a checkpoint holds what the others did.
 
     Raises:
         Preempted: on every rank, when a signal came; a kind of SystemExit.

@@ -1,7 +1,7 @@
-"""Ranks that train different models without anybody noticing, stopped at the end of the epoch.
+"""Stop a run whose ranks train different models, at the end of the epoch.
 
-Where a gradient is not reduced (a layer unfrozen without wrapping again, a forward pass that bypasses DDP) each rank
-trains a model of its own, the loss looks good, and rank 0's model is saved.
+If a gradient is not reduced (a layer unfrozen without wrapping again, a forward pass that bypasses DDP), each rank
+trains its own model. The loss looks good, and rank 0's model is saved.
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
-    """Which tensor is the first to differ, and on which ranks; None where all are equal.
+    """The first tensor that differs, and on which ranks; None if all are equal.
 
     Args:
         by_rank: checksums of shape (ranks, tensors).
@@ -81,9 +81,9 @@ def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
 class RankConsistency(pl.Callback):
     """Stops a run whose ranks hold different weights, and names the first parameter that differs.
 
-    Every parameter is compared by a checksum of its bits: one pass over the weights and one all-gather of a number for
-    each. Buffers are not: the running statistics of batch normalisation are each rank's own under plain DDP. With
-    strategies that split parameters it says so and compares no weights.
+    It compares a checksum of the bits of each parameter: one pass over the weights and one all-gather of a number for
+    each. It does not compare buffers: under plain DDP each rank has its own running statistics of BatchNorm. With
+    strategies that split parameters it prints a note and compares no weights.
 
     Before the first batch it compares what the loaders of `datamodules` read: labels, lengths and names of files.
 

@@ -1,6 +1,6 @@
-"""How far a run is and when it will end: one line on a terminal, a line now and then in a log file.
+"""Progress of a run and the time left: one line on a terminal, a line every minute in a log file.
 
-Lightning's bars read each displayed metric from the device at every step. This one looks at the clock.
+Lightning's bars read each displayed metric from the device at every step. `RunProgress` looks at the clock.
 """
 
 import math
@@ -76,9 +76,9 @@ def fitting(parts: Sequence[tuple[int, str]], width: int) -> str:
 class RunProgress(ProgressBar):
     """Keeps one line up to date on a terminal, or prints lines into a log file, and prints one after each epoch.
 
-    The line has the epoch, its updates, the mean loss of the epoch so far on this rank and the targets per second,
-    where the module has a `TrainLoss`, and the time that is left of the epoch and of the run. What does not fit into
-    the terminal is left out. A message that is printed meanwhile stands above the line.
+    The line shows the epoch, its updates, the time left of the epoch and of the run, and, with a `TrainLoss`, the mean
+    loss of the epoch so far on this rank and the targets per second. On a narrow terminal the less important parts are
+    omitted. A message that is printed meanwhile appears above the line.
 
     Runs on: the start and end of training and of evaluation, and every batch.
 

@@ -1,9 +1,9 @@
-"""Random numbers that a rerun, a resumed run and a run on another number of devices draw again.
+"""Random numbers that are equal in a rerun, a resumed run and a run on another number of devices.
 
 Lightning gives every rank the same generator state, so that dropout masks are equal on all of them, and stores no
-generator state in checkpoints. Here the state is an address: before each micro-batch the generators are seeded from
-``(seed, epoch, number of the micro-batch in the epoch)``. Nothing has to be stored, nothing drawn in between can shift
-what follows, and it does not matter which rank computes the micro-batch.
+generator state in checkpoints. Here each micro-batch has an address: before it the generators are seeded from
+``(seed, epoch, number of the micro-batch in the epoch)``. Checkpoints need no generator state, nothing drawn in between
+changes what follows, and it does not matter which rank computes the micro-batch.
 """
 
 import functools
@@ -63,7 +63,7 @@ def _seed_updates(step: UpdateStep, seeds: "SeedControl") -> Callable[[], None]:
 
 
 class SeedControl(pl.Callback):
-    """Makes random numbers a function of the seed and the place in the run: equal on a rerun and on other devices.
+    """Makes random numbers a function of the seed and the position in the run: equal on a rerun and on other devices.
 
     - Constructing it seeds all generators: build it before the module and the initial weights repeat. It does so again
       before ``setup`` and ``configure_model``, alike on all ranks.
@@ -78,8 +78,7 @@ class SeedControl(pl.Callback):
       workers get a seed for each epoch, rank and worker, unless they persist.
 
     Runs on: construction, `setup`, the starts of fit and epochs, the start of each evaluation batch, and where
-    `UpdateLoop` loads and begins a micro-batch. What it set in the environment is put back in `teardown` and
-    `on_exception`.
+    `UpdateLoop` loads and begins a micro-batch. `teardown` and `on_exception` restore the environment.
 
     Args:
         seed: 0 or greater, the same on all ranks.

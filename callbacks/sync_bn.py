@@ -1,7 +1,7 @@
-"""Batch normalisation over all devices of a run, on any device.
+"""BatchNorm over all devices of a run, on any kind of device.
 
 `Trainer(sync_batchnorm=True)` refuses to run on CPUs and, after the fit, forgets the class of each layer and whether
-it was frozen. Without it each rank normalises alone and the statistics that are saved are those of rank 0 only.
+it was frozen. Without it each rank normalises alone, and checkpoints hold the statistics of rank 0.
 """
 
 from collections.abc import Callable
@@ -203,7 +203,7 @@ def sync_batchnorm(module: nn.Module) -> None:
 
     `restore_batchnorm` undoes it. CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ
     between processes and be zero on some. Layers in evaluation mode keep using their running statistics. Each process
-    must call the layers in the same order. Layers with an activation inside, timm's BatchNormAct2d, are changed, too.
+    must call the layers in the same order. timm's BatchNormAct2d, which includes an activation, is also changed.
 
     Raises:
         UserError: a subclass normalises in a `forward` of its own.
@@ -233,7 +233,7 @@ def restore_batchnorm(module: nn.Module) -> None:
 
 
 class SyncBN(pl.Callback):
-    """Normalises batches over the processes of a run, so that splitting a batch over devices changes nothing.
+    """Normalises over the samples of all processes, so splitting a batch over devices changes nothing.
 
     Every BatchNorm1d, 2d and 3d, and timm's BatchNormAct2d, computes mean and variance over the samples of all ranks:
     torch's SyncBatchNorm on accelerators, our own on CPUs. Ranks may hold different numbers of samples, and none.

@@ -1,7 +1,7 @@
-"""The training loss and accuracy as they should be read: over all targets since the last log, and of each epoch.
+"""The training loss and accuracy over all targets, since the last log and for each epoch.
 
-`self.log("loss", loss)` in every step costs 0.4 ms a step, and shows one batch of one rank. This one costs microseconds
-and does not make the device wait.
+`self.log("loss", loss)` in every step costs 0.4 ms a step, and shows one batch of one rank. `TrainLoss` costs
+microseconds, and does not stall the device.
 """
 
 import math
@@ -78,7 +78,7 @@ class _Interval:
 class TrainLoss(pl.Callback):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
-    With it go the accuracy, where `training_step` returns how many targets were right, and the targets per second of
+    It also logs the accuracy, if `training_step` returns the number of correct targets, and the targets per second of
     training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch".
 
     Runs on: every training batch, where it keeps references to the loss and the number of right targets;

@@ -1,7 +1,6 @@
-"""The norm of the gradients of a run, measured at the updates that are logged.
+"""The norm of the gradients, measured at the updates that are logged.
 
-The usual `self.log("grad_norm", ...)` waits for the device in every batch. At the updates between two logs this one
-compares numbers.
+`self.log("grad_norm", ...)` waits for the device in every batch; `TrainingMonitor` only at the logged updates.
 """
 
 import math
@@ -38,7 +37,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 class TrainingMonitor(pl.Callback):
     """Logs the norm of the gradients as "monitor/gradient_norm".
 
-    It is that of the whole update, over all micro-batches and ranks, unscaled and before clipping. Only parameters with
+    The norm is over the whole update, all micro-batches and ranks, unscaled and before clipping. Only parameters with
     a gradient count, so frozen ones do not. The samples per second are logged by `TrainLoss`.
 
     Runs on: `on_before_optimizer_step` and `on_train_batch_end`, once per ``log_every_n_steps`` updates, where it waits

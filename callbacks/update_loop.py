@@ -1,6 +1,6 @@
-"""The update: what Lightning's training step is replaced by.
+"""A training loop whose step is an update.
 
-Lightning's loop steps from micro-batch to micro-batch. A step of this one is an optimizer step: a list of numbered
+Lightning's loop steps from micro-batch to micro-batch. A step of this loop is an optimizer step: a list of numbered
 micro-batches, of which each rank computes a range. So everything that Lightning counts, `batch_idx`, limits, intervals,
 checkpoints and stops, is counted in updates, on any number of devices.
 """
@@ -278,10 +278,10 @@ class UpdateLoop(_TrainingEpochLoop):
 
 
 def install_update_loop(trainer: pl.Trainer) -> UpdateLoop:
-    """Have a Trainer's steps be updates; for `setup` of a callback.
+    """Make a Trainer's steps updates; call it in `setup` of a callback.
 
     Raises:
-        UserError: the Trainer accumulates in its own way, by micro-batches, or `training_step` reads batches by itself.
+        UserError: the Trainer accumulates micro-batches itself, or `training_step` takes `dataloader_iter`.
     """
     module = trainer.lightning_module
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:

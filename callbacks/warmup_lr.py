@@ -30,7 +30,7 @@ Scale = Literal["linear", "sqrt"]
 
 
 def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
-    """What to multiply the learning rate with at a fraction of the warm-up: `start_factor` at 0, and 1 from 1 on.
+    """The factor of the learning rate at a fraction of the warm-up: `start_factor` at 0, and 1 from 1 on.
 
     Example:
         >>> [warmup_factor(progress, start_factor=0.5) for progress in (0, 0.5, 1, 7)]
@@ -40,7 +40,7 @@ def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
 
 
 def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None) -> float:
-    """What a learning rate stated for `base_batch_size` is multiplied with at another global batch.
+    """The factor of a learning rate, stated for `base_batch_size`, at another global batch.
 
     Linear suits SGD (Goyal et al., 2017), the square root adaptive optimisers (Krizhevsky, 2014; Malladi et al., 2022).
 
@@ -80,9 +80,9 @@ def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tens
 
 
 class RateFactor:
-    """Multiplies the learning rates of an optimiser while it steps; between two steps they are as before.
+    """Multiplies the learning rates of an optimizer while it steps, and restores them after the step.
 
-    So no schedule notices, whatever it reads or writes. Groups that are added later are multiplied too.
+    So no schedule notices, whatever it reads or writes. Groups that are added later are also multiplied.
 
     Args:
         optimizer: any.
@@ -166,13 +166,13 @@ class _Fit:
 
 
 class WarmupLR(pl.Callback):
-    """Raises the learning rate to that of the module's own schedule, whichever it has, or none.
+    """Warms the learning rate up, on top of any schedule of the module, or of none.
 
-    Runs on: each optimiser step that really happens, through the optimiser's own hooks.
+    Runs on: each optimizer step that is not skipped, through the optimizer's own hooks.
 
     The n-th update uses the schedule's rate times ``warmup_factor(n / length)``. The rates used are logged as ``lr``
-    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are in
-    `trainer.callback_metrics` without a logger too.
+    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are also in
+    `trainer.callback_metrics`, without a logger.
 
     A recipe's schedule takes the factor, at the Trainer's number of the update, so that a resumed run has the rates of
     one run of its present length. The rate of any other scheduler, or of none, is multiplied while the optimiser steps,

@@ -1,7 +1,7 @@
-"""Averages of the weights over a run, which are evaluated, saved and exported, while training goes on from the others.
+"""An average of the weights that is evaluated, saved and exported, while the weights themselves train on.
 
-Lightning's `WeightAveraging` validates with the initial weights until its first average (#21724), and puts the weights
-that were not averaged back on every load of a checkpoint, in a test too.
+Lightning's `WeightAveraging` validates with the initial weights until its first average (#21724), and restores the
+weights that were not averaged whenever a checkpoint is loaded, also in a test.
 """
 
 import copy
@@ -102,11 +102,11 @@ def _changes_weights_last(module: pl.LightningModule) -> bool:
 
 
 class WeightAveraging(pl.Callback):
-    """Evaluates and saves an exponential moving average of the weights; training goes on from those not averaged.
+    """Evaluates and saves an exponential moving average of the weights, while the weights themselves train on.
 
-    From the first update on validation, best checkpoint, test and export have the averaged weights. The ``state_dict``
-    of a checkpoint holds them, and its ``current_model_state`` the others, from which a run resumes, equal to the bit.
-    As training ends the module keeps the average. Tied parameters are averaged once, and the running statistics of
+    From the first update on validation, best checkpoint, test and export use the averaged weights. The ``state_dict``
+    of a checkpoint holds them; its ``current_model_state`` holds the others, from which a run resumes bit for bit.
+    When training ends the module keeps the average. Tied parameters are averaged once, and the running statistics of
     BatchNorm like the weights. The module's `on_save_checkpoint` and `on_load_checkpoint` are called for both copies.
 
     Memory: one more copy of the parameters on their device, and another while a checkpoint is saved.

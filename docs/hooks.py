@@ -1,9 +1,10 @@
-"""What mkdocs fills in: parts of the repository, and public names.
+"""What mkdocs fills in: parts of the repository, public names, and links to edit a page.
 
 A page asks with a comment: ``<!-- include: CHANGELOG.md -->`` or ``<!-- public names: callbacks -->``.
 """
 
 import ast
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from code_blocks import ROOT, page_text
+
+REPOSITORY = "LIGHTNING_RECIPES_REPOSITORY"
+"""The variable with the address of the repository: where it is set, each page links to its source there."""
 
 
 def reference(package: str) -> str:
@@ -22,6 +26,29 @@ def reference(package: str) -> str:
     return "\n\n".join(f"::: {package}.{module}.{name}" for name, module in names)
 
 
-def on_page_markdown(markdown: str, **others: Any) -> str:
-    """Fill in what a page asks for."""
+def edit_url(repository: str, page: str, markdown: str) -> str:
+    """Where the source of a page is edited: the file that it includes, or the page itself.
+
+    Example:
+        >>> edit_url("https://host/us/it", "recipes/mnist.md", "<!-- include: recipes/mnist/README.md -->")
+        'https://host/us/it/edit/main/recipes/mnist/README.md'
+        >>> edit_url("https://host/us/it/", "start.md", "# Start")
+        'https://host/us/it/edit/main/docs/start.md'
+    """
+    included = re.search(r"<!-- include: (.+?) -->", markdown)
+    source = included[1] if included else f"docs/{page}"
+    return f"{repository.rstrip('/')}/edit/main/{source}"
+
+
+def on_config(config: Any, **others: Any) -> Any:
+    """Show the repository in the header."""
+    config.repo_url = os.environ.get(REPOSITORY)
+    config.repo_name = "Repository" if config.repo_url else None
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
+    """Fill in what a page asks for, and link to its source."""
+    if REPOSITORY in os.environ:
+        page.edit_url = edit_url(os.environ[REPOSITORY], page.file.src_uri, markdown)
     return re.sub(r"<!-- public names: (\w+) -->", lambda found: reference(found[1]), page_text(markdown))

@@ -1,8 +1,8 @@
-"""Checkpoints at the places from which Lightning resumes exactly; `callbacks.checkpointing.stopping_points` has them.
+"""Checkpoints at the points from which a run resumes exactly; `callbacks.checkpointing.stopping_points` lists them.
 
-Lightning's `ModelCheckpoint` saves at others, too: in mid-window, before an epoch or a validation has been counted, and
-after ``max_steps``, which cut an epoch that then counts as done. Its checkpoints hold neither the scores that decisions
-depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps after the save.
+Lightning's `ModelCheckpoint` also saves at other points: within an accumulation window, before an epoch or a validation
+has been counted, and after ``max_steps``, which cut an epoch that then counts as done. Its checkpoints hold neither the
+scores that decisions depend on nor the sums behind an epoch's means, and ReduceLROnPlateau steps after the save.
 """
 
 import re
@@ -71,7 +71,7 @@ def save_interval(text: str) -> dict[str, Any]:
 
 
 class ExactCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, which saves after complete updates, and after an epoch's last when it has ended.
+    """Lightning's `ModelCheckpoint`, saved only after complete updates and at the end of an epoch.
 
     Of equal scores the later is the best. A save by the score of a validation that was made with other weights waits
     for the next validation; the last checkpoint does not.
@@ -79,12 +79,12 @@ class ExactCheckpoint(ModelCheckpoint):
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
     `DataLoader` over a data set with a length and a sampler of torch. With any other it resumes at an epoch's end.
 
-    A run validates and stops after complete updates. A stop that comes before ``min_epochs`` or ``min_steps`` is
-    dropped; `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run
-    knows the scores, and the sums behind the means of its epoch.
+    A run validates and stops after complete updates. Stops before ``min_epochs`` or ``min_steps`` are
+    ignored; `EarlyStopping` checks again later. ReduceLROnPlateau steps before the checkpoint is saved. A resumed run
+    has the scores, and the sums behind the means of its epoch.
 
     Runs on: `on_update_end`, which comes after an update, its validation and its schedules, and `on_train_epoch_end`;
-    `on_train_start` of a resumed run. It takes the arguments of the stock one.
+    `on_train_start` of a resumed run. It takes the arguments of `ModelCheckpoint`.
 
     Raises:
         UserError: `save_on_exception`, which saves wherever the exception was raised; what an order, an optimizer or a
@@ -272,7 +272,7 @@ class ExactCheckpoint(ModelCheckpoint):
 class LastCheckpoint(ExactCheckpoint):
     """Keeps the newest checkpoint in ``last.ckpt``, saved at an interval and when the run ends.
 
-    A run of no epochs or steps saves the initial weights.
+    A run without epochs or steps saves the initial weights.
 
     Args:
         folder: where it is written.

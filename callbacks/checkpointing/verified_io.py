@@ -1,7 +1,7 @@
-"""Checkpoints that are valid or absent: written beside their target, flushed, read back, renamed.
+"""Checkpoints that are valid or absent: written to a temporary file, flushed, read back, renamed.
 
-Lightning's own are staged in the system's folder for temporary files, so that on another disk the last step is a copy,
-which a kill cuts short (#21253); a full disk ends the run; a bit that flips later is loaded without an error.
+Lightning writes to the system's folder for temporary files. On another disk the last step is then a copy, which a kill
+cuts short (#21253). A full disk ends the run. A flipped bit is loaded without an error.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ _ATOMS = (
 
 
 def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
-    """A value made of tensors and plain Python; the very same object where it was that already.
+    """Convert a value to tensors and plain Python; returns the same object if it is plain already.
 
     Enum members become their values, paths text, dataclasses dicts, NumPy's arrays tensors and its
-    scalars numbers. What has no such form becomes a text that names it.
+    scalars numbers. Any other object becomes a text that names it.
 
     Args:
         lost: takes the places, such as ``"hyper_parameters.act"``, where only a text is left.
@@ -99,7 +99,7 @@ def _plain_object(value: Any, lost: list[str], name: str) -> Any:
 
 
 def describe_damage(path: str | Path) -> str | None:
-    """What is wrong with a file that `torch.save` wrote, by the checksums in it; None where it is valid."""
+    """Describe the damage in a file of `torch.save`, by its checksums; None if it is valid."""
     path = Path(path)
     if not path.is_file():
         return "it does not exist"
@@ -176,10 +176,10 @@ def write_checkpoint(checkpoint: Any, path: Path) -> None:
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Writes valid checkpoints of tensors and plain Python only; refuses damaged ones.
+    """Writes verified checkpoints of tensors and plain Python values; rejects damaged files.
 
-    A checkpoint that cannot be written, such as on a full disk, leaves the old one where it is, and training continues
-    with a warning: see `failures`, which `CheckpointGuard` makes an error at the end. Until a save succeeds again no
+    If a checkpoint cannot be written, such as on a full disk, the old one stays, and training continues with a warning:
+    see `failures`, which `CheckpointGuard` turns into an error at the end. Until a save succeeds again no
     checkpoint is removed. Hyper-parameters of any kind are written in their plain form, see `as_plain`.
 
     Args:
@@ -248,7 +248,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 class CheckpointGuard(pl.Callback):
-    """Refuses ranks that resume from different checkpoints, and ends a run whose last save failed with an error.
+    """Rejects ranks that resume from different checkpoints, and fails a run whose last save failed.
 
     Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_end`.
 

@@ -1,8 +1,8 @@
 """Running statistics of batch normalisation: their moments, their buffers under DDP, and their order.
 
 The running mean and variance of a layer are a moving average over micro-batches, so their bits depend on the order, and
-each rank of DDP sees its own only. Here each micro-batch leaves its statistics as they are; at the update's end the
-ranks hand them round, and each rank makes the moving average of all, in order.
+each rank of DDP sees only its own micro-batches. Here each micro-batch's statistics are kept; at the update's end the
+ranks exchange them, and each rank computes the moving average over all, in order.
 """
 
 import contextlib
@@ -119,12 +119,12 @@ def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
 class OrderedStatistics:
     """The running statistics of BatchNorm layers over an update.
 
-    `GradientSum.micro_batch` calls what follows: `begin` before each forward pass of a micro-batch, `collect` after it,
-    `restore` after its backward pass, and `finish` after the last one of the update. A layer that is called several
-    times within a micro-batch counts its last call. Synchronised layers and those that do not train are left alone.
+    `GradientSum.micro_batch` calls these methods: `begin` before a micro-batch's forward pass, `collect` after it,
+    `restore` after its backward pass, and `finish` after the update's last micro-batch. If a layer is called several
+    times within a micro-batch, its last call counts. Synchronised and frozen layers stay as they are.
 
     Args:
-        module: layers are looked for in it.
+        module: the module with the layers.
         world_size: the number of processes that share an update.
 
     Example:

@@ -1,4 +1,4 @@
-"""Layers that stay as they are, in any training loop.
+"""Freeze layers exactly, in any training loop.
 
 ``requires_grad=False`` alone lets running statistics drift and dropout act, and any ``train()`` undoes an ``eval()``.
 """
@@ -55,7 +55,7 @@ def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
 
 
 def drop_nothing(layer: nn.Module, _: Any = None) -> None:
-    """Evaluation mode for one layer; of a recurrent one no dropout, which computes the same.
+    """Put one layer into evaluation mode; a recurrent layer stays in training mode without dropout.
 
     cuDNN computes no backward pass through an RNN, GRU or LSTM in evaluation mode, and a frozen one may stand between
     layers that train. As a forward pre-hook it acts after ``train()``, too; a function of a module and no closure, so
@@ -95,7 +95,7 @@ def frozen_objects(
 
 
 class FrozenLayers:
-    """Layers of a module that stay as they are until `unfreeze` or `restore`; what `freeze_layers` returns.
+    """The frozen layers of a module, until `unfreeze` or `restore`; returned by `freeze_layers`.
 
     Args:
         module: it is changed in place.
@@ -176,15 +176,15 @@ def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
 
 
 def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = True) -> FrozenLayers:
-    """Keeps layers of a module exactly as they are, in place; what is returned unfreezes them.
+    """Freeze layers of a module in place; the returned object unfreezes them.
 
-    Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation keeps its running
+    A frozen layer gets no gradient, and stays in evaluation mode after every ``train()``: BatchNorm keeps its running
     statistics, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout. Layers before the first
-    that trains cost no backward pass. A name may be written from its end: ``layer3`` finds ``network.layer3``, and of
-    several the one nested least.
+    that trains need no backward pass. Names match from the right: ``layer3`` matches ``network.layer3``; of several
+    matches the least nested one counts.
 
-    Freeze after ``zero_grad()``, since an optimiser uses a gradient that is there already, and before DDP wraps, which
-    reduces only what requires a gradient then.
+    Freeze after ``zero_grad()``, because an optimizer uses existing gradients, and before DDP wraps the module, because
+    DDP reduces only parameters that require a gradient then.
 
     Args:
         until: freeze what is defined before this submodule; it trains, and what follows.

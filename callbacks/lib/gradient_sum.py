@@ -1,8 +1,8 @@
 """The mean gradient of an update, equal to the bit on any number of ranks that share its micro-batches.
 
-DDP adds the gradients of all ranks in an order that follows from how many there are. Here each micro-batch has its own
-gradient, and they are added in the order of the tree of `callbacks.lib.exact_sums`. Under DDP that is a communication
-hook: each rank adds up one part of a bucket, as in a reduce-scatter, and an all-gather hands the parts out.
+DDP adds the gradients of all ranks in an order that depends on their number. Here each micro-batch has its own
+gradient, and the gradients are added in the order of the tree of `callbacks.lib.exact_sums`. Under DDP this is a
+communication hook: each rank adds up one part of a bucket, as in a reduce-scatter; an all-gather sends the parts out.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ class GradientSum:
 
     Compute each micro-batch within `micro_batch`, and call `weigh` with its mean loss before the backward pass. After
     the last one ``.grad`` holds the mean. Each rank computes its range of the micro-batches; a rank without one
-    computes a stand-in of any inputs, whose gradients count for nothing.
+    computes a stand-in of any inputs, whose gradients do not count.
 
     `UpdateLoop` calls what `micro_batch` calls: `begin` at an update's start and `collect` after each backward pass;
     all but the last run within DDP's ``no_sync()``.
 
-    It holds the gradients of log2(micro-batches) + 1 nodes at most, those of one micro-batch where there is one.
+    It holds at most log2(micro-batches) + 1 gradients; with one micro-batch, one.
 
     Args:
         model: the module that trains, or DDP around it, whose reduction is replaced.

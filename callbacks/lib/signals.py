@@ -1,4 +1,4 @@
-"""Signals that are noted instead of ending the process.
+"""Handle signals with a flag instead of ending the process.
 
 Lightning's own handler of SIGTERM runs a collective: a signal to one rank alone hangs the run.
 """

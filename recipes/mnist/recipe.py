@@ -65,7 +65,7 @@ class MNISTClassifier(Classifier):
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        """The mean loss, the number of labels that it is over, and how many predictions were right."""
+        """Return the mean loss, the number of labels and the number of correct predictions."""
         images, labels = batch
         logits = self(images)
         loss, count = mean_cross_entropy(logits, labels, self.class_weights, self.hparams.label_smoothing)

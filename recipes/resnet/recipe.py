@@ -44,7 +44,7 @@ _IMAGE_SIZE = 224
 
 
 class ResNetFineTuner(Classifier):
-    """Fine-tunes a network of torchvision, of timm or your own on images; override `build_network` for the last.
+    """Fine-tunes a network of torchvision or timm on images; override `build_network` for your own network.
 
     Layers are frozen by name, and have learning rates by the order of their definition, which `layers_of` finds.
 
@@ -57,8 +57,8 @@ class ResNetFineTuner(Classifier):
             which learn faster.
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
-        weights: imagenet, none or a file; by default imagenet for photographs of 64 pixels or more, where there are
-            such weights, and none for a network of your own.
+        weights: imagenet, none or a file; by default imagenet for photographs of 64 pixels or more, if such
+            weights exist, and none for your own network.
         small_images: no stride and no pooling in the first layer of a ResNet, for images of about 32 pixels; by default
             below 64 where there are no weights.
         freeze_until: freeze what comes before this layer, or none; by default the last block, such as layer4, and none
@@ -156,19 +156,19 @@ class ResNetFineTuner(Classifier):
         return build_network(options.arch, options.num_classes, options.image_size or _IMAGE_SIZE, options.small_images)
 
     def layers(self) -> list[Layer]:
-        """The network in parts, from the images to the head: the units of learning rates."""
+        """The parts of the network from the images to the head, which are the units of learning rates."""
         return layers_of(self.network)
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of images, or of the inputs of `cached_head`, the name of a layer, where it is set."""
+        """Logits of images, or, if `cached_head` names a layer, of that layer's inputs."""
         network = self.network.get_submodule(self.cached_head) if self.cached_head else self.network
         logits: Tensor = call_network(network, in_dtype_of(self, inputs))
         return logits
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        """The mean loss, the number of labels that it is over, and how many predictions were right."""
+        """Return the mean loss, the number of labels and the number of correct predictions."""
         images, labels = batch
         logits = self(images)
         loss, count = mean_cross_entropy(logits, labels, self.class_weights, self.hparams.label_smoothing)

@@ -43,7 +43,7 @@ NetworkName = Literal["rnn", "transformer"]
 
 
 def rate_of_run(network: str, samples: int, epochs: float) -> float:
-    """The peak learning rate where none is given: 0.001 for a Transformer, else by the length of the run.
+    """The default peak learning rate: 0.001 for a Transformer, else a function of the run's length.
 
     That is 0.2 over the square root of the updates that it would make in batches of 64; 0.006 at most. Adam moves the
     vectors of rare tokens at random, by the rate times the square root of the updates. Where that product was 0.2 to
@@ -173,7 +173,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        """The mean loss over the target tokens, and their number."""
+        """Return the mean loss over the target tokens, and their number."""
         share = self.hparams.teacher_forcing
         # `SeedControl` has seeded the generator with the address of the micro-batch: the draw is the same on any split.
         is_forced = share >= 1 or float(torch.rand(())) < share

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -26,6 +27,31 @@ def test_a_callback_has_a_page_with_an_example_that_runs(name: str) -> None:
     assert any(block.language in ("python", "bash") for block in blocks_of(PAGES[own[0]]))
     assert f"callbacks/{own[0].name}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert f"({own[0].name})" in PAGES[ROOT / "docs" / "callbacks" / "index.md"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_callbacks_page_begins_with_the_line_that_uses_it_then_shows_what_is_printed(name: str) -> None:
+    page = next(text for text in PAGES.values() if name in text.partition("\n")[0])
+    assert page.partition("\n\n")[2].startswith("```python\nimport lightning.pytorch as pl\nfrom callbacks import ")
+    use, printed = blocks_of(page)[0], page.partition("## ")[0]
+    assert name in use.text
+    assert re.search(r"^```(text|\{\.text)", printed, re.MULTILINE)
+
+
+LOOKED_UP = {"help/coming-from.md", "help/troubleshooting.md", "reference/results.md", "reference/results-more.md"} | {
+    "scaling/proofs.md"
+}
+"""Pages of tables and messages in which a reader searches; all others are read from top to bottom."""
+TWO_SCREENS = 580
+"""Words of prose and tables, without code and what it prints."""
+
+
+def test_a_page_has_two_screens_at_most() -> None:
+    words = {}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        prose = re.sub(r"```.*?```|<!--.*?-->|\]\([^)]*\)", " ", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        words[path.relative_to(ROOT / "docs").as_posix()] = len(prose.split())
+    assert {page: count for page, count in words.items() if count > TWO_SCREENS and page not in LOOKED_UP} == {}
 
 
 def test_every_page_is_in_the_navigation() -> None:

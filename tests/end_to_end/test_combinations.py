@@ -81,7 +81,7 @@ def settings_of(row: Mapping[str, str]) -> str:
 
 
 def test_the_documentation_names_what_the_table_combines() -> None:
-    page = Path(__file__).parents[2].joinpath("docs/scaling/reproducibility.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/scaling/proofs.md").read_text()
     names = {value for values in FACTORS.values() for value in values} | FACTORS.keys()
     meant = {"none", "no", "off", "on", "to the end", "split", "stop", "optimizer", "accumulate", "clipping", "resumed"}
     assert [name for name in names - meant if name not in page] == []

@@ -36,7 +36,7 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.tables import quiet_trainer
 
-PAGE = Path(__file__).parents[3] / "docs/scaling/reproducibility.md"
+PAGE = Path(__file__).parents[3] / "docs/scaling/proofs.md"
 BATCHES, EPOCHS = 4, 4
 SAMPLES = 2 * BATCHES
 NUMBERS = torch.arange(SAMPLES)
@@ -314,5 +314,5 @@ def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_pa
 
 
 def test_the_page_lists_what_the_table_shows() -> None:
-    section = PAGE.read_text().split("## What a resume has")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## What a resume restores")[1].split("\n## ")[0]
     assert re.findall(r"^\| (.*?) \|", section, re.MULTILINE)[1:] == list(ROWS)
