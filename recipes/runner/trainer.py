@@ -20,7 +20,7 @@ from recipes.runner.console import prints_progress
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.launch import Launch
 from recipes.runner.limits import limits_per_device
-from recipes.runner.loggers import logger_names, loggers, wandb_id
+from recipes.runner.loggers import logger_names, loggers, run_ids
 from recipes.runner.notebook import NotebookProgress, in_notebook
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.results import hardware
@@ -131,8 +131,8 @@ def build_trainer(
             enable_autolog_hparams=False,
             enable_model_summary=False,
         )
-    if trainer.is_global_zero and (run_id := wandb_id(trainer.loggers)):
-        experiment.recipe.run_config["wandb_id"] = run_id
+    if trainer.is_global_zero:
+        experiment.recipe.run_config.update(run_ids(trainer.loggers))
     # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
