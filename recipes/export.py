@@ -19,7 +19,7 @@ from datamodules.errors import UserError, first_line
 from datamodules.images.normalise import Normalise
 from recipes.base import Recipe
 from recipes.inputs import preprocessing
-from recipes.version import __version__
+from recipes.version import __version__, install_command
 from recipes.weights import read_weights
 
 _ENDINGS = {"safetensors": ".safetensors", "state-dict": ".pt", "onnx": ".onnx"}
@@ -208,7 +208,7 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
     """
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if kind == "onnx" and missing:
-        raise UserError(f"onnx needs {', '.join(missing)}; run pip install 'lightning-recipes[onnx]'")
+        raise UserError(f"onnx needs {', '.join(missing)}; run {install_command('onnx')}")
     example = recipe.example_input_array
     if kind == "onnx" and not isinstance(example, Tensor):
         raise UserError(

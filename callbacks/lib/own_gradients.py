@@ -3,15 +3,16 @@
 Lightning loses those of a `training_step` as well where an update is one micro-batch, since it zeroes after the step.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from datamodules.errors import UserError
+
+Result = TypeVar("Result")
 
 
 def _marks(parameters: Sequence[Tensor]) -> list[Any]:
@@ -20,21 +21,40 @@ def _marks(parameters: Sequence[Tensor]) -> list[Any]:
     return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
-def refuse_own_backward(
-    trainer: pl.Trainer, parameters: Sequence[Tensor], is_first: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Surrounds a `training_step`.
+def without_backward(
+    trainer: pl.Trainer, parameters: Sequence[Tensor], is_first: bool, step: Callable[..., Result], *args: Any
+) -> Result:
+    """What a function returns that calls the module's `training_step`.
 
     Args:
         is_first: this is the first one. DDP's forward pass makes gradients views of its buckets, so that a look before
             and after does not tell; hooks do, and registering them takes longer than a small step.
 
     Raises:
-        UserError: it has computed gradients of parameters.
+        UserError: it has computed gradients of the parameters.
     """
-    if not isinstance(trainer.strategy.model, DistributedDataParallel):
-        return _seen_in_gradients(trainer.lightning_module, parameters)
-    return _seen_by_hooks(trainer.lightning_module, parameters) if is_first else contextlib.nullcontext()
+    if isinstance(trainer.strategy.model, DistributedDataParallel):
+        return _seen_by_hooks(trainer, parameters, step, *args) if is_first else step(*args)
+    before = _marks(parameters)
+    result = step(*args)
+    if _marks(parameters) != before:
+        _refuse(trainer.lightning_module)
+    return result
+
+
+def _seen_by_hooks(
+    trainer: pl.Trainer, parameters: Sequence[Tensor], step: Callable[..., Result], *args: Any
+) -> Result:
+    computed: list[Tensor] = []
+    hooks = [p.register_post_accumulate_grad_hook(computed.append) for p in parameters if p.requires_grad]
+    try:
+        result = step(*args)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if computed:
+        _refuse(trainer.lightning_module)
+    return result
 
 
 def _refuse(module: pl.LightningModule) -> None:
@@ -43,27 +63,6 @@ def _refuse(module: pl.LightningModule) -> None:
         " it returns: add that loss to the one it returns, take gradients of inputs by torch.autograd.grad, or set"
         " automatic_optimization = False"
     )
-
-
-@contextlib.contextmanager
-def _seen_in_gradients(module: pl.LightningModule, parameters: Sequence[Tensor]) -> Iterator[None]:
-    before = _marks(parameters)
-    yield
-    if _marks(parameters) != before:
-        _refuse(module)
-
-
-@contextlib.contextmanager
-def _seen_by_hooks(module: pl.LightningModule, parameters: Sequence[Tensor]) -> Iterator[None]:
-    computed: list[Tensor] = []
-    hooks = [p.register_post_accumulate_grad_hook(computed.append) for p in parameters if p.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if computed:
-        _refuse(module)
 
 
 def refuse_kept_gradients(module: pl.LightningModule, parameters: Sequence[Tensor]) -> None:

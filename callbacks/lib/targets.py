@@ -43,24 +43,31 @@ class TargetCounter:
 
     def __init__(self) -> None:
         self._has_looked_at_labels = False
-        self._has_warned = False
+        self._guesses = True
+        """Whether no step has returned a count, and nothing was said of it."""
 
     def count(self, output: Any, batch: Any) -> int | Tensor:
         """The targets behind a mean loss; of the first batch the device is waited for."""
+        if self._guesses:
+            self._look(output, batch)
+        return count_targets(output, batch)
+
+    def _look(self, output: Any, batch: Any) -> None:
+        if _has_count(output):
+            self._guesses = False
+            return
         if not self._has_looked_at_labels:
             self._has_looked_at_labels = True
             warn_of_ignored_targets(output, batch)
-        if not self._has_warned and not _has_count(output):
-            lengths = _lengths(batch)
-            self._has_warned = len(set(lengths)) > 1
-            if self._has_warned:
-                others = ", ".join(map(str, sorted(set(lengths) - {lengths[0]})))
-                warn(
-                    f"warning: a batch counts as {lengths[0]} samples, the length of its first tensor, and others have"
-                    f' {others}: return {{"loss": loss, "count": number_of_samples}} from training_step, which weighs'
-                    " the mean"
-                )
-        return count_targets(output, batch)
+        lengths = _lengths(batch)
+        if len(set(lengths)) > 1:
+            self._guesses = False
+            others = ", ".join(map(str, sorted(set(lengths) - {lengths[0]})))
+            warn(
+                f"warning: a batch counts as {lengths[0]} samples, the length of its first tensor, and others have"
+                f' {others}: return {{"loss": loss, "count": number_of_samples}} from training_step, which weighs the'
+                " mean"
+            )
 
 
 def _has_count(output: Any) -> bool:

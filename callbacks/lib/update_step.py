@@ -18,7 +18,7 @@ from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, i
 from callbacks.lib.first_micro_batch import FirstMicroBatch
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
 from callbacks.lib.hook_calls import HookCalls
-from callbacks.lib.own_gradients import refuse_kept_gradients, refuse_own_backward
+from callbacks.lib.own_gradients import refuse_kept_gradients, without_backward
 from callbacks.lib.stand_ins import kept_metrics, weighted_gradients
 from callbacks.lib.targets import TargetCounter, joined_outputs
 from callbacks.lib.updates import loader_batch_size
@@ -209,12 +209,12 @@ class UpdateStep:
         Args:
             share: how much of them counts.
         """
-        check: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.sums_gradients and not self._is_checked:
             # As with several micro-batches. In each update it would take longer than all else here.
             self._is_checked = batch is not None
-            check = refuse_own_backward(self.trainer, list(self.calls.module.parameters()), is_first=True)
-        with check:
+            parameters = list(self.calls.module.parameters())
+            loss, output = without_backward(self.trainer, parameters, True, self._training_step, batch, batch_idx)
+        else:
             loss, output = self._training_step(batch, batch_idx)
         if not self.skips_backward:
             self._zero_grad(batch_idx, optimizer)
@@ -236,8 +236,10 @@ class UpdateStep:
         assert statistics is not None
         check = None if self._is_checked or batch is None else FirstMicroBatch(self.trainer)
         statistics.begin()
-        with refuse_own_backward(self.trainer, gradients.parameters, is_first=check is not None):
-            loss, output = self._training_step(batch, batch_idx)
+        is_first = check is not None
+        loss, output = without_backward(
+            self.trainer, gradients.parameters, is_first, self._training_step, batch, batch_idx
+        )
         if batch is not None and not part.is_stand_in:
             statistics.collect()
         if check is not None:

@@ -41,12 +41,18 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
         return pixels.astype(np.uint8) * np.uint8(255)
     if not pixels.size:
         return pixels.astype(np.uint8)
-    top, (low, high) = 1 if pixels.dtype.kind == "f" else 255, (pixels.min(), pixels.max())
+    top = 255
+    if pixels.dtype.kind == "f":
+        top = 1
+    low = pixels.min()
+    high = pixels.max()
     # NaN fails each comparison.
     if not (low >= 0 and least * top <= high <= top):
         if np.isnan(high):
             raise UserError(f"{source} hold NaN, the first in image {np.argwhere(np.isnan(pixels))[0][0]}: correct it")
-        how = f": pass images / {high:g}" if 0 <= low <= high < np.inf and high > 0 else ""
+        how = ""
+        if 0 <= low <= high < np.inf and high > 0:
+            how = f": pass images / {high:g}"
         raise UserError(
             f"{source} are {pixels.dtype} from {low:g} to {high:g}, expected whole numbers from 0 to 255 or floats from"
             f" 0 to 1{how}"
@@ -70,8 +76,10 @@ def as_array(values: Any, source: str) -> npt.NDArray[Any]:
         tensor = values.detach().cpu()
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
-        # NumPy has no bfloat16.
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        if tensor.dtype == torch.bfloat16:
+            # NumPy has none.
+            tensor = tensor.float()
+        return tensor.numpy()
     if hasattr(values, "toarray"):  # Those of SciPy.
         return np.asarray(values.toarray())
     try:
@@ -118,11 +126,18 @@ def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
     return as_bytes(pixels, source, least=0.25)
 
 
+def _no_label(labels: npt.NDArray[Any]) -> Any:
+    """What stands for no label among names, and among numbers."""
+    if labels.dtype.kind == "U":
+        return ""
+    return IGNORED
+
+
 def _labels(labels: Any, source: str, count: int) -> npt.NDArray[Any]:
     """Whole numbers or texts of shape (n,); -100, or "", where a label is masked."""
     values = as_array(labels, source)
     if np.ma.is_masked(labels):
-        values = np.where(np.ma.getmaskarray(labels), "" if values.dtype.kind == "U" else IGNORED, values)
+        values = np.where(np.ma.getmaskarray(labels), _no_label(values), values)
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.shape != (count,):
@@ -154,7 +169,7 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
     for part, (images, given_labels) in parts.items():
         pixels = _pixels(images, f"the {part} images{of}")
         labels = _labels(given_labels, f"the {part} labels{of}", len(pixels))
-        without = labels == ("" if labels.dtype.kind == "U" else IGNORED)
+        without = labels == _no_label(labels)
         if without.any():
             unlabelled += int(without.sum())
             pixels = pixels[~without]
@@ -171,7 +186,11 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
             f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MOST_CLASSES:,}; pass"
             " names of the classes, as texts, which are numbered in their order"
         )
-    classes = class_order(train.tolist() if named else map(str, range(max(2, int(train.max()) + 1))))
+    names = train.tolist()
+    if not named:
+        # Numbers are classes up to the highest one, also those without an image.
+        names = [str(number) for number in range(max(2, int(train.max()) + 1))]
+    classes = class_order(names)
     numbers = {name: number for number, name in enumerate(classes)}
     targets: dict[str, Tensor] = {}
     for part, (_, labels) in found.items():
@@ -179,11 +198,16 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
             raise UserError(f"the {part} labels{of} are {labels.dtype}, and those of train {train.dtype}")
         if named and (unknown := sorted(set(labels.tolist()) - set(classes))):
             raise UserError(f"{part} has classes that train has no image of: {', '.join(unknown[:10])}")
-        targets[part] = torch.tensor([numbers[name] for name in labels.tolist()] if named else labels.astype(np.int64))
+        if named:
+            targets[part] = torch.tensor([numbers[name] for name in labels.tolist()])
+        else:
+            targets[part] = torch.from_numpy(labels.astype(np.int64))
     samples: dict[str, Samples] = {}
     for part, (pixels, _) in found.items():
         samples[part] = Samples(ArrayImages(pixels, f"the {part} images{of}"), targets[part])
-    left_out = {"without a label": unlabelled} if unlabelled else {}
+    left_out = {}
+    if unlabelled:
+        left_out["without a label"] = unlabelled
     return Source(classes, samples, title, left_out=left_out)
 
 

@@ -47,7 +47,10 @@ def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, 
     height, width = images.shape[2:]
     rows, columns = (torch.arange(length, device=images.device) for length in (height, width))
     down = shifts[:, :1] + rows
-    right = shifts[:, 1:] + (columns if flips is None else torch.where(flips.unsqueeze(1), columns.flip(0), columns))
+    if flips is not None:
+        # A mirrored image reads its columns from the other end.
+        columns = torch.where(flips.unsqueeze(1), columns.flip(0), columns)
+    right = shifts[:, 1:] + columns
     sample = torch.arange(len(images), device=images.device).view(-1, 1, 1)
     padded = F.pad(images, (most, most, most, most))
     return padded[sample, :, down.unsqueeze(2), right.unsqueeze(1)].permute(0, 3, 1, 2)
@@ -74,7 +77,9 @@ def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise, out: T
     both = brightness * contrast
     own = both * saturation
     # Channel by channel, where a number that belongs to a channel costs no time.
-    pixels = torch.empty(images.shape, dtype=torch.float32, device=images.device) if out is None else out
+    pixels = out
+    if pixels is None:
+        pixels = torch.empty(images.shape, dtype=torch.float32, device=images.device)
     pixels.copy_(images)
     # Of integers, which floats hold: the sum does not depend on its order, and so not on the batch.
     sums = pixels.sum(3).long().sum(2).float()
@@ -106,9 +111,10 @@ class BatchAugmentation:
 
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
         """Uint8 of shape (batch, 3, size, size) to normalised float32, given the sample numbers of shape (batch,)."""
-        most = max(1, self.size // 8) if self.name == "light" and is_small(self.size) else 0
+        most = 0
         shifts = None
-        if most:
+        if self.name == "light" and is_small(self.size):
+            most = max(1, self.size // 8)
             shifts = (uniform(self.seed, "shift", epoch, numbers, 2) * (2 * most + 1)).long().clamp_(max=2 * most)
         flips = None
         if self.flip and self.name != "none":
@@ -216,7 +222,11 @@ class Mixing:
         kind, amount, y, x = uniform(self.seed, "mixing", epoch, numbers, 4).unbind(1)
         share = torch.ones_like(amount)
         mixed = images
-        cut = kind < (0.5 if self.mixup else 1.0) if self.cutmix else torch.zeros_like(kind, dtype=torch.bool)
+        # Of both, half of the samples get each.
+        share_cut = 0.0
+        if self.cutmix:
+            share_cut = 0.5 if self.mixup else 1.0
+        cut = kind < share_cut
         if self.mixup:
             share = torch.where(cut, share, _beta(self.mixup, amount))
             mixed = torch.lerp(partners, images, share.view(-1, 1, 1, 1))

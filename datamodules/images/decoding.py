@@ -181,7 +181,9 @@ def decoders() -> str:
 def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
     """Width and height in proportion, with a short side of `short_side` at most."""
     scale = short_side / min(size)
-    return size if scale >= 1 else (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
+    if scale >= 1:
+        return size
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
 def is_small(size: int) -> bool:
@@ -237,7 +239,8 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
     Raises:
         UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
     """
-    name = name or (str(source) if isinstance(source, (str, Path)) else "the image")
+    if not name:
+        name = str(source) if isinstance(source, (str, Path)) else "the image"
     pixels = None
     with open_image(source, name) as (image, content):
         whole = image.size

@@ -54,11 +54,11 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
         >>> given_images([torch.zeros(2, 28, 28), "photo.png"], colour=False).names
         ['images[0]', 'images[1]', 'photo.png']
     """
-    alone = not isinstance(inputs, (list, tuple))
+    items = inputs if isinstance(inputs, (list, tuple)) else [inputs]
     names: list[str] = []
     notes: list[str] = []
     contents: list[str | Image.Image] = []
-    for item in [inputs] if alone else inputs:
+    for item in items:
         if isinstance(item, (str, Path)):
             files = [str(item)]
             if os.path.isdir(item):  # noqa: PTH112 - Path's raises for long names.
@@ -72,7 +72,9 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
             names += files
             contents += files
             continue
-        images = [item] if isinstance(item, Image.Image) else list(_images_of(item, colour))
+        images = [item]
+        if not isinstance(item, Image.Image):
+            images = list(_images_of(item, colour))
         names += [f"images[{i}]" for i in range(len(names), len(names) + len(images))]
         contents += images
     if not names:
@@ -84,15 +86,18 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
 
 def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
     """The images of an array or a tensor."""
-    pixels = as_array(array, "the images") if isinstance(array, Tensor) or hasattr(array, "toarray") else array
+    pixels = array
+    if isinstance(array, Tensor) or hasattr(array, "toarray"):
+        pixels = as_array(array, "the images")
     expected = "expected a file, a folder, a PIL image, an array or a tensor"
     if not isinstance(pixels, np.ndarray):
         raise UserError(f"images of {type(array).__name__} cannot be predicted; {expected}")
     shape = pixels.shape
     if pixels.dtype.kind not in "buif" or pixels.ndim not in (2, 3, 4) or 0 in shape[1:]:
         raise UserError(f"an array of {pixels.dtype} and shape {shape} holds no images; {expected}")
-    side = 0 if colour else side_of_rows(shape)
-    if side >= 8 and (pixels.ndim == 3 or shape[0] != shape[1]):
+    side = side_of_rows(shape)
+    # Rows of pixels are those of small grey images; a photograph may be so wide by chance.
+    if not colour and side >= 8 and (pixels.ndim == 3 or shape[0] != shape[1]):
         raise UserError(
             f"an array of shape {shape} is {shape[0]:,} rows of {side} x {side} pixels, or images of another form; pass"
             f" images.reshape(-1, {side}, {side}), or a PIL image"
@@ -105,7 +110,8 @@ def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
             if pixels.shape[1] not in _COLOURS:
                 raise UserError(f"an array of shape {shape} holds no images of 1, 3 or 4 channels")
             pixels = pixels.transpose(0, 2, 3, 1)
-        pixels = pixels[..., 0] if pixels.shape[3] == 1 else pixels
+        if pixels.shape[3] == 1:
+            pixels = pixels[..., 0]
     return map(Image.fromarray, np.ascontiguousarray(pixels))
 
 

@@ -72,8 +72,10 @@ class ImageDataModule(BaseDataModule):
         self.dataset = dataset
         # An attribute, since tuners of batch sizes set it.
         self.batch_size = sizes[0]
+        if data_dir is None:
+            return None
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
-        return str(Path(data_dir).expanduser()) if data_dir is not None else None
+        return str(Path(data_dir).expanduser())
 
     @abstractmethod
     def _find_source(self) -> Source:
@@ -234,7 +236,8 @@ class ImageDataModule(BaseDataModule):
             rows = None
             if part == "train" or published != part:
                 rows = self._split(samples.labels).get(part, torch.arange(0))
-            self._names[part] = samples.images if isinstance(samples.images, FileTable) else ()
+            if isinstance(samples.images, FileTable):
+                self._names[part] = samples.images
             self._take(part, published, samples, rows)
 
     @property
@@ -282,12 +285,17 @@ class ImageDataModule(BaseDataModule):
     @override
     def val_dataloader(self) -> Any:
         """What there is or is held out for validation; nothing where there is neither."""
-        return self._evaluation_loader("val", **self._ranks) if len(self._rows["val"]) else []
+        # Lightning validates nothing where there is no loader.
+        if not len(self._rows["val"]):
+            return []
+        return self._evaluation_loader("val", **self._ranks)
 
     @override
     def test_dataloader(self) -> Any:
         """What there is or is held out for testing; nothing where there is neither."""
-        return self._evaluation_loader("test", **self._ranks) if len(self._rows["test"]) else []
+        if not len(self._rows["test"]):
+            return []
+        return self._evaluation_loader("test", **self._ranks)
 
     @override
     def take_inputs(self, inputs: Any) -> None:

@@ -298,7 +298,7 @@ class ImageFolderDataModule(ImageDataModule):
             **self._training_order(),
             skip_unreadable=options.on_corrupt == "skip",
             transform=self._augmentation(self.augment),
-            names=self._names["train"],
+            names=self.sample_names("train"),
             mix=Mixing(options.mixup, options.cutmix, self.num_classes, options.seed) if self._mixing else None,
             **self._options(reader),
         )

@@ -217,14 +217,19 @@ class MNISTDataModule(ImageDataModule):
         if published not in self._tensors:
             self._tensors[published] = self._read(published, samples)
         self._parts[part] = self._tensors[published]
-        self._rows[part] = torch.arange(len(samples.labels)) if rows is None else rows
+        if rows is None:
+            rows = torch.arange(len(samples.labels))
+        self._rows[part] = rows
 
     @override
     def _split(self, labels: Tensor) -> dict[str, Tensor]:
         if self._is_own:
             return super()._split(labels)
         fraction = self.hparams.val_fraction
-        held_out = max(round(len(labels) * fraction), 1) if fraction else 0
+        held_out = 0
+        if fraction:
+            # A share that is small still validates on something.
+            held_out = max(round(len(labels) * fraction), 1)
         train, val = split_indices(len(labels), held_out, self.hparams.seed)
         return {"train": train, "val": val}
 

@@ -52,7 +52,10 @@ def as_mnist(grey: Tensor) -> Tensor:
     Returns:
         uint8 of shape (28, 28); all 0 where the image has one shade.
     """
-    light = 255 - grey if _border_of(grey).median() > 127 else grey
+    light = grey
+    if _border_of(grey).median() > 127:
+        # Ink on paper.
+        light = 255 - grey
     if light.shape == (_SIDE, _SIDE):
         return light
     if light.max() < light.min() + 16:
@@ -159,5 +162,7 @@ def read_digits(images: Sequence[str | Image.Image]) -> ReadDigits:
             unclear[number] = "unclear: the image is blank"
         else:
             pixels[number] = digit.unsqueeze(0)
-    found = torch.stack(list(pixels.values())) if pixels else torch.empty(0, 1, _SIDE, _SIDE, dtype=torch.uint8)
+    found = torch.empty(0, 1, _SIDE, _SIDE, dtype=torch.uint8)
+    if pixels:
+        found = torch.stack(list(pixels.values()))
     return ReadDigits(found, torch.tensor(list(pixels), dtype=torch.int64), unreadable, unclear)

@@ -4,6 +4,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -54,10 +55,13 @@ class Files:
     @cached_property
     def _by_base(self) -> dict[str, list[str]]:
         """The images in the folder by their names, with and without ending."""
+        images = []
         if self.archived is not None:
             images = [path for path in self.archived if is_image(path)]
         else:
-            images = images_below(self.folder)[0]
+            # What cannot be listed there holds no file that could be read.
+            with suppress(UserError):
+                images = images_below(self.folder)[0]
         found: dict[str, list[str]] = {}
         for path in images:
             base = os.path.basename(path)  # noqa: PTH119
@@ -94,6 +98,8 @@ class Files:
         """The lines of a table in an archive; None for one on disk."""
         if self.archived is None or self._opened is None:
             return None
+        if text_suffix(Path(path)) == ".parquet":
+            raise UserError(f"{path} cannot be read in an archive; unpack it, and pass its folder")
         content = self._opened[1].read(self.archived[path])
         return decoded_lines(io.BytesIO(content), path)
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
-from datamodules.images.mnist import MNISTDataModule
+from datamodules import MNISTDataModule
 from recipes.classifier import Classifier
 from recipes.labels import count_correct, mean_cross_entropy
 from recipes.mnist.network import NETWORKS, NetworkName

@@ -12,6 +12,7 @@ from torchvision.models import ResNet
 
 from datamodules.errors import UserError
 from recipes.resnet.small_networks import CIFAR_DEPTHS, build_cifar_resnet, build_cifarnet
+from recipes.version import install_command
 
 SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     **{f"resnet{depth}": partial(build_cifar_resnet, depth) for depth in CIFAR_DEPTHS},
@@ -40,7 +41,7 @@ def timm_config(name: str) -> Any:
     try:
         import timm
     except ImportError as error:
-        raise UserError(f"arch='timm:{name}' needs timm; run pip install 'lightning-recipes[timm]'") from error
+        raise UserError(f"arch='timm:{name}' needs timm; run {install_command('timm')}") from error
     names = {*timm.list_models(), *timm.list_pretrained()}
     if name not in names:
         raise UserError(f"timm {timm.__version__} has no model {name!r}; {_did_you_mean(name, names, TIMM)}")

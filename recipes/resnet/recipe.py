@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
+from datamodules import ImageFolderDataModule
 from datamodules.contract import Free, data_contract
 from datamodules.errors import UserError
 from datamodules.images.crop import share_kept
 from datamodules.images.decoding import is_small
-from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network

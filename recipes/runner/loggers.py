@@ -1,4 +1,4 @@
-"""The loggers of a run: TensorBoard and metrics.csv in its folder, and W&B. None of their failures ends it."""
+"""The loggers of a run: TensorBoard and metrics.csv in its folder, W&B and MLflow. None of their failures ends it."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from PIL.Image import Image
 from typing_extensions import override
@@ -24,7 +24,9 @@ from recipes.runner.saved_run import read_run
 from recipes.runner.summary import SUMMARY, EpochSummary
 
 METRICS = "metrics.csv"
-_NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log"}
+_NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
+_TRACKERS = {"wandb": WandbLogger, "mlflow": MLFlowLogger}
+"""Those whose run has an id, which a checkpoint keeps for a resume."""
 _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
 
 
@@ -155,23 +157,31 @@ def logger_names(text: str) -> list[str]:
     for name in names:
         if name not in _NAMES:
             raise UserError(f"logger={name}: expected some of {', '.join(_NAMES)} with commas, or none")
-    if "wandb" in names and not find_spec("wandb"):
-        raise UserError("logger=wandb needs another package: pip install wandb")
+    for name in names:
+        if name in _TRACKERS and not find_spec(name):
+            raise UserError(f"logger={name} needs another package: pip install {name}")
     return names
 
 
 def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
     """The loggers of a run, by name; their failures, such as of a full disk or a server that is gone, are printed.
 
-    With `resume`, what was logged before that checkpoint stays there, and W&B goes on in its run.
+    With `resume`, what was logged before that checkpoint stays there, and W&B and MLflow go on in their run. MLflow
+    logs to the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
     """
     saved = read_run(resume) if resume else None
-    run_id = saved.wandb_id if saved else None
+    saved_ids = saved.run_ids if saved else {}
     make: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: _TensorBoard(str(folder), name="", version="", default_hp_metric=False),
         "csv": lambda: _csv(folder, saved.updates if saved else 0),
         "wandb": lambda: WandbLogger(
-            folder.name, folder, id=run_id or token_hex(4), project=folder.parent.name, resume="allow"
+            folder.name, folder, id=saved_ids.get("wandb") or token_hex(4), project=folder.parent.name, resume="allow"
+        ),
+        "mlflow": lambda: MLFlowLogger(
+            folder.parent.name,
+            folder.name,
+            os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder.parent}/mlflow.db"),
+            run_id=saved_ids.get("mlflow"),
         ),
     }
     _print_no_traceback_of_writers()
@@ -196,6 +206,11 @@ def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
                 _write_settings(logger, config)
         elif isinstance(logger, WandbLogger):
             logger.log_hyperparams(dict(config))
+        elif isinstance(logger, MLFlowLogger):
+            with best_effort(_NAMES["mlflow"]):
+                # It refuses another value of a setting, as a resume with more epochs has.
+                logged = logger.experiment.get_run(logger.run_id).data.params
+                logger.log_hyperparams({name: value for name, value in config.items() if name not in logged})
 
 
 def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> None:
@@ -251,7 +266,13 @@ def _write_images(logger: TensorBoardLogger, images: Mapping[str, LoggedImage], 
         writer.close()
 
 
-def wandb_id(loggers: Iterable[Logger]) -> str | None:
-    """The id of the run of W&B, which a checkpoint keeps for a resume."""
-    found = (logger.version for logger in loggers if isinstance(logger, WandbLogger))
-    return next((str(version) for version in found if version is not None), None)
+def run_ids(loggers: Iterable[Logger]) -> dict[str, str]:
+    """The ids of the runs of W&B and MLflow by the logger's name, which a checkpoint keeps for a resume."""
+    ids: dict[str, str] = {}
+    for logger in loggers:
+        for name, kind in _TRACKERS.items():
+            if isinstance(logger, kind):
+                # A server that is gone leaves the run without an id, and without its log.
+                with best_effort(_NAMES[name]):
+                    ids[name] = str(logger.version)
+    return ids

@@ -32,7 +32,7 @@ class SavedRun:
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
         environment: what may have changed the bits, see `recipes.runner.results.environment`.
         left_open: the settings that its first command left to it; None where they are not known.
-        wandb_id: of its run of W&B, if it has one.
+        run_ids: of its runs of W&B and MLflow, where it has one, by the logger's name.
     """
 
     config: dict[str, Any]
@@ -44,7 +44,7 @@ class SavedRun:
     recipes: tuple[str, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
     left_open: tuple[str, ...] | None = None
-    wandb_id: str | None = None
+    run_ids: dict[str, str] = field(default_factory=dict)
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
         """Whether the run has reached these bounds; -1 and None are no bound."""
@@ -101,7 +101,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
         tuple(map(str, checkpoint.get("recipes", ()))),
         dict(checkpoint.get("environment", {})),
         None if (names := checkpoint.get("left_open")) is None else tuple(map(str, names)),
-        None if (run_id := checkpoint.get("wandb_id")) is None else str(run_id),
+        {str(name): str(run_id) for name, run_id in checkpoint.get("run_ids", {}).items()},
     )
 
 

@@ -156,7 +156,7 @@ class RunSettings:
         sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
         patience: end the run after so many validations without a better score of those that choose the best checkpoint.
         progress_interval: seconds between two lines of progress, where the output is no terminal.
-        logger: any of tensorboard,csv,wandb, or none.
+        logger: any of tensorboard,csv,wandb,mlflow, or none.
     """
 
     name: OneCall[str | None] = None

@@ -20,7 +20,7 @@ from typing_extensions import override
 from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.lib.writing import best_effort
 from datamodules.errors import UserError
-from recipes.runner.loggers import wandb_id
+from recipes.runner.loggers import run_ids
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.results import differences, environment, write_text
 from recipes.runner.saved_run import SavedRun
@@ -117,7 +117,7 @@ class WeightsRecorder(CheckpointGuard):
         checkpoint["config"] = self._start.config
         checkpoint["left_open"] = self._left_open
         checkpoint["environment"] = self._start.environment
-        checkpoint["wandb_id"] = wandb_id(trainer.loggers)
+        checkpoint["run_ids"] = run_ids(trainer.loggers)
 
     def saved(self, checkpoint: Mapping[str, Any]) -> None:
         """Append the hash of the weights in a checkpoint, unless another file has just been saved with the same."""

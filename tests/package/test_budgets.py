@@ -17,7 +17,7 @@ LONGER = {
     "tests/callbacks/test_update_loop.py": 555,
     "tests/datamodules/translation/test_translation_data.py": 544,
     "benchmarks/faults.py": 483,
-    "datamodules/translation/data_module.py": 472,
+    "datamodules/translation/data_module.py": 470,
     "tests/datamodules/images/test_mnist.py": 469,
     "tests/datamodules/images/test_image_folder.py": 449,
     "recipes/runner/launch.py": 365,

@@ -105,8 +105,10 @@ def test_the_imports_of_modules_make_no_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-CLOSURES = {"recipes.mnist.recipe": 10_150, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_450}
-"""How many lines of ours a reader of a module may have to know at most: its own and those that it imports."""
+CLOSURES = {"recipes.mnist.recipe": 6_400, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_450}
+"""How many lines of ours a reader of a module may have to know at most: its own and those of modules it imports.
+
+What it imports from a package, as `from datamodules import MNISTDataModule`, is known by its public name."""
 
 
 @pytest.mark.parametrize("module", CLOSURES)

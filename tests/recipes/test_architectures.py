@@ -175,7 +175,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_like_it(arch: str, messa
 
 def test_a_model_of_timm_without_timm_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"needs timm; run pip install 'lightning-recipes\[timm\]'"):
+    with pytest.raises(UserError, match=r"needs timm; run pip install -e '.\[timm\]'"):
         ResNetFineTuner("timm:resnet18", 2, weights="none")
 
 

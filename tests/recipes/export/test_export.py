@@ -179,7 +179,7 @@ def test_onnx_without_its_packages_says_what_to_install(saved, monkeypatch: pyte
     monkeypatch.setattr(sys, "path", [])  # Nothing is found there.
     for name in ("onnx", "onnxruntime", "onnxscript"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(UserError, match=r"onnx needs .*onnxruntime.*; run pip install 'lightning-recipes\[onnx\]'"):
+    with pytest.raises(UserError, match=r"onnx needs .*onnxruntime.*; run pip install -e '.\[onnx\]'"):
         export(MNISTClassifier(), str(saved[1]), "onnx")
 
 

@@ -81,7 +81,7 @@ def _log_after_a_resume(folder: str) -> list[str]:
     file = Path(folder) / "metrics.csv"
     first = os.environ.get("NODE_RANK", "0") == "0"
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with patch.object(module, "read_run", return_value=SimpleNamespace(updates=2, wandb_id=None)):
+    with patch.object(module, "read_run", return_value=SimpleNamespace(updates=2, run_ids={})):
         (logger,) = loggers(Path(folder), "last.ckpt", ["csv"])
     contents = [file.read_text()] if first else []
     for limit in (0, 10**6):

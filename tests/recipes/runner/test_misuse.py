@@ -24,9 +24,7 @@ class Narrow(MNISTClassifier):
 
 
 def test_a_constructor_that_takes_nothing_of_what_the_data_decide_is_refused(tmp_path: Path):
-    with pytest.raises(
-        UserError, match=r"takes no `num_classes`, which is 10 .* 7 in Narrow: give it \*\*kwargs"
-    ):
+    with pytest.raises(UserError, match=r"takes no `num_classes`, which is 10 .* 7 in Narrow: give it \*\*kwargs"):
         fit(Narrow, dataset="digits", max_epochs=1, verbose=False, run_dir=tmp_path)
 
 
@@ -41,9 +39,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_by_its_name(tmp_path: Path):
     trainer.fit(MNISTClassifier(), data)
     path = tmp_path / "digits.ckpt"
     trainer.save_checkpoint(path)
-    with pytest.raises(
-        UserError, match=r"digits.ckpt is a checkpoint of the recipe mnist, and ResNetFineTuner is"
-    ):
+    with pytest.raises(UserError, match=r"digits.ckpt is a checkpoint of the recipe mnist, and ResNetFineTuner is"):
         ResNetFineTuner.load_from_checkpoint(path, weights_only=True)
     loaded = MNISTClassifier.load_from_checkpoint(path, weights_only=True)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.lightning_module.parameters()))
