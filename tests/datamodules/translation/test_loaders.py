@@ -277,3 +277,13 @@ def test_the_first_batches_of_an_evaluation_are_not_the_shortest_sentences() -> 
     lengths: list[Tensor] = [batch.source_lengths.double().mean() for batch in loader]
     middle = float(torch.stack(lengths).mean())
     assert abs(float(torch.stack(lengths[:6]).mean()) - middle) < 2
+
+
+def test_a_loader_that_keeps_the_order_repeats_the_batches_of_its_first_epoch():
+    loader = SentenceTrainLoader(PAIRS, ROWS, 4, 1)
+    first = [batch.source.tolist() for batch in loader]
+    loader.set_epoch(1)
+    assert [batch.source.tolist() for batch in loader] != first
+    loader.keeps_order = True
+    loader.set_epoch(2)
+    assert [batch.source.tolist() for batch in loader] == first
