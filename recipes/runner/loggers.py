@@ -25,7 +25,7 @@ from recipes.runner.summary import SUMMARY, EpochSummary
 
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
-_TRACKERS = {"wandb": WandbLogger, "mlflow": MLFlowLogger}
+_TRACKERS = ("wandb", "mlflow")
 """Those whose run has an id, which a checkpoint keeps as `wandb_id` or `mlflow_id` for a resume."""
 _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
 
@@ -166,8 +166,8 @@ def logger_names(text: str) -> list[str]:
 def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
     """The loggers of a run, by name; their failures, such as of a full disk or a server that is gone, are printed.
 
-    With `resume`, what was logged before that checkpoint stays there, and W&B and MLflow go on in their run. MLflow logs
-    to the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
+    With `resume`, what was logged before that checkpoint stays there, and W&B and MLflow go on in their run.
+    MLflow logs to the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
     """
     saved = read_run(resume) if resume else None
     run_ids = {name: saved.config.get(f"{name}_id") if saved else None for name in _TRACKERS}
@@ -268,9 +268,9 @@ def _write_images(logger: TensorBoardLogger, images: Mapping[str, LoggedImage], 
 
 def run_ids(loggers: Iterable[Logger]) -> dict[str, str]:
     """The ids of the runs of W&B and MLflow, which a checkpoint keeps for a resume."""
-    ids = {}
+    ids: dict[str, str] = {}
     for logger in loggers:
-        for name, kind in _TRACKERS.items():
+        for name, kind in (("wandb", WandbLogger), ("mlflow", MLFlowLogger)):
             if isinstance(logger, kind):
                 # A server that is gone leaves the run without an id, and without its log.
                 with best_effort(_NAMES[name]):
