@@ -25,7 +25,7 @@ from recipes.runner.summary import SUMMARY, EpochSummary
 
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
-_TRACKERS = {"wandb": WandbLogger, "mlflow": MLFlowLogger}
+_TRACKERS = ("wandb", "mlflow")
 """Those whose run has an id, which a checkpoint keeps for a resume."""
 _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
 
@@ -270,7 +270,7 @@ def run_ids(loggers: Iterable[Logger]) -> dict[str, str]:
     """The ids of the runs of W&B and MLflow by the logger's name, which a checkpoint keeps for a resume."""
     ids: dict[str, str] = {}
     for logger in loggers:
-        for name, kind in _TRACKERS.items():
+        for name, kind in (("wandb", WandbLogger), ("mlflow", MLFlowLogger)):
             if isinstance(logger, kind):
                 # A server that is gone leaves the run without an id, and without its log.
                 with best_effort(_NAMES[name]):

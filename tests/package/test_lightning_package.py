@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from datamodules.lightning_package import _renamed
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-pytest.importorskip("pytorch_lightning", reason="pip install pytorch-lightning: the tests compare both packages")
+# Not importorskip: imported here, it would be the package of this process.
+if find_spec("pytorch_lightning") is None:
+    pytest.skip("pip install pytorch-lightning: the tests compare both packages", allow_module_level=True)
 
 RUNS = """
 import hashlib, json, sys, tempfile
