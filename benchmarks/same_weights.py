@@ -88,7 +88,7 @@ def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) ->
     if ours:
         batch = MICRO_BATCH * MICRO_BATCHES
         callbacks = [SeedControl(seed=1), GradientAccumulation(global_batch_size=batch)]
-        saving: ModelCheckpoint = ExactCheckpoint(folder, every_n_train_steps=STOP)
+        saving = ExactCheckpoint(folder, every_n_train_steps=STOP)
     else:
         pl.seed_everything(1, workers=True, verbose=False)
         options["accumulate_grad_batches"] = MICRO_BATCHES // processes

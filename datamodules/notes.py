@@ -8,6 +8,19 @@ from contextlib import contextmanager
 from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger("lightning_recipes")
+
+
+def _escape_names(record: logging.LogRecord) -> bool:
+    """Escape what UTF-8 lacks: a file's name may hold any bytes, and what reads a log may not."""
+    text = record.getMessage()
+    escaped = text.encode("utf-8", "backslashreplace").decode()
+    if escaped != text:
+        record.msg = escaped
+        record.args = ()
+    return True
+
+
+log.addFilter(_escape_names)
 inform, warn = rank_zero_only(log.info), rank_zero_only(log.warning)
 
 
