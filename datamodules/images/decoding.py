@@ -118,7 +118,7 @@ def _refuse_other_pixels(image: Image.Image, content: bytes = b"") -> None:
 def _other_kind(content: bytes) -> str:
     """What a file is by its first bytes that Pillow does not open as an image."""
     if content[4:8] == b"ftyp" and content[8:12] in (b"heic", b"heix", b"mif1", b"hevc", b"heim"):
-        return "it is a HEIC photograph; pip install 'lightning-recipes[data]' reads it, or save it as JPEG"
+        return "it is a HEIC photograph: pip install pillow-heif, or save it as JPEG"
     if content[:2] == b"\xff\x0a" or content[4:8] == b"JXL ":
         return "it is JPEG XL, which Pillow does not read; save it as PNG"
     if content[128:132] == b"DICM":

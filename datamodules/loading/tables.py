@@ -221,7 +221,7 @@ def read_parquet(path: Path) -> Table:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f"{path} is a Parquet file; pip install 'lightning-recipes[data]' reads it") from error
+        raise UserError(f"{path} is a Parquet file, which needs another package: pip install pyarrow") from error
     try:
         found = pyarrow.parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:

@@ -29,9 +29,7 @@ def _open_zst(file: IO[bytes]) -> IO[bytes]:
     try:
         import pyarrow
     except ImportError as error:
-        raise UserError(
-            f"{file.name} is compressed by zstd; unpack it with zstd -d, or pip install 'lightning-recipes[data]'"
-        ) from error
+        raise UserError(f"{file.name} is compressed by zstd; unpack it with zstd -d, or pip install pyarrow") from error
     stream: IO[bytes] = pyarrow.CompressedInputStream(file, "zstd")
     return stream
 

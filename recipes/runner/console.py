@@ -4,7 +4,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,19 +12,28 @@ from typing import Any
 
 from typing_extensions import override
 
+from recipes.runner.command import as_flags
 from recipes.runner.printing import is_rank_zero
 
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 
 
 class _OneLine(logging.Handler):
-    """Prints each of our log messages as a plain line."""
+    """Prints each of our log messages as a plain line.
+
+    Args:
+        flags: the names of settings that it spells as flags.
+    """
+
+    def __init__(self, flags: Container[str]) -> None:
+        super().__init__()
+        self.flags = flags
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            print(record.getMessage(), file=sys.stderr)  # noqa: T201
+            print(as_flags(record.getMessage(), self.flags), file=sys.stderr)  # noqa: T201
 
 
 _level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
@@ -52,14 +61,19 @@ def escape_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def configure_logging() -> None:
-    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others."""
+def configure_logging(flags: Container[str] = ()) -> None:
+    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others.
+
+    Args:
+        flags: the names of settings that messages spell as flags.
+    """
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("lightning.pytorch.profilers", "lightning.pytorch.callbacks.model_summary", "lightning_recipes"):
         logger = logging.getLogger(name)
         logger.setLevel(_level.get())
-        logger.handlers, logger.propagate = [_OneLine()], False
+        logger.handlers = [_OneLine(flags)]
+        logger.propagate = False
     show = getattr(warnings.showwarning, "others", warnings.showwarning)
 
     def show_ours(

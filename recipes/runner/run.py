@@ -150,7 +150,7 @@ class Run:
         settings = self._merge(request)
         data_class = self.classes.data_class
         check_request(request, settings, self.classes.recipe, data_class.__name__, takes_inputs(data_class))
-        configure_logging()
+        configure_logging(() if self.typed.in_program else self.parser.flags)
         if command == "fit":
             self._point = self._find_resume_point(settings, given)
         if checkpoint := self._point.checkpoint or settings["ckpt"]:
@@ -258,7 +258,7 @@ class Run:
         folder = request.folder
         if folder is None:
             raise UserError(f"verify needs the folder of a run; pass verify runs/{recipe.title}/NAME")
-        configure_logging()
+        configure_logging(() if self.typed.in_program else self.parser.flags)
         interval = find_interval(folder)
         start = interval.start
         if recipe.titles() and start.recipe not in recipe.titles():
