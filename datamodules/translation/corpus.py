@@ -226,7 +226,7 @@ def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], kee
         filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
         named = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
         where = ", ".join(pairs.where for pairs in files)
-        raise UserError(f"{where}: none of {read:,} pairs is left after {named}")
+        raise UserError(f"{where}: no pair of {read:,} is left after {named}")
     left_out: Counter[str] = Counter()
     for one in kept:
         left_out.update(one.left_out)

@@ -31,8 +31,8 @@ def find_interval(folder: Path) -> Interval:
     if interval := interval_to_repeat(folder, checkpoints):
         return interval
     raise UserError(
-        f"{shown(folder)} has no checkpoint before a save whose weights were recorded, and did not begin anew: no part"
-        " of it can be trained again"
+        f"no part of {shown(folder)} can be trained again: it was resumed from elsewhere, and no checkpoint from before"
+        " one of its recorded saves is left"
     )
 
 

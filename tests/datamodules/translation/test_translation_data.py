@@ -298,9 +298,9 @@ def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path
         (gzip.compress(b"a\tb\n", mtime=0)[:-6], {}, "is damaged"),
         (b"PK\x03\x04nothing", {}, "is damaged"),
         (_zipped(["a\tb\n"], "as.txt", "bs.txt"), {}, "holds 2 files, expected one text: as.txt, bs.txt; unpack"),
-        ("да\tя\n".encode(), {"normalisation": "tutorial", "on_bad_lines": "skip"}, "none of 1 pairs is left af"),
-        (b"a b c\td\n", {"max_length": 3}, "none of 1 pairs is left after max_length=3"),
-        (b"a\tb\n", {"prefixes": "tutorial"}, 'none of 1 pairs is left after prefixes="tutorial"'),
+        ("да\tя\n".encode(), {"normalisation": "tutorial", "on_bad_lines": "skip"}, "no pair of 1 is left af"),
+        (b"a b c\td\n", {"max_length": 3}, "no pair of 1 is left after max_length=3"),
+        (b"a\tb\n", {"prefixes": "tutorial"}, 'no pair of 1 is left after prefixes="tutorial"'),
         (b"a\tb\n" * 9, {}, "nothing is left for the train part of 9 pairs.* 1 of these sentences are different"),
     ],
 )
