@@ -219,7 +219,9 @@ def run_agent(
     """
     program = Program.of_this_process()
     if program is None:
-        raise UserError("several processes need a program in a file or a module; save this program as a file, and start that")
+        raise UserError(
+            "several processes need a program in a file or a module; save this program as a file, and start that"
+        )
     program.environ[STARTED_AT] = str(started_at)
     start_fork_server(preload)
     store = open_store(launch, timeout, command)

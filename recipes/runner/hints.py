@@ -6,7 +6,7 @@ It imports neither torch nor Lightning, so that a mistake in a flag is answered 
 import difflib
 from collections.abc import Iterable
 
-_CLOSE = 0.75
+_CLOSE = 0.8
 """How alike two names have to be, from 0 to 1, for one to be a misspelling of the other."""
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -29,6 +29,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "device": ("accelerator",),
     "drop": ("dropout",),
     "ema_decay": ("ema",),
+    "early_stopping": ("patience",),
     "epoch": ("max_epochs",),
     "epochs": ("max_epochs",),
     "eval_only": (),
@@ -41,11 +42,13 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "grad_accum_steps": ("accumulate",),
     "gradient_accumulation_steps": ("accumulate",),
     "grad_clip": ("gradient_clip_val",),
+    "img_size": ("image_size",),
     "initial_checkpoint": ("weights",),
     "label_smooth": ("label_smoothing",),
     "layer_decay": ("layer_lr_decay",),
     "learning_rate": ("lr",),
     "log_dir": ("run_dir",),
+    "log_interval": ("log_every_n_steps",),
     "logging_steps": ("log_every_n_steps",),
     "loss_scale": (),
     "lr_base": ("lr",),
@@ -62,6 +65,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "nnodes": ("num_nodes",),
     "nodes": ("num_nodes",),
     "nproc_per_node": ("devices",),
+    "num_beams": ("beam",),
     "num_epochs": ("max_epochs",),
     "num_gpus": ("devices",),
     "num_train_epochs": ("max_epochs",),
@@ -84,6 +88,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "sync_batchnorm": ("sync_bn",),
     "tensorboard": ("logger tensorboard",),
     "torch_compile": ("compile",),
+    "train_file": ("data_file",),
     "torchcompile": ("compile",),
     "train_batch_size": ("batch_size",),
     "val_batch_size": ("eval_batch_size",),

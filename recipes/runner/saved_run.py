@@ -176,4 +176,6 @@ def _refuse_repeated(root: yaml.Node | None, path: Path) -> None:
     for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
         line = key.start_mark.line + 1
         if lines.setdefault(str(key.value), line) != line:
-            raise UserError(f"{path}, line {line}: {key.value} is also in line {lines[str(key.value)]}; remove one of them")
+            raise UserError(
+                f"{path}, line {line}: {key.value} is also in line {lines[str(key.value)]}; remove one of them"
+            )
