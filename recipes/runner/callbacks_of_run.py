@@ -99,4 +99,4 @@ def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, sett
         enable_version_counter=False,
     )
     # The last comes second, so that its file contains the path of the best.
-    return [best, LastCheckpoint(folder / "checkpoints", settings.save_every)]
+    return [best, LastCheckpoint(folder / "checkpoints", str(settings.save_every))]

@@ -60,9 +60,10 @@ class Classes:
         of_data = [FlagGroup("Data", self.data, frozenset({_INPUTS}))] if isinstance(self.data, type) else []
         groups = [
             FlagGroup("Run", RunSettings),
-            FlagGroup("Trainer", TrainerSettings),
             *of_data,
             FlagGroup("Recipe", self.recipe),
+            # Where they share a name, the recipe's default counts.
+            FlagGroup("Trainer", TrainerSettings),
             FlagGroup("Launch", LaunchSettings),
         ]
         parser = FlagParser(groups, program)

@@ -26,7 +26,8 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-_SETTING = re.compile(r"""`([a-z_0-9]+)`|\b([a-z][a-z_0-9]*)=("[^"]*"|'[^']*'|[^\s,;:()]+)""")
+_SETTING = re.compile(r"""`([a-z_0-9]+)`|(?<![\w/.\-=`'"])([a-z][a-z_0-9]*)=("[^"]*"|'[^']*'|[^\s,;:()]+)""")
+"""A setting in a message; not in a path such as runs/lr=0.1, nor in a command such as --lr=0.1."""
 
 
 def as_flags(message: str, names: Container[str]) -> str:
@@ -46,6 +47,8 @@ def as_flags(message: str, names: Container[str]) -> str:
             return found[0]
         if found[1]:
             return flag_of(name)
+        if found[3] in ("True", "False"):
+            return flag_of(name if found[3] == "True" else f"no_{name}")
         quoted = found[3][0] in "\"'"
         value = found[3] if quoted else found[3].rstrip(".")
         inside = value[1:-1] if quoted else value

@@ -33,7 +33,9 @@ class _OneLine(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            print(as_flags(record.getMessage(), self.flags), file=sys.stderr)  # noqa: T201
+            text = record.getMessage()
+            # Notes state what is; what says what to pass is a warning.
+            print(as_flags(text, self.flags) if record.levelno >= logging.WARNING else text, file=sys.stderr)  # noqa: T201
 
 
 _level: ContextVar[int] = ContextVar("_level", default=logging.INFO)

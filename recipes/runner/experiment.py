@@ -209,7 +209,7 @@ def build_experiment(
         # Before the data are read, so that wrong settings are refused before a download.
         if before is None and not run.ckpt:
             length = {name: settings[name] for name in ("max_epochs", "max_steps")}
-            decided = classes.recipe.settings_from_data(data, **of_recipe, **length)
+            decided = classes.recipe.settings_from_data(data, **{**of_recipe, **length})
             of_recipe = fill(of_recipe, decided)
         recipe = classes.recipe(**of_recipe)
         _check_reached(recipe, {name: value for name, value in decided.items() if name not in of_recipe})

@@ -111,8 +111,12 @@ def fit(
     """
     kind = recipe_class(recipe) if isinstance(recipe, str) else recipe
     of_data, given, samples = _data_of(kind, data)
+    if isinstance(recipe, Recipe):
+        raise UserError(f"fit() builds the recipe: pass the class, {type(recipe).__name__}, and its settings by name")
+    if isinstance(of_data, type) and not issubclass(of_data, pl.LightningDataModule):
+        raise UserError(f"data={of_data.__name__}: expected a LightningDataModule or its class, a path, or samples")
     if refused := _NOT_OF_FIT & settings.keys():
-        raise UserError(f"fit() has no {', '.join(sorted(refused))}: they belong to the other commands of a recipe")
+        raise UserError(f"fit() takes no {', '.join(sorted(refused))}: other commands of a recipe do")
     if "devices" not in settings and not any(name in os.environ for name in _LAUNCHED):
         given["devices"] = 1
     several = [callbacks] if isinstance(callbacks, Callback) else callbacks

@@ -132,6 +132,10 @@ weights_skip: mnist, resnet, seq2seq
 """
 
 
+ALL_FLAGS = frozenset(line.partition(": ")[0] for line in _FLAGS.split("\n") if line)
+"""The flags of all recipes of this package."""
+
+
 def flag_names(recipe: str) -> list[str]:
     """The flags of a recipe of this package; none where it is not one of them.
 

@@ -1,5 +1,6 @@
 """The types of flags: from the annotations of constructors to what jsonargparse reads and what the help names."""
 
+import inspect
 import os
 import types
 from collections.abc import Sequence
@@ -52,6 +53,13 @@ def type_name(annotation: Any, everything: bool = True) -> str:
         return "|".join(names).replace("INT|FLOAT", "NUMBER")
     name = getattr(annotation, "__name__", str(annotation))
     return {"str": "TEXT", "NoneType": "null"}.get(name, name.upper())
+
+
+def allows_none(annotation: Any) -> bool:
+    """Whether null is a value of a type."""
+    if annotation in (Any, None, type(None), inspect.Parameter.empty):
+        return True
+    return get_origin(annotation) in (Union, types.UnionType) and any(map(allows_none, get_args(annotation)))
 
 
 def is_switch(annotation: Any) -> bool:

@@ -21,17 +21,14 @@ from typing_extensions import override
 
 from datamodules.contract import marked_parameters
 from datamodules.errors import UserError
-from recipes.runner.command import flag_of
-from recipes.runner.flag_types import flag_type, is_switch, switch_values, takes_list, type_name
-from recipes.runner.hints import flag_meant, nearest
-from recipes.runner.merging import as_plain
+from recipes.runner.command import as_flags, flag_of
+from recipes.runner.flag_types import allows_none, flag_type, is_switch, switch_values, takes_list, type_name
+from recipes.runner.hints import OTHER_NAMES, OTHER_PLACES, flag_meant, nearest
+from recipes.runner.merging import FURTHER, as_plain, layered
 from recipes.runner.saved_run import read_settings
 
 _CLASS_PATH = "optimizer"
 """The flag whose text may be the import path of a class."""
-_FURTHER = "trainer"
-"""The flag of the parameters that have none of their own, as --trainer.NAME."""
-
 # Parameters of type Any would take objects of all classes, and torch has some that start a program.
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
 
@@ -68,7 +65,7 @@ class Given:
     @property
     def settings(self) -> dict[str, Any]:
         """All of them: what is typed wins over all files."""
-        return {**self.files, **self.typed}
+        return layered(self.files, self.typed)
 
 
 def _one_line(message: str) -> str:
@@ -142,7 +139,7 @@ class FlagParser(ArgumentParser):
         spelled, paths = self._spell_out(args, takes_inputs)
         files: dict[str, Any] = {}
         for path in paths:
-            files |= self.read(self._settings_in(path), path)
+            files = layered(files, self.read(self._settings_in(path), path))
         try:
             typed = self.parse_args(spelled, defaults=False).as_dict()
         except Exception as error:
@@ -157,6 +154,10 @@ class FlagParser(ArgumentParser):
             source: what messages call it; empty for the arguments of `recipes.fit`.
         """
         known = {name: value for name, value in values.items() if name in self.flags}
+        for name, value in known.items():
+            if value is None and not allows_none(self.type_of(name)):
+                what = f"{source}: {name}: null" if source else f"{name}=None"
+                raise UserError(f"{what}: expected {type_name(self.type_of(name))}")
         try:
             found: dict[str, Any] = self.parse_object(known, defaults=False).as_dict()
         except Exception as error:
@@ -167,7 +168,9 @@ class FlagParser(ArgumentParser):
         """The arguments of `recipes.fit`."""
         if unknown := arguments.keys() - self.flags.keys():
             name = min(unknown)
-            raise UserError(f"fit() has no parameter {name}{nearest(name, self._known())}")
+            further = f"{FURTHER}.{name}" in self._known()
+            hint = f"; did you mean {FURTHER}={{{name!r}: ...}}?" if further else nearest(name, self.flags)
+            raise UserError(f"fit() has no parameter {name}{hint}")
         plain = {}
         for name, value in arguments.items():
             try:
@@ -179,11 +182,17 @@ class FlagParser(ArgumentParser):
                 ) from None
         return self.read(plain)
 
-    def check_required(self, given: Mapping[str, Any]) -> None:
-        """Refuse a command without a parameter that has no default."""
-        if missing := sorted(self._required - given.keys()):
-            name = missing[0]
-            raise UserError(f"{flag_of(name)} has no default; pass {flag_of(name)} {type_name(self.type_of(name))}")
+    def check_required(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Refuse a command without a parameter that has no default.
+
+        Args:
+            settings: all of them.
+            given: in files and on the command line.
+        """
+        missing = [name for name in self.flags if name in self._required and settings[name] is None]
+        if lacks := [name for name in missing if name not in given or not allows_none(self.type_of(name))]:
+            name = lacks[0]
+            raise UserError(f"`{name}` has no default: pass {name}={type_name(self.type_of(name))}")
 
     def import_optimizer(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Import the module of an optimiser by its import path, if that was typed or is in the file that was.
@@ -209,22 +218,27 @@ class FlagParser(ArgumentParser):
             raise UserError(f"{path} holds no settings; expected lines such as seed: 1")
         for name in settings:
             if name not in self.flags:
-                raise UserError(f"{path}: there is no setting {name}{nearest(str(name), self._known())}")
+                further = f"{FURTHER}.{name}" in self._known()
+                hint = f"; did you mean {FURTHER}: {{{name}: ...}}?" if further else nearest(str(name), self.flags)
+                raise UserError(f"{path}: there is no setting {name}{hint}")
         return settings
 
     # Spell
 
     def _known(self) -> list[str]:
         """The names that can be meant: the flags, and the Trainer's other parameters."""
-        further = inspect.signature(pl.Trainer).parameters if _FURTHER in self.flags else ()
-        return [*self.flags, *(f"{_FURTHER}.{name}" for name in further if name not in self.flags)]
+        further = inspect.signature(pl.Trainer).parameters if FURTHER in self.flags else ()
+        others = {*self.flags, *OTHER_PLACES}
+        return [*self.flags, *(f"{FURTHER}.{name}" for name in further if name not in others)]
 
     def _check_name(self, flag: str, name: str) -> None:
         """Refuse a flag that does not exist."""
-        if name in self.flags or name == "config" or (name.startswith(f"{_FURTHER}.") and _FURTHER in self.flags):
+        if name in self.flags or name == "config" or (name.startswith(f"{FURTHER}.") and FURTHER in self.flags):
             return
-        further = f"{_FURTHER}.{name}"
+        further = f"{FURTHER}.{name}"
         known = self._known()
+        if FURTHER in self.flags and name in OTHER_PLACES and name not in OTHER_NAMES:
+            raise UserError(f"there is no flag --{flag}: {as_flags(OTHER_PLACES[name], self.flags)}")
         hint = f"; did you mean --{further}?" if further in known else flag_meant(name, [*known, "help", "help_all"])
         raise UserError(f"there is no flag --{flag}{hint or '; --help-all lists the flags'}")
 
@@ -259,7 +273,7 @@ class FlagParser(ArgumentParser):
                 of_config = not equals
                 files += [value] if equals else []
                 continue
-            of_trainer = name.startswith(f"{_FURTHER}.")  # Most of them are switches.
+            of_trainer = name.startswith(f"{FURTHER}.")  # Most of them are switches.
             if not equals and (following.startswith("--") if of_trainer else self._is_bare(name, following)):
                 equals = "="
                 value = "true"

@@ -6,7 +6,9 @@ It imports neither torch nor Lightning, so that a mistake in a flag is answered 
 import difflib
 from collections.abc import Iterable
 
-_CLOSE = 0.8
+from recipes.runner.flag_names import ALL_FLAGS
+
+_CLOSE = 0.75
 """How alike two names have to be, from 0 to 1, for one to be a misspelling of the other."""
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -15,35 +17,53 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "amp": ("precision bf16-mixed",),
     "amp_dtype": ("precision bf16-mixed",),
     "b": ("batch_size",),
+    "base_lr": ("lr",),
+    "beam_size": ("beam",),
     "bf16": ("precision bf16-mixed",),
     "bs": ("batch_size",),
-    "callbacks": (),
+    "cbs": (),
     "checkpoint": ("ckpt",),
+    "checkpoint_dir": ("run_dir",),
+    "checkpoint_hist": ("save_top_k",),
     "ckpt_path": ("ckpt", "resume"),
     "clip_grad": ("gradient_clip_val",),
     "clip_grad_norm": ("gradient_clip_val",),
+    "d_model": ("hidden_size",),
     "data": ("data_dir", "data_file"),
     "data_path": ("data_dir", "data_file"),
+    "data_seed": ("seed",),
+    "dataloader_num_workers": ("num_workers",),
+    "dataset_name": ("dataset",),
     "dataset_path": ("data_dir", "data_file"),
     "default_root_dir": ("run_dir",),
     "device": ("accelerator",),
+    "disable_tqdm": ("enable_progress_bar false",),
     "drop": ("dropout",),
-    "ema_decay": ("ema",),
+    "dropout_rate": ("dropout",),
+    "dry_run": ("fast_dev_run",),
     "early_stopping": ("patience",),
+    "early_stopping_patience": ("patience",),
+    "ema_decay": ("ema",),
     "epoch": ("max_epochs",),
     "epochs": ("max_epochs",),
     "eval_only": (),
+    "eval_strategy": ("check_val_every_n_epoch",),
     "evaluate": (),
-    "experiment": ("name",),
     "exp_name": ("name",),
+    "experiment": ("name",),
     "fp16": ("precision 16-mixed",),
+    "freeze": ("freeze_until",),
     "gamma": ("schedule_args",),
     "gpus": ("devices",),
     "grad_accum_steps": ("accumulate",),
-    "gradient_accumulation_steps": ("accumulate",),
+    "grad_checkpointing": (),
     "grad_clip": ("gradient_clip_val",),
+    "gradient_accumulation_steps": ("accumulate",),
+    "gradient_checkpointing": (),
     "img_size": ("image_size",),
+    "imgsz": ("image_size",),
     "initial_checkpoint": ("weights",),
+    "input_size": ("image_size",),
     "label_smooth": ("label_smoothing",),
     "layer_decay": ("layer_lr_decay",),
     "learning_rate": ("lr",),
@@ -53,48 +73,77 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "loss_scale": (),
     "lr_base": ("lr",),
     "lr_base_size": ("lr_scale",),
+    "lr_decay": ("schedule",),
+    "lr_max": ("lr",),
     "lr_scheduler": ("schedule",),
     "lr_scheduler_type": ("schedule",),
+    "lr_step_size": ("schedule_args",),
+    "lrf": ("schedule_args",),
     "max_grad_norm": ("gradient_clip_val",),
+    "max_update": ("max_steps",),
     "milestones": ("schedule_args",),
     "min_lr": ("schedule_args",),
     "mixed_precision": ("precision bf16-mixed",),
     "model": ("arch", "network"),
     "model_ema": ("ema",),
     "model_ema_decay": ("ema",),
+    "model_ema_steps": (),
     "nnodes": ("num_nodes",),
     "nodes": ("num_nodes",),
     "nproc_per_node": ("devices",),
     "num_beams": ("beam",),
     "num_epochs": ("max_epochs",),
     "num_gpus": ("devices",),
+    "num_heads": ("heads",),
+    "num_processes": ("devices",),
     "num_train_epochs": ("max_epochs",),
+    "nw": ("num_workers",),
     "opt": ("optimizer",),
     "optim": ("optimizer",),
+    "optimizer_name": ("optimizer",),
     "output_dir": ("run_dir",),
+    "patience_epochs": ("patience",),
     "per_device_eval_batch_size": ("eval_batch_size",),
     "per_device_train_batch_size": ("batch_size",),
     "pretrained": ("weights",),
     "project": ("run_dir",),
+    "random_erase": (),
     "random_seed": ("seed",),
+    "ratio": (),
     "report_to": ("logger",),
     "resume_from_checkpoint": ("resume",),
     "run_name": ("name",),
+    "save_dir": ("run_dir",),
     "save_steps": ("save_every",),
+    "save_strategy": ("save_every",),
     "save_total_limit": ("save_top_k",),
     "sched": ("schedule",),
     "scheduler": ("schedule",),
     "smoothing": ("label_smoothing",),
+    "src": ("source_file",),
     "sync_batchnorm": ("sync_bn",),
     "tensorboard": ("logger tensorboard",),
+    "to_fp16": ("precision 16-mixed",),
     "torch_compile": ("compile",),
-    "train_file": ("data_file",),
     "torchcompile": ("compile",),
+    "track_grad_norm": (),
     "train_batch_size": ("batch_size",),
+    "train_crop_size": ("image_size",),
+    "train_dir": ("data_dir",),
+    "train_file": ("data_file",),
+    "train_src": ("source_file",),
+    "update_freq": ("accumulate",),
+    "use_deterministic_algorithms": ("deterministic",),
     "val_batch_size": ("eval_batch_size",),
+    "validation_data": (),
+    "validation_dir": (),
+    "validation_file": ("val_file",),
     "validation_split": ("val_fraction",),
+    "validation_steps": ("limit_val_batches",),
+    "vflip": (),
     "wandb": ("logger wandb",),
     "warmup_epochs": ('warmup "5 epochs"',),
+    "warmup_lr": (),
     "warmup_ratio": ("warmup 5%",),
     "warmup_steps": ('warmup "500 steps"',),
     "wd": ("weight_decay",),
@@ -116,15 +165,43 @@ def meant(name: str, names: Iterable[str]) -> str | None:
         ['lr', 'max_epochs', 'precision 16-mixed', None]
     """
     known = list(names)
-    others = {
-        other: next((text for text in ours if text.partition(" ")[0] in known), None)
-        for other, ours in OTHER_NAMES.items()
-    }
     wanted = name.lower().replace("-", "_")
-    if wanted in others:
-        return others[wanted]
-    close = difflib.get_close_matches(wanted, [*known, *others], n=1, cutoff=_CLOSE)
-    return others.get(close[0], close[0]) if close else None
+    if wanted in OTHER_NAMES:
+        return next((text for text in OTHER_NAMES[wanted] if text.partition(" ")[0] in known), None)
+    if wanted in ALL_FLAGS:  # Of another recipe.
+        return None
+    # The opposite is no misspelling.
+    alike = [other for other in known if not _opposite(wanted, other)]
+    close = difflib.get_close_matches(wanted, alike, n=1, cutoff=_CLOSE)
+    return close[0] if close else None
+
+
+def _opposite(name: str, other: str) -> bool:
+    """Whether two names differ in what they begin with, such as min_epochs and max_epochs."""
+    beginnings = (("min_", "max_"), ("", "un"), ("", "num_"), ("grad_", ""), ("eval_", ""), ("save_", ""), ("bn_", ""))
+    return any(
+        name.startswith(one) and other.startswith(two) and name[len(one) :] == other[len(two) :]
+        for pair in beginnings
+        for one, two in (pair, pair[::-1])
+        if one or two
+    )
+
+
+OTHER_PLACES = {
+    "accumulate_grad_batches": "pass `accumulate`, whose updates are the mean over all targets",
+    "barebones": "a run has a progress line, checkpoints and loggers; leave them out one by one, as in logger=none",
+    "callbacks": "a program passes them to run() or fit()",
+    "default_root_dir": "pass `run_dir`",
+    "deterministic": "pass `deterministic`",
+    "enable_autolog_hparams": "a run logs its settings itself; logger=none logs nothing",
+    "enable_model_summary": "the closing table has the number of parameters",
+    "logger": "pass `logger`",
+    "num_nodes": "pass `num_nodes`",
+    "plugins": "they are objects; build a Trainer with these callbacks yourself",
+    "precision": "pass `precision`",
+    "sync_batchnorm": "pass `sync_bn`, which works on CPUs and with unequal batches",
+}
+"""Parameters of the Trainer that a run sets itself, and what serves in their place."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ class Marks:
         free: do not make the experiment: what is learned stays, or only its length changes.
         one_call: belong to one call, and are not saved with a run.
         of_machine: say where a run trains, and are not taken from a checkpoint.
-        null_ends: a null that is typed is a value of its own.
+        null_ends: a null that is typed on the command line ends what the run had.
     """
 
     free: frozenset[str]
@@ -33,6 +33,26 @@ def is_open(value: Any) -> bool:
     return value is None or value == "auto"
 
 
+FURTHER = "trainer"
+"""The setting that holds the parameters without a name of their own."""
+
+
+def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others on top, which replace them; further parameters of the Trainer are replaced one by one."""
+    settings = {**below, **above}
+    further = below.get(FURTHER)
+    if isinstance(further, Mapping) and isinstance(above.get(FURTHER), Mapping):
+        settings[FURTHER] = {**further, **above[FURTHER]}
+    return settings
+
+
+def with_length(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a training whose length is given in steps: the epochs of a recipe could end it before."""
+    steps = given.get("max_steps", defaults["max_steps"])
+    ends_by_steps = steps not in (-1, None) and given.get("max_epochs") is None
+    return {**defaults, "max_epochs": -1} if ends_by_steps else dict(defaults)
+
+
 def merge(
     marks: Marks,
     defaults: Mapping[str, Any],
@@ -40,6 +60,7 @@ def merge(
     saved: Mapping[str, Any] | None = None,
     left_open: Collection[str] | None = None,
     keeps: Collection[str] = (),
+    typed: Collection[str] = (),
 ) -> dict[str, Any]:
     """All settings of a command; each layer replaces those before it.
 
@@ -50,20 +71,16 @@ def merge(
         given: in files and on the command line.
         saved: those of a checkpoint.
         left_open: which of the saved ones the run has resolved; by default any.
-        keeps: settings of the machine and of one call that are taken from the saved ones all the same.
+        keeps: settings of the machine and of one call that are also taken from the saved ones.
+        typed: which of those given stand on the command line, where a null can end what it asked for.
     """
     not_taken = (marks.one_call | marks.of_machine) - set(keeps)
     taken = {name: value for name, value in (saved or {}).items() if name in defaults and name not in not_taken}
-    stands = taken.keys() - marks.free - marks.null_ends
+    stands = taken.keys() - marks.free - (marks.null_ends & set(typed))
     if left_open is not None:
         stands &= set(left_open)
-    settings = {**defaults, **taken}
-    for name, value in given.items():
-        if isinstance(value, Mapping) and isinstance(settings[name], Mapping) and name == "trainer":
-            settings[name] = {**settings[name], **value}
-        elif not (is_open(value) and name in stands):
-            settings[name] = value
-    return settings
+    wanted = {name: value for name, value in given.items() if not (is_open(value) and name in stands)}
+    return layered({**defaults, **taken}, wanted)
 
 
 def fill(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,19 +99,22 @@ def as_plain(value: Any) -> Any:
         >>> as_plain({"file": Path("a.csv"), "sizes": (1, 2)})
         {'file': 'a.csv', 'sizes': [1, 2]}
     """
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, PathLike):
         return fspath(value)
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, timedelta):
-        return str(value)
+        minutes, seconds = divmod(int(value.total_seconds()), 60)
+        return f"{minutes // 1440:02}:{minutes // 60 % 24:02}:{minutes % 60:02}:{seconds:02}"
     if isinstance(value, Mapping):
         return {name: as_plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset, range)):
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value)  # As on all ranks.
+    if isinstance(value, (list, tuple, range)):
         return [as_plain(each) for each in value]
     raise TypeError(f"expected numbers, text, lists and dicts, found a {type(value).__name__}")
 

@@ -13,7 +13,7 @@ from recipes.base import Recipe
 from recipes.runner.flag_help import help_width, print_columns, print_flags, without_markup
 from recipes.runner.flags import FlagParser, Given
 from recipes.runner.hints import nearest
-from recipes.runner.merging import as_plain
+from recipes.runner.merging import as_plain, layered, with_length
 from recipes.runner.report import check_output
 from recipes.version import __version__
 
@@ -64,7 +64,7 @@ def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) 
         return None
     given = parser.parse([arg for arg in rest if arg not in _PRINT_CONFIG], takes_inputs=command == "predict")
     if _PRINT_CONFIG & set(rest):
-        settings = as_plain({**parser.defaults(), **given.settings})
+        settings = as_plain(layered(with_length(parser.defaults(), given.settings), given.settings))
         print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
         return None
     return Request(command, given, folder)
@@ -84,7 +84,7 @@ def _command(args: Sequence[str]) -> tuple[str, list[str]]:
 
 def _print_help(parser: FlagParser, recipe: type[Recipe], everything: bool) -> None:
     width = help_width()
-    summary = without_markup((recipe.__doc__ or "").strip().splitlines()[0])
+    summary = without_markup((recipe.__doc__ or recipe.__name__).strip().splitlines()[0])
     usage = f"usage: {parser.prog} [{'|'.join(COMMANDS)}] [flags]"
     lines = textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False)
     print("\n".join([*lines, "", *textwrap.wrap(summary, width), ""]))  # noqa: T201

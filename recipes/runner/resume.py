@@ -80,7 +80,8 @@ def find_resume_point(
     def resume_same(folder: Path) -> ResumePoint | None:
         """Resume in a folder whose run is this experiment, or says nothing of its own."""
         file = folder / "config.yaml"
-        if file.is_file() and describe_differences(read_settings(file), config, free):
+        saved = read_settings(file) if file.is_file() else None
+        if saved is not None and describe_differences(saved, config, free):
             return None
         point = resume_in(folder, typed)
         run = read_run(point.checkpoint) if point.checkpoint else None

@@ -32,7 +32,7 @@ from recipes.runner.flags import FlagParser
 from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, leave_run, shared_folder
 from recipes.runner.launch import LaunchSettings
 from recipes.runner.machine import detect_machine, resolve_precision, stop_gpu_search, tune_allocator
-from recipes.runner.merging import as_plain, describe_differences, merge, same_setting
+from recipes.runner.merging import as_plain, describe_differences, merge, same_setting, with_length
 from recipes.runner.printing import is_rank_zero, print_error, rank_of_process, rank_zero_print
 from recipes.runner.processes import check_shared_update, plan_processes
 from recipes.runner.quick_imports import program_name
@@ -165,7 +165,7 @@ class Run:
             return self._finished(Path(self._point.folder or ""))
         if self._point.checkpoint:
             self._check_going_on(self._point.checkpoint, settings)
-        self.parser.check_required({**settings, **given})
+        self.parser.check_required(settings, given)
         if command == "fit":
             self.parser.import_optimizer(settings, given)
         return self._start(command, settings, request.given.inputs)
@@ -182,12 +182,11 @@ class Run:
         """The settings of a request on top of saved ones; see `merge`."""
         given = request.given.settings
         defaults = self.parser.defaults()
-        steps = given.get("max_steps", defaults["max_steps"])
-        if request.command == "fit" and steps != -1 and given.get("max_epochs") is None:
-            defaults["max_epochs"] = -1  # The recipe's default could end it before.
+        if request.command == "fit":
+            defaults = with_length(defaults, given)
         if saved is not None:
             saved = self.parser.read(saved, "the saved settings")
-        return merge(self._marks, defaults, given, saved, left_open, keeps)
+        return merge(self._marks, defaults, given, saved, left_open, keeps, request.given.typed)
 
     def _config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that make the experiment, as they are saved."""

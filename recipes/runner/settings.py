@@ -5,17 +5,20 @@ What is special about a setting stands at its field, as a mark of its type: `Fre
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import lightning.pytorch as pl
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
-from recipes.runner.hints import nearest
+from recipes.runner.flag_types import type_name
+from recipes.runner.hints import OTHER_PLACES, nearest
 from recipes.runner.loggers import logger_names
 from recipes.runner.machine import Precision
 
@@ -26,6 +29,30 @@ OfMachine = Annotated[_T, "of the machine"]
 
 NullEnds = Annotated[_T, "null ends it"]
 """A parameter whose null, typed in a resume, ends what it asked for; another null stands for what the run resolved."""
+
+
+def _check_further(trainer: Mapping[str, Any], own: set[str]) -> None:
+    """Refuse what is no parameter of the Trainer, has its own place here, or is of another type.
+
+    Args:
+        own: the parameters that are settings of their own.
+    """
+    further = inspect.signature(pl.Trainer).parameters.keys() - own - OTHER_PLACES.keys()
+    for name in map(str, trainer):
+        if name in OTHER_PLACES:
+            raise UserError(f"trainer.{name}: {OTHER_PLACES[name]}")
+        if name in own:
+            raise UserError(f"trainer.{name}: `{name}` is a setting of its own; pass it without trainer")
+        if name not in further:
+            raise UserError(f"trainer.{name}: the Trainer has no such parameter{nearest(name, further)}")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(pl.Trainer, skip=own | OTHER_PLACES.keys())
+    for name, value in trainer.items():
+        try:
+            parser.parse_object({name: value}, defaults=False)
+        except Exception as error:
+            kind = type_name(inspect.signature(pl.Trainer).parameters[name].annotation)
+            raise UserError(f"trainer.{name} is {value!r}: expected {kind}") from error
 
 
 @dataclass(frozen=True)
@@ -93,40 +120,13 @@ class TrainerSettings:
                     raise UserError(str(error)) from error
         if self.val_check_interval == 0:
             raise UserError("val_check_interval=0 is no interval; limit_val_batches=0 leaves the validation out")
-        for name in self.trainer or ():
-            self._check_further(name)
-
-    def _check_further(self, name: str) -> None:
-        """Refuse a name in `trainer` that is none of the Trainer, or that has its own place here."""
-        if instead := _OTHER_PLACES.get(name):
-            raise UserError(f"trainer.{name}: {instead}")
-        further = inspect.signature(pl.Trainer).parameters.keys() - vars(self).keys()
-        if name in vars(self):
-            raise UserError(f"trainer.{name}: `{name}` is a setting of its own; pass it without trainer")
-        if name not in further:
-            raise UserError(f"trainer.{name}: the Trainer has no such parameter{nearest(name, further)}")
+        if self.trainer:
+            _check_further(self.trainer, set(vars(self)))
 
     def options(self) -> dict[str, Any]:
         """The arguments of the Trainer."""
         options = asdict(self)
         return options | (options.pop("trainer") or {})
-
-
-_OTHER_PLACES = {
-    "accumulate_grad_batches": "pass `accumulate`, whose updates are the mean over all targets",
-    "barebones": "a run has a progress line, checkpoints and loggers; leave them out one by one, as in logger=none",
-    "callbacks": "pass them to run() or fit()",
-    "default_root_dir": "pass `run_dir`",
-    "deterministic": "pass `deterministic`",
-    "enable_autolog_hparams": "a run logs its settings itself; logger=none logs nothing",
-    "enable_model_summary": "the closing table has the number of parameters",
-    "logger": "pass `logger`",
-    "num_nodes": "pass `num_nodes`",
-    "plugins": "they are objects; build a Trainer with these callbacks yourself",
-    "precision": "pass `precision`",
-    "sync_batchnorm": "pass `sync_bn`, which works on CPUs and with unequal batches",
-}
-"""Parameters of the Trainer that a run sets itself, and what serves in their place."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ class RunSettings:
         run_dir: folder of all runs.
         resume: checkpoint to resume from, in its run's folder and with its settings; auto finds the newest valid
             checkpoint of the run, or starts fresh; the default is auto in jobs that are restarted, else none.
-        save_every: how often last.ckpt is saved, as in "500 steps", "2 epochs" or "10 minutes".
+        save_every: how often last.ckpt is saved, as in "500 steps", "2 epochs" or "10 minutes"; a
+            number is one of steps.
         save_top_k: how many of the best checkpoints are kept; -1 keeps all.
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
@@ -162,7 +163,7 @@ class RunSettings:
     name: OneCall[str | None] = None
     run_dir: OneCall[str] = "runs"
     resume: OneCall[str | None] = None
-    save_every: Free[str] = "1 epochs"
+    save_every: Free[int | str] = "1 epochs"
     save_top_k: Rare[Free[int]] = 1
     ckpt: OneCall[str | None] = None
     output: OneCall[str | None] = None

@@ -214,7 +214,7 @@ WRONG = {
     "Untyped.__init__' does not specify a type": {"recipe": Untyped, "data": Points},
     "two SeedControl, and a checkpoint holds the state of one": {"callbacks": [SeedControl()], "dataset": "digits"},
     "fit() has no parameter sede; did you mean seed": {"sede": 2},
-    "fit() has no ckpt": {"ckpt": "best.ckpt"},
+    "fit() takes no ckpt": {"ckpt": "best.ckpt"},
     "lr is a object, and settings are": {"lr": object()},
     "expected (images, labels)": {"data": 3},
     "start it as torchrun": {"devices": 2},

@@ -112,7 +112,7 @@ def test_a_mistake_is_answered_in_one_line(parser, args, message):
     [
         ("power: strong\n", ": power: strong: expected FLOAT"),
         ("powr: 3\n", ": there is no setting powr; did you mean power?"),
-        ("kind: gas\nlearning_rat: 3\n", ": there is no setting learning_rat; did you mean lr?"),
+        ("kind: gas\nlearning_rate: 3\n", ": there is no setting learning_rate; did you mean lr?"),
         ("[a\n", "line 2: cannot be read as a file of settings"),
         ("power: 1\n\npower: 2\n", "line 3: power is also in line 1; remove one of them"),
         ("plan:\n  1: 2\n  3: many\n", ": plan: {1: 2, 3: 'many'}: expected INT|DICT"),

@@ -1,14 +1,16 @@
 """Settings are merged once: defaults, then those of a checkpoint, of files, and what was typed."""
 
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier
 from recipes.runner.classes import Classes, marks_of
 from recipes.runner.command import as_flags
-from recipes.runner.merging import Marks, as_plain, fill, merge
+from recipes.runner.merging import Marks, as_plain, fill, merge, with_length
 from recipes.runner.settings import TrainerSettings
 
 MARKS = Marks(
@@ -31,9 +33,10 @@ def test_each_layer_replaces_those_before_it():
 
 def test_a_null_that_is_given_stands_for_what_the_run_has_resolved():
     given = {"dataset": "auto", "ema": None, "lr": None, "logger": None}
-    merged = merge(MARKS, DEFAULTS, given, SAVED)
+    merged = merge(MARKS, DEFAULTS, given, SAVED, typed=given)
     assert (merged["dataset"], merged["lr"]) == ("mnist", 0.2)
     assert merged["ema"] is None, "its null ends the average"
+    assert merge(MARKS, DEFAULTS, given, SAVED)["ema"] == 0.9, "a null in a file does not"
     assert merged["logger"] is None, "a free setting makes no other experiment"
     merged = merge(MARKS, DEFAULTS, given, SAVED, left_open=["dataset"])
     assert (merged["dataset"], merged["lr"]) == ("mnist", None), "the run had not left lr open"
@@ -46,6 +49,24 @@ def test_further_parameters_of_the_trainer_are_merged_by_name():
     assert merged == {"trainer": {"benchmark": True, "min_epochs": 2}}
 
 
+def test_further_parameters_in_a_file_stay_beside_those_that_are_typed(tmp_path: Path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("trainer: {benchmark: true, min_epochs: 1}\n")
+    given = (
+        Classes(MNISTClassifier, MNISTDataModule)
+        .parser()
+        .parse(["--config", str(file), "--trainer.detect_anomaly", "--trainer.min_epochs", "2"])
+    )
+    assert given.settings == {"trainer": {"benchmark": True, "min_epochs": 2, "detect_anomaly": True}}
+
+
+def test_a_length_in_steps_ends_a_run_without_the_epochs_of_the_recipe():
+    defaults = {"max_epochs": 10, "max_steps": -1}
+    assert with_length(defaults, {"max_steps": 5})["max_epochs"] == -1
+    assert with_length(defaults, {"max_steps": 5, "max_epochs": 3})["max_epochs"] == 10
+    assert with_length(defaults, {}) == defaults
+
+
 def test_only_what_is_open_is_filled():
     assert fill({"a": None, "b": "auto", "c": 1}, {"a": 2, "b": None, "c": 3, "d": 4}) == {"a": 2, "b": "auto", "c": 1}
 
@@ -56,6 +77,9 @@ def test_values_are_saved_as_plain_ones():
         "sizes": [1, 2],
         "of": [0, 1],
     }
+    plain = as_plain({"lr": np.float64(0.1), "name": np.str_("a"), "time": timedelta(days=1, minutes=61), "of": {3, 1}})
+    assert plain == {"lr": 0.1, "name": "a", "time": "01:01:01:00", "of": [1, 3]}
+    assert {type(value) for value in plain.values()} == {float, str, list}
     with pytest.raises(TypeError, match="found a object"):
         as_plain({"a": object()})
 
@@ -73,13 +97,14 @@ def test_what_is_special_about_a_setting_stands_at_its_field():
     ("name", "message"),
     [
         ("bench_mark", "trainer.bench_mark: the Trainer has no such parameter; did you mean benchmark?"),
+        ("inference_mode", "trainer.inference_mode is 'maybe': expected BOOL"),
         ("devices", "trainer.devices: `devices` is a setting of its own; pass it without trainer"),
         ("sync_batchnorm", "trainer.sync_batchnorm: pass `sync_bn`, which works on CPUs"),
     ],
 )
 def test_the_trainer_has_only_further_parameters_of_its_own(name: str, message: str):
     with pytest.raises(UserError) as refused:
-        TrainerSettings(trainer={name: 1})
+        TrainerSettings(trainer={name: "maybe"})
     assert str(refused.value).startswith(message)
     assert TrainerSettings(max_epochs=2, trainer={"benchmark": True}).options()["benchmark"] is True
 
@@ -90,3 +115,10 @@ def test_a_message_names_settings_as_who_asks_spells_them():
     assert as_flags(message, names) == (
         'pass --weights FILE or --weights-skip, or --max-epochs 2; `other`=3, lr=1, --weights "a b", --weights x'
     )
+
+
+def test_paths_commands_and_names_that_are_no_settings_stay_as_they_are():
+    names = {"lr", "name", "flip"}
+    kept = "there is no runs/mnist/lr=0.1/last.ckpt: python -m recipes.mnist --name=foo --lr=0.1"
+    assert as_flags(kept, names) == kept
+    assert as_flags("pass flip=True or flip=False", names) == "pass --flip or --no-flip"

@@ -54,3 +54,29 @@ def test_half_precision_is_refused_on_a_cpu_by_each_name():
     for name in (16, "16", "16-mixed"):
         with pytest.raises(UserError, match="16-mixed needs a GPU"):
             resolve_precision(name, "cpu")
+
+
+class Wanting(MNISTClassifier):
+    """Has a parameter without a default."""
+
+    def __init__(self, width: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+def test_a_parameter_without_a_default_has_to_be_given(tmp_path: Path):
+    with pytest.raises(UserError, match="`width` has no default: pass width=INT"):
+        fit(Wanting, dataset="digits", max_epochs=1, verbose=False, run_dir=tmp_path)
+
+
+def test_a_null_is_refused_where_a_setting_takes_none():
+    with pytest.raises(UserError, match="lr=None: expected FLOAT"):
+        fit("mnist", lr=None)
+
+
+def test_what_is_no_class_and_no_data_is_named():
+    with pytest.raises(UserError, match="pass the class, MNISTClassifier, and its settings"):
+        fit(MNISTClassifier())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="data=int: expected a LightningDataModule or its class"):
+        fit("mnist", int)
+    with pytest.raises(UserError, match=r"no parameter benchmark; did you mean trainer=\{'benchmark': ...\}\?"):
+        fit("mnist", benchmark=True)
