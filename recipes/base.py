@@ -1,7 +1,7 @@
 """Base class of all recipes: hyperparameters, optimizer, schedule, checkpoint contents."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from io import IOBase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -176,6 +176,12 @@ class Recipe(pl.LightningModule):
         return [str(vars(kind)["title"]) for kind in cls.__mro__ if "title" in vars(kind) and kind is not Recipe]
 
     @classmethod
+    def owns(cls, titles: Collection[str]) -> bool:
+        """Whether a checkpoint that holds these `titles` is one of this recipe; so is one that holds none."""
+        own = cls.titles()
+        return not own or not titles or not set(own).isdisjoint(titles)
+
+    @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:  # noqa: ARG003
         """The arguments of the constructor that depend on the data, such as ``num_classes``.
 
@@ -289,7 +295,7 @@ class Recipe(pl.LightningModule):
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         except (TypeError, RuntimeError, UserError) as error:
             saved = [] if isinstance(checkpoint_path, IOBase) else load_plain(checkpoint_path).get("recipes", [])
-            if saved and not set(saved) & set(cls.titles()):
+            if not cls.owns(saved):
                 raise UserError(
                     f"{checkpoint_path} is a checkpoint of the recipe {saved[0]}, and {cls.__name__} is"
                     f" {cls.titles()[0]}; load it with the class of that recipe"

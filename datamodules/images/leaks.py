@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Hashable, Mapping
 
+from lightning.pytorch.utilities import rank_zero_only
+
 from datamodules.images.source import Samples
 from datamodules.loading.file_table import FileTable
 
@@ -32,9 +34,11 @@ def _contents(files: FileTable, rows: list[int], hashes: dict[str, int]) -> dict
 
 
 def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
-    """How many files of "val" and "test" are in "train", too, by their content, a line for each part."""
+    """How many files of "val" and "test" are also in "train", by their content: a line for each part, on rank 0."""
     train = parts["train"].images
-    if len(parts) < 2 or not isinstance(train, FileTable):
+    # Rank 0 logs the lines, and the files need not be read by each rank.
+    is_rank_zero = getattr(rank_zero_only, "rank", 0) == 0
+    if len(parts) < 2 or not isinstance(train, FileTable) or not is_rank_zero:
         return []
     train_keys = _keys(train)
     if train_keys is None:
@@ -54,7 +58,7 @@ def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
         if shared:
             row, other = next(iter(shared.items()))
             notes.append(
-                f"{len(shared):,} images of {part} are in train, too, such as {images[row]} and {train[other]}"
+                f"{len(shared):,} images of {part} are also in train, such as {images[row]} and {train[other]}"
             )
     return notes
 
@@ -62,7 +66,7 @@ def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
 def _equal_files(
     train: FileTable, images: FileTable, by_key: Mapping[Hashable, list[int]], keys: list[Hashable], alike: list[int]
 ) -> dict[int, int]:
-    """Of the files whose size a training file has, too, those with an equal one, and which that is."""
+    """The files with an equal one in training, and which that is; of those whose size a training file has."""
     sizes = {keys[row] for row in alike}
     beside = [row for size in sizes for row in by_key[size]]
     try:

@@ -173,6 +173,8 @@ def build_experiment(
     parser: FlagParser,
     classes: Classes,
     *,
+    run: RunSettings,
+    trainer: TrainerSettings,
     config: Mapping[str, Any],
     launch: Launch,
     point: ResumePoint,
@@ -183,8 +185,10 @@ def build_experiment(
     """Complete what the settings left open, and build from them.
 
     Args:
-        settings: all of them, with the threads as they were given.
+        settings: all of them.
         parser: knows which settings are whose.
+        run: those of the run, with the threads as they were given.
+        trainer: those of the Trainer, with the devices as they were given.
         config: those that make the experiment, as plain values.
         inputs: of predict.
 
@@ -197,7 +201,6 @@ def build_experiment(
     left_open = [name for name, value in config.items() if is_open(value)]
     if before and before.left_open is not None:
         left_open = list(before.left_open)
-    run = RunSettings(**parser.select(settings, "Run"))
     run = replace(run, threads=_set_threads(command, run.threads, launch))
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
@@ -216,7 +219,7 @@ def build_experiment(
         if not run.ckpt:
             saved = before.config if before else None
             data, of_data = _resolve_data(of_data, saved, classes, data, recipe, launch)
-    trainer = on_devices_of(launch, TrainerSettings(**parser.select(settings, "Trainer")))
+    trainer = on_devices_of(launch, trainer)
     # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
     resolved = fill(fill({**config, "threads": run.threads}, recipe.hparams), of_data)
     return Experiment(

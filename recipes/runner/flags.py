@@ -168,9 +168,7 @@ class FlagParser(ArgumentParser):
         """The arguments of `recipes.fit`."""
         if unknown := arguments.keys() - self.flags.keys():
             name = min(unknown)
-            further = f"{FURTHER}.{name}" in self._known()
-            hint = f"; did you mean {FURTHER}={{{name!r}: ...}}?" if further else nearest(name, self.flags)
-            raise UserError(f"fit() has no parameter {name}{hint}")
+            raise UserError(f"fit() has no parameter {name}{self._hint(name, f'{FURTHER}={{{name!r}: ...}}')}")
         plain = {}
         for name, value in arguments.items():
             try:
@@ -218,8 +216,7 @@ class FlagParser(ArgumentParser):
             raise UserError(f"{path} holds no settings; expected lines such as seed: 1")
         for name in settings:
             if name not in self.flags:
-                further = f"{FURTHER}.{name}" in self._known()
-                hint = f"; did you mean {FURTHER}: {{{name}: ...}}?" if further else nearest(str(name), self.flags)
+                hint = self._hint(str(name), f"{FURTHER}: {{{name}: ...}}")
                 raise UserError(f"{path}: there is no setting {name}{hint}")
         return settings
 
@@ -230,6 +227,16 @@ class FlagParser(ArgumentParser):
         further = inspect.signature(pl.Trainer).parameters if FURTHER in self.flags else ()
         others = {*self.flags, *OTHER_PLACES}
         return [*self.flags, *(f"{FURTHER}.{name}" for name in further if name not in others)]
+
+    def _hint(self, name: str, further: str) -> str:
+        """A question about the setting that was meant.
+
+        Args:
+            further: how a parameter of the Trainer of this name is written.
+        """
+        if f"{FURTHER}.{name}" in self._known():
+            return f"; did you mean {further}?"
+        return nearest(name, self.flags)
 
     def _check_name(self, flag: str, name: str) -> None:
         """Refuse a flag that does not exist."""

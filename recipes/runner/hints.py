@@ -20,6 +20,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "base_lr": ("lr",),
     "beam_size": ("beam",),
     "bf16": ("precision bf16-mixed",),
+    "bn_momentum": (),
     "bs": ("batch_size",),
     "cbs": (),
     "checkpoint": ("ckpt",),
@@ -170,21 +171,10 @@ def meant(name: str, names: Iterable[str]) -> str | None:
         return next((text for text in OTHER_NAMES[wanted] if text.partition(" ")[0] in known), None)
     if wanted in ALL_FLAGS:  # Of another recipe.
         return None
-    # The opposite is no misspelling.
-    alike = [other for other in known if not _opposite(wanted, other)]
+    opposites = (wanted.replace("min_", "max_"), wanted.replace("max_", "min_"), f"un{wanted}")
+    alike = [other for other in known if other not in opposites]
     close = difflib.get_close_matches(wanted, alike, n=1, cutoff=_CLOSE)
     return close[0] if close else None
-
-
-def _opposite(name: str, other: str) -> bool:
-    """Whether two names differ in what they begin with, such as min_epochs and max_epochs."""
-    beginnings = (("min_", "max_"), ("", "un"), ("", "num_"), ("grad_", ""), ("eval_", ""), ("save_", ""), ("bn_", ""))
-    return any(
-        name.startswith(one) and other.startswith(two) and name[len(one) :] == other[len(two) :]
-        for pair in beginnings
-        for one, two in (pair, pair[::-1])
-        if one or two
-    )
 
 
 OTHER_PLACES = {

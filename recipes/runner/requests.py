@@ -10,6 +10,7 @@ import yaml
 
 from datamodules.errors import UserError
 from recipes.base import Recipe
+from recipes.runner.classes import Classes, takes_inputs
 from recipes.runner.flag_help import help_width, print_columns, print_flags, without_markup
 from recipes.runner.flags import FlagParser, Given
 from recipes.runner.hints import nearest
@@ -110,16 +111,15 @@ def _refuse(*rules: tuple[Any, str]) -> None:
             raise UserError(message)
 
 
-def check_request(
-    request: Request, settings: Mapping[str, Any], recipe: type[Recipe], data_name: str, takes_inputs: bool
-) -> None:
+def check_request(request: Request, settings: Mapping[str, Any], classes: Classes) -> None:
     """Refuse flags that the command does not use, and a command without what it needs.
 
     Args:
         settings: what was given, and defaults.
-        data_name: of the class of the data module.
-        takes_inputs: whether its constructor takes those of predict.
+        classes: recipe and data.
     """
+    recipe = classes.recipe
+    data_name = classes.data_class.__name__
     command = "fit" if request.command == "verify" else request.command
     fits = command == "fit"
     predicts = command == "predict"
@@ -143,7 +143,7 @@ def check_request(
         (fits and output, "fit writes results.json into its run's folder; --output is for the other commands"),
         (not fits and settings["resume"], f"--resume continues training; pass --ckpt FILE to {command}"),
         (
-            predicts and request.given.inputs and not takes_inputs,
+            predicts and request.given.inputs and not takes_inputs(classes.data_class),
             f"{data_name} takes no inputs, because its constructor has no parameter predict_inputs; leave"
             f" {' '.join(request.given.inputs)} out to predict what {data_name}.predict_dataloader() yields",
         ),

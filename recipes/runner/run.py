@@ -22,7 +22,7 @@ from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.base import Recipe
-from recipes.runner.classes import Classes, free_parameters, marks_of, takes_inputs
+from recipes.runner.classes import Classes, free_parameters, marks_of
 from recipes.runner.command import Command, as_flags, errors_with_flags, flag_of
 from recipes.runner.commands import carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
@@ -127,11 +127,12 @@ class Run:
         Returns:
             What fit has reached, in the process that has trained; None for the other commands.
         """
+        configure_logging(() if self.typed.in_program else self.parser.flags)
         try:
             if request.command == "verify":
                 self._verify(request)
                 return None
-            return self._carry_out(request)
+            return self._find_and_start(request)
         except (MemoryError, OSError, RuntimeError, TypeError) as error:
             if problem := system_failure(error):
                 raise RunFailedError(problem) from error
@@ -144,13 +145,11 @@ class Run:
     def _updates_done(self) -> int:
         return read_run(self._point.checkpoint).updates if self._point.checkpoint else 0
 
-    def _carry_out(self, request: Request) -> RunResult | None:
+    def _find_and_start(self, request: Request) -> RunResult | None:
         command = request.command
         given = request.given.settings
         settings = self._merge(request)
-        data_class = self.classes.data_class
-        check_request(request, settings, self.classes.recipe, data_class.__name__, takes_inputs(data_class))
-        configure_logging(() if self.typed.in_program else self.parser.flags)
+        check_request(request, settings, self.classes)
         if command == "fit":
             self._point = self._find_resume_point(settings, given)
         if checkpoint := self._point.checkpoint or settings["ckpt"]:
@@ -212,11 +211,12 @@ class Run:
     def _saved_run(self, checkpoint: str) -> SavedRun:
         """What a checkpoint holds of its run, which has to be one of this recipe."""
         saved = read_run(checkpoint)
-        own = self.classes.recipe.titles()
-        if own and saved.recipes and not set(own) & set(saved.recipes):
+        recipe = self.classes.recipe
+        if not recipe.owns(saved.recipes):
+            title = recipe.titles()[0]
             raise UserError(
-                f"{shown(checkpoint)} is a checkpoint of the recipe {saved.recipes[0]}, and this is {own[0]}; run that"
-                f" recipe, or pass a checkpoint of {own[0]}"
+                f"{shown(checkpoint)} is a checkpoint of the recipe {saved.recipes[0]}, and this is {title}; run that"
+                f" recipe, or pass a checkpoint of {title}"
             )
         return saved
 
@@ -257,10 +257,9 @@ class Run:
         folder = request.folder
         if folder is None:
             raise UserError(f"verify needs the folder of a run; pass verify runs/{recipe.title}/NAME")
-        configure_logging(() if self.typed.in_program else self.parser.flags)
         interval = find_interval(folder)
         start = interval.start
-        if recipe.titles() and start.recipe not in recipe.titles():
+        if not recipe.owns([start.recipe]):
             raise UserError(
                 f"{shown(folder)} is a run of the recipe {start.recipe}, and this is {recipe.title}: pass it to that"
                 " recipe's command"
@@ -276,7 +275,7 @@ class Run:
         split = {} if chosen else {name: start.environment.get(name) for name in ("devices", "num_nodes")}
         keeps = ("accelerator", "strategy", *split)
         settings = self._merge(request, {**start.config, **split}, keeps=keeps)
-        check_request(request, settings, recipe, self.classes.data_class.__name__, takes_inputs=False)
+        check_request(request, settings, self.classes)
         self.parser.import_optimizer(settings, given)
         settings["max_time"] = None  # It is not to end by this machine's speed.
         self._point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
@@ -323,6 +322,8 @@ class Run:
                 settings,
                 self.parser,
                 self.classes,
+                run=run_settings,
+                trainer=trainer,
                 config=config,
                 launch=launch,
                 point=self._point,

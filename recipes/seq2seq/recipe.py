@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
+from datamodules import TranslationDataModule
 from datamodules.contract import Free, OneCall, data_contract
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
-from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation

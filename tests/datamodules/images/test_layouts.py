@@ -301,4 +301,4 @@ def test_images_in_two_parts_are_named(tmp_path: Path):
                     archive.write(path, path.relative_to(tmp_path / "set"))
         (note,) = find_images(tmp_path / name).notes
         root = f"{tmp_path}/{name}"
-        assert note == f"2 images of val are in train, too, such as {root}/val/a/10.png and {root}/train/a/10.png"
+        assert note == f"2 images of val are also in train, such as {root}/val/a/10.png and {root}/train/a/10.png"

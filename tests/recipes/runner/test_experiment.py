@@ -163,6 +163,7 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     from recipes.runner.experiment import build_experiment
     from recipes.runner.launch import Launch
     from recipes.runner.resume import ResumePoint
+    from recipes.runner.settings import RunSettings, TrainerSettings
     from recipes.runner.trainer import _global_batch_text
     from tests.recipes.runner.test_resume import save
 
@@ -170,11 +171,14 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # On one device.
     classes = Classes(Points3, Points, list)
     parser = classes.parser("prog")
+    settings = parser.defaults() | config
     experiment = build_experiment(
         "fit",
-        parser.defaults() | config,
+        settings,
         parser,
         classes,
+        run=RunSettings(**parser.select(settings, "Run")),
+        trainer=TrainerSettings(**parser.select(settings, "Trainer")),
         config=config,
         launch=Launch("local", 1, 4),
         point=ResumePoint(checkpoint=last),
