@@ -9,7 +9,7 @@ Points = Sequence[tuple[float, float]]
 
 # A plot is as wide as a telephone shows without shrinking its text.
 _WIDTH, _HEIGHT = 344, 208
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 30, 26
 _MOST_POINTS = 300
 _MOST_CLASSES = 25
 _MOST_TOKENS = 40
@@ -68,18 +68,22 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(number: float) -> str:
-    """A number for an axis.
+    """A number for an axis, in seven characters or less where it is positive.
 
     Example:
-        >>> [short(n) for n in (0, 0.002, 0.25, 12_000, 3_000_000, 0.00001)]
-        ['0', '0.002', '0.25', '12k', '3M', '1e-05']
+        >>> [short(n) for n in (0, 0.002, 0.25, 12_000, 3_000_000, 0.00015)]
+        ['0', '0.002', '0.25', '12k', '3M', '1.5e-4']
     """
     size = abs(number)
     if size >= 1e6:
         return f"{number / 1e6:.4g}M"
     if size >= 1e4:
         return f"{number / 1e3:.4g}k"
-    return f"{number:.4g}"
+    text = f"{number:.4g}"
+    if len(text) <= 7 and (size >= 1e-3 or not number):
+        return text
+    digits, _, power = f"{number:.2e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"
 
 
 def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True) -> Figure | None:

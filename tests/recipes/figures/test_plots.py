@@ -78,3 +78,15 @@ def test_an_image_has_the_colours_and_the_shapes_of_the_figure() -> None:
     assert image.getpixel((10, 10)) == PALETTE["train"]
     assert image.getpixel((50, 10)) == PALETTE["paper"]
     assert re.findall(r'fill="var\(--(\w+)\)"', figure.html()) == ["train", "val"]
+
+
+@pytest.mark.parametrize(
+    "values", [(4.3e-5, 2.1e-4), (0.00241, 0.00246), (0.0024105, 0.0024121), (0.97, 0.9999), (2, 9e7)]
+)
+def test_the_labels_of_an_axis_have_room_beside_it(values: tuple[float, float]) -> None:
+    figure = curve_plot("learning rate", {"training": [(1, values[0]), (7, values[1])]})
+    assert figure is not None
+    labels = [shape for shape in figure.shapes if isinstance(shape, Text) and shape.anchor == "end"]
+    assert labels
+    # A digit is about 0.55 of the size of the text wide.
+    assert all(label.x - 0.55 * label.size * len(label.text) >= 0 for label in labels), [each.text for each in labels]
