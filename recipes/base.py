@@ -149,7 +149,7 @@ class Recipe(pl.LightningModule):
         self.figures: dict[str, Picture] = {}
         """What a run shows in ``report.html``, TensorBoard and ``figures/``, by name; of the last evaluation.
 
-        A callback may have `tables` and `figures`, too.
+        A callback may also have `tables` and `figures`.
         """
         self.has_weights = False
         """Whether `weights` have been loaded, or a checkpoint that stands for them."""

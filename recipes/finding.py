@@ -1,6 +1,6 @@
 """Finds recipes: the folders beside this file that can be started, as ``recipes/mnist/`` with its ``__main__.py``.
 
-A folder that was copied from one of them is a recipe, too: its ``recipe.py`` has a class with a ``title`` of its own.
+A copy of such a folder is also a recipe: its ``recipe.py`` has a class with a ``title`` of its own.
 """
 
 import ast

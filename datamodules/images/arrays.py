@@ -65,7 +65,7 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
 
 
 def as_array(values: Any, source: str) -> npt.NDArray[Any]:
-    """An array of what people pass as one: arrays, tensors, sparse ones too, and lists.
+    """An array of what people pass as one: arrays, tensors (also sparse ones) and lists.
 
     Raises:
         UserError: it is quantised, or no array.

@@ -142,7 +142,7 @@ def without_alpha(image: Image.Image) -> Image.Image:
 def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]:
     """Open an image, and give it with its content, which is empty for one in memory.
 
-    What fails in the ``with`` block is told with the image's name and the reason, too.
+    An error in the ``with`` block also names the image and the reason.
 
     Args:
         source: a file, its content, or an image in memory.

@@ -79,7 +79,7 @@ def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = 
         on_faults: what to do about rows of a table that cannot be used, see `from_table`.
 
     Raises:
-        UserError: there is nothing to train on, or rows cannot be used; see `from_folder`, too.
+        UserError: there is nothing to train on, or rows cannot be used; see also `from_folder`.
     """
     if _CLASS in str(place):
         return from_pattern(str(place))

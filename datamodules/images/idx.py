@@ -23,7 +23,7 @@ _STEMS = [stem for pair in FILES.values() for stem in pair]
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    """Those of the four files that a folder holds, by published name; as packed, and as Kaggle names them, too."""
+    """The files of a set that a folder holds, by published name: packed or not, also as Kaggle names them."""
     found: dict[str, Path] = {}
     for stem in _STEMS:
         dotted = stem.replace("-idx", ".idx")

@@ -108,7 +108,7 @@ def usual_workers(processes: int) -> int:
 def held_in_memory(images: ImageFiles, crop: Crop, copies: int) -> Tensor | None:
     """Small images as evaluation sees them, uint8 of shape (n, 3, size, size); None where one cannot be read.
 
-    None, too, where they are large, many or cropped at random.
+    Also None where they are large, many or cropped at random.
 
     Args:
         copies: how many processes of the machine hold them.

@@ -238,7 +238,7 @@ def read_parquet(path: Path) -> Table:
 
 
 def read_table(path: Path, lines: Iterable[str | None] | None = None) -> Table:
-    """A file whose columns have names: .csv and .tsv with a header, .jsonl, or .parquet; compressed ones too.
+    """A file whose columns have names: .csv and .tsv with a header, .jsonl, or .parquet; also compressed.
 
     Args:
         lines: of a file that was opened before, such as one in an archive.

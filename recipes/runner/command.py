@@ -1,7 +1,7 @@
 """What the user typed, to be printed with other flags; and how messages name settings to who asks.
 
-Messages name a setting as Python does, `weights` or ``weights="FILE"``, since callbacks and data modules serve other
-programs, too. `as_flags` is the one place that spells them as flags, for who has typed a command line.
+Messages name a setting as Python does, `weights` or ``weights="FILE"``, since callbacks and data modules also serve
+other programs. `as_flags` alone spells settings as flags, for users who have typed a command line.
 """
 
 import re

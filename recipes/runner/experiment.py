@@ -134,7 +134,7 @@ def _resolve_data(
 
     Args:
         saved: the settings of a run that is resumed. Found again elsewhere, "auto" might be another data set. What
-            makes no difference is chosen anew.
+            makes no difference is chosen again.
     """
     if saved is not None:
         free = free_parameters(classes)

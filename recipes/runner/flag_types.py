@@ -73,6 +73,6 @@ def takes_list(annotation: Any) -> bool:
 
 
 def switch_values(annotation: Any) -> set[str]:
-    """What may follow a switch as its value, in place of the next flag; numbers may, too."""
+    """The words that may follow a switch as its value; a number may also follow."""
     literals = (get_args(part) for part in get_args(annotation) if get_origin(part) is Literal)
     return _SWITCH_VALUES | {choice for choices in literals for choice in choices}

@@ -199,7 +199,7 @@ def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboa
 
 
 def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
-    """Give the settings to the loggers that show them; config.yaml holds them, too."""
+    """Give the settings to the loggers that show them; config.yaml also holds them."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             with best_effort(_NAMES["tensorboard"]):

@@ -51,7 +51,7 @@ def _announce(args: Sequence[str]) -> None:
 def _answer_at_once(args: Sequence[str]) -> None:
     """Print the version, and refuse a misspelled flag of a recipe of this package, before anything is imported.
 
-    A name that is not close to a flag is left to the parser, which knows the Trainer's parameters, too.
+    The parser answers for a name that is not close to a flag: it also knows the Trainer's parameters.
     """
     if "--version" in args:
         print(f"lightning-recipes {__version__}")  # noqa: T201

@@ -27,7 +27,7 @@ COMMANDS = {
     "export": "write the network of a checkpoint for other programs, and verify the file",
 }
 SCORING = ("validate", "test")
-"""The commands that take weights alone, too."""
+"""The commands that also take a file of weights alone."""
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _PRINT_CONFIG = {"--print-config", "--print_config"}
 

@@ -55,7 +55,7 @@ def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Tra
 class RunFiles(Stopwatch):
     """Saves pictures of the first batch of training at once, and writes the page of a run that is interrupted.
 
-    `figures` are those pictures. It measures the run, too, as `Stopwatch`.
+    `figures` are those pictures. It also measures the run, as `Stopwatch`.
 
     Runs on: the start and the first batch of training, and `on_exception`; on rank 0.
 

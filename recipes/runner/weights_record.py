@@ -34,7 +34,7 @@ class Start:
 
     Args:
         recipe: its title.
-        resumed_from: the updates behind the checkpoint that it was resumed from; None where it began anew.
+        resumed_from: the updates behind the checkpoint that it was resumed from; None where it began with new weights.
         environment: see `recipes.runner.results.environment`.
         config: the settings.
     """
@@ -79,7 +79,7 @@ class WeightsRecorder(CheckpointGuard):
     Args:
         folder: of the run.
         recipe: its title.
-        resumed: what the checkpoint that is resumed holds; None where the run begins anew.
+        resumed: what the checkpoint that is resumed holds; None where the run begins with new weights.
         checkpoint: the path of that checkpoint on this rank.
         config: the settings.
         left_open: which of them the first command of the run has left to it.
