@@ -59,6 +59,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self._validates = False
         self._validates_every = 1
         self._has_schedules = False
+        self._has_plateaus = False
         self._updates_in_epoch: int | float = 0
 
     # The loaders
@@ -105,7 +106,9 @@ class UpdateLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         self.calls.begin_epoch()
         self.step.skips_backward = self.automatic_optimization._skip_backward
-        self._has_schedules = bool(self.trainer.lr_scheduler_configs)
+        configs = self.trainer.lr_scheduler_configs
+        self._has_schedules = bool(configs)
+        self._has_plateaus = any(config.reduce_on_plateau for config in configs)
         self._updates_in_epoch = self.trainer.num_training_batches
         self._validates = self._should_check_val_epoch()
         interval: Any = self.trainer.val_check_batch
@@ -216,7 +219,7 @@ class UpdateLoop(_TrainingEpochLoop):
         if self._validates and may_validate and self._should_check_val_fx(data_fetcher):
             super().on_advance_end(data_fetcher)
         else:
-            if self._has_schedules:
+            if self._has_plateaus:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)
             self._batches_that_stepped += 1
             if trainer.should_stop:

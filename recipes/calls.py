@@ -12,7 +12,7 @@ def call_network(network: nn.Module, inputs: Any) -> Any:
     Many networks refuse one (``x.view(len(x), -1)`` does).
     """
     try:
-        if len(inputs):
+        if inputs.shape[0]:
             return network(inputs)
     except RuntimeError as error:
         if "view size is not compatible" in str(error):

@@ -37,8 +37,10 @@ def as_classes(labels: Tensor, num_classes: int) -> Tensor:
 
     An index out of range is an error of torch on a CPU, and on a GPU the end of the process: `CheckLabels` names it.
     """
-    labels = _as_int64(labels)
-    if labels.is_floating_point() or is_at_hand(labels):
+    if labels.is_floating_point():
+        return labels
+    labels = labels.long()
+    if is_at_hand(labels):
         return labels
     return torch.where(_is_class(labels, num_classes), labels, IGNORED)
 
@@ -64,15 +66,17 @@ def mean_cross_entropy(
         (tensor(0.6931), 2)
     """
     labels = as_classes(labels, logits.shape[1])
-    count: int | Tensor = len(labels)
+    is_soft = labels.is_floating_point()
+    at_hand = is_at_hand(labels)
+    count: int | Tensor = labels.shape[0]
     # Nearly always all count, which one pass over labels at hand shows.
-    all_count = labels.is_floating_point() or not count or (is_at_hand(labels) and labels.min().item() >= 0)
+    all_count = is_soft or not count or (at_hand and labels.min().item() >= 0)
     if not all_count:
         counted = (labels != IGNORED).count_nonzero()
-        count = int(counted) if is_at_hand(labels) else counted
+        count = int(counted) if at_hand else counted
     if weight is not None:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        labels = labels.to(logits) if labels.is_floating_point() else labels
+        labels = labels.to(logits) if is_soft else labels
         total = F.cross_entropy(logits, labels, weight.to(logits), reduction="sum", label_smoothing=label_smoothing)
         return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)), count
     loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)

@@ -288,7 +288,7 @@ class UpdateStep:
         progress.increment_ready()
         self.calls.hook("on_before_zero_grad", optimizer)
         progress.increment_started()
-        self.calls.module_hook("optimizer_zero_grad", self.trainer.current_epoch, batch_idx, optimizer)
+        self.calls.zero_gradients(batch_idx, optimizer)
         progress.increment_completed()
 
     def _most_of_rank(self, update: Update[Any]) -> int:

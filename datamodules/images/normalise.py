@@ -32,11 +32,13 @@ class Normalise(nn.Module):
         means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         self.register_buffer("scale", 1 / (255 * stds), persistent=False)
         self.register_buffer("shift", -means / stds, persistent=False)
+        # Without a dimension it is a number, whatever device the images are on.
+        self._offset = torch.tensor(-self.mean[0] / self.std[0])
 
     def forward(self, images: Tensor) -> Tensor:
         if len(self.mean) == 1:
             # x / (255 std) - mean / std in one pass over the memory.
-            return torch.add(torch.tensor(-self.mean[0] / self.std[0]), images, alpha=1 / (255 * self.std[0]))
+            return torch.add(self._offset, images, alpha=1 / (255 * self.std[0]))
         return (images * self.scale).add_(self.shift)
 
 
