@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.freezing import FrozenLayers, begin_momentum, check_freezing, frozen_objects, names_before
+from callbacks.lib.freezing import FrozenLayers, check_freezing, frozen_objects, init_momentum_buffers, names_before
 from callbacks.lib.layers import find_name, module_names, parameter_names
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
 from datamodules.notes import inform, warn
 
 
-def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+def rewrap_ddp(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     """Wraps the module in DDP again where more or fewer parameters train than it reduces, those of when it wrapped.
 
     Every rank must call it, between updates. DDP's settings for buffers stay, and so do the values of buffers, which
@@ -147,8 +147,8 @@ class FreezeLayers(pl.Callback):
             return
         fit.unfrozen = unfrozen
         fit.layers.unfreeze(*unfrozen)
-        begin_momentum(trainer.optimizers)
-        wrap_again(trainer, pl_module)
+        init_momentum_buffers(trainer.optimizers)
+        rewrap_ddp(trainer, pl_module)
         trains, total = fit.layers.counts()
         names = f" ({', '.join(sorted(unfrozen))} unfrozen)" if unfrozen else ""
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.freezing import wrap_again
+from callbacks.freezing import rewrap_ddp
 from callbacks.lib.lightning_internals import process_training_loader, set_sampler_epoch
 from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import flattened, loader_batch_size, resumable_loaders
@@ -207,7 +207,7 @@ class GradientAccumulation(pl.Callback):
                 "the checkpoint is of a version that counted micro-batches, and this one counts updates: start a new"
                 " run from its weights"
             )
-        wrap_again(trainer, pl_module)  # Where `configure_optimizers` has frozen layers.
+        rewrap_ddp(trainer, pl_module)  # Where `configure_optimizers` has frozen layers.
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
         for loader in self._divided:

@@ -107,7 +107,7 @@ class Recipe(pl.LightningModule):
     hparams: Any
     """The parameters; Lightning declares a mapping without attributes, and makes one with them."""
 
-    _settled: dict[str, Any] = {}  # noqa: RUF012  Replaced, not changed.
+    _resolved: dict[str, Any] = {}  # noqa: RUF012  Replaced, not changed.
 
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -158,17 +158,20 @@ class Recipe(pl.LightningModule):
         self.saved_precision = "32-true"
         """The precision of the run in the checkpoint that was loaded, as Lightning names it."""
 
-    def settle(self, **values: Any) -> None:
-        """Save what stands for arguments, such as a rate for None; a subclass passes its own on as they were."""
-        self._settled = self._settled | values
+    def resolve_hparams(self, **values: Any) -> None:
+        """Save the values that None and "auto" stand for, such as a learning rate.
+
+        A subclass passes its own arguments on to the base class as they were given.
+        """
+        self._resolved = self._resolved | values
         self.hparams.update(values)
 
     @override
     def save_hyperparameters(self, *args: Any, frame: Any = None, **kwargs: Any) -> None:
-        """Lightning's, also in the constructor of a subclass, after which settled values are those that they were."""
+        """Save the arguments as Lightning does, but keep the values that a base class has resolved."""
         caller = inspect.currentframe()
         super().save_hyperparameters(*args, frame=frame or (caller and caller.f_back), **kwargs)
-        self.hparams.update(self._settled)
+        self.hparams.update(self._resolved)
 
     @classmethod
     def titles(cls) -> list[str]:

@@ -49,7 +49,7 @@ class Classifier(Recipe):
     predict_example = "IMAGE.png"
     prediction_columns: ClassVar[tuple[str, ...]] = ("file", "class", "probability")
 
-    unclear_below: ClassVar[float] = 0.0
+    min_confidence: ClassVar[float] = 0.0
     """The probability of the likeliest class below which `predict` calls an image unclear."""
 
     class_weights: Tensor | None
@@ -163,7 +163,7 @@ class Classifier(Recipe):
                 for place, (index, probability) in enumerate(zip(classes, values), 1):
                     suffix = f"_{place}" if place > 1 else ""
                     row |= {f"class{suffix}": self.class_names[index], f"probability{suffix}": probability}
-                note = "unclear: low probability" if values[0] < self.unclear_below else None
+                note = "unclear: low probability" if values[0] < self.min_confidence else None
                 rows.append(row | {"note": note})
         return rows
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.lib.writing import whole_or_nothing
+from callbacks.lib.writing import atomic_write
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError, first_line
 from datamodules.images.normalise import Normalise
@@ -225,7 +225,7 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with whole_or_nothing(path) as part:
+            with atomic_write(path) as part:
                 part.touch()  # Where that fails, exporters would raise errors of their own.
                 if not isinstance(example, Tensor) or kind != "onnx":
                     return Exported(path, {}, _write_weights(recipe, part, kind, metadata))

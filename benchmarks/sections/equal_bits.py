@@ -110,7 +110,7 @@ class _Way:
     def _ordered(self, gradients: GradientSum) -> None:
         with gradients.micro_batch(self.count, self.statistics):
             loss = self._loss()
-            gradients.weigh(loss, self.workload.units)
+            gradients.scale_loss(loss, self.workload.units)
             loss.backward()
         held = (tensor for _, tensors in gradients.sums.nodes for tensor in tensors)
         self.held = max(self.held, sum(tensor.nbytes for tensor in held))

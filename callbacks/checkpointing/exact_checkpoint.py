@@ -22,8 +22,8 @@ from callbacks.checkpointing import replay
 from callbacks.checkpointing.stopping_points import (
     RULES,
     place_after_update,
+    rewind_interrupted_epoch,
     trains,
-    uncount_cut_epoch,
 )
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
@@ -141,7 +141,7 @@ class ExactCheckpoint(ModelCheckpoint):
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint["devices"] = trainer.world_size
-        uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
+        rewind_interrupted_epoch(checkpoint["loops"]["fit_loop"])
         if trainer.interrupted or _SUMS in checkpoint:
             return  # The other ranks may be gone, or another callback of this class has added it.
         means = internals.means_of_epoch(trainer) if install_update_loop(trainer).epoch_is_over else {}

@@ -59,7 +59,7 @@ def move_counters(loops: dict[str, Any], place: Place) -> None:
             counters |= {"ready": counters["processed"], "completed": counters["processed"] - 1}
 
 
-def uncount_cut_epoch(loop: dict[str, Any]) -> None:
+def rewind_interrupted_epoch(loop: dict[str, Any]) -> None:
     """Take back that an epoch which `max_steps` has ended early counts as done, so that a run resumes within it.
 
     Args:

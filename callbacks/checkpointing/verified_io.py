@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
-from callbacks.lib.writing import whole_or_nothing
+from callbacks.lib.writing import atomic_write
 from datamodules.errors import RunFailedError, UserError
 
 log = logging.getLogger("lightning_recipes.checkpoints")
@@ -162,7 +162,7 @@ def write_checkpoint(checkpoint: Any, path: Path) -> None:
         OSError: it could not be written, or did not read back as written; the old one is as it was.
     """
     remove_leftovers(path.parent)
-    with whole_or_nothing(path) as part:
+    with atomic_write(path) as part:
         with part.open("xb") as file:
             _lock(file)
             sink = _Sink(file)

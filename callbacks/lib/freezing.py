@@ -43,7 +43,7 @@ def names_before(module: nn.Module, until: str | None) -> set[str]:
 
 
 def mode_of(layer: nn.Module) -> tuple[bool, float | None]:
-    """What `drop_nothing` changes: the mode, and the dropout of a recurrent layer."""
+    """What `set_frozen_mode` changes: the mode, and the dropout of a recurrent layer."""
     return layer.training, layer.dropout if isinstance(layer, nn.RNNBase) else None
 
 
@@ -54,7 +54,7 @@ def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
         layer.dropout = dropout  # type: ignore[assignment]
 
 
-def drop_nothing(layer: nn.Module, _: Any = None) -> None:
+def set_frozen_mode(layer: nn.Module, _: Any = None) -> None:
     """Put one layer into evaluation mode; a recurrent layer stays in training mode without dropout.
 
     cuDNN computes no backward pass through an RNN, GRU or LSTM in evaluation mode, and a frozen one may stand between
@@ -68,9 +68,9 @@ def drop_nothing(layer: nn.Module, _: Any = None) -> None:
 
 
 def frozen_objects(
-    module: nn.Module, frozen: Collection[str], thawed: Collection[str]
+    module: nn.Module, frozen: Collection[str], unfrozen: Collection[str]
 ) -> tuple[set[nn.Module], set[Parameter]]:
-    """The modules and parameters inside `frozen` names and outside `thawed` ones.
+    """The modules and parameters inside `frozen` names and outside `unfrozen` ones.
 
     What is shared under several names is frozen if all of them are: no owner that trains is held back.
 
@@ -85,7 +85,7 @@ def frozen_objects(
         chosen: set[Any] = set()
         others: set[Any] = set()
         for name, item in named:
-            (chosen if inside(name, frozen) and not inside(name, thawed) else others).add(item)
+            (chosen if inside(name, frozen) and not inside(name, unfrozen) else others).add(item)
         return chosen - others
 
     return (
@@ -155,11 +155,11 @@ class FrozenLayers:
             set_mode(module, mode)
         for module in modules:
             if module not in self._kept:
-                self._kept[module] = module.register_forward_pre_hook(drop_nothing), mode_of(module)
-            drop_nothing(module)
+                self._kept[module] = module.register_forward_pre_hook(set_frozen_mode), mode_of(module)
+            set_frozen_mode(module)
 
 
-def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
+def init_momentum_buffers(optimizers: Iterable[Optimizer]) -> None:
     """Let parameters of a fused SGD begin to train beside others of their group that have a momentum.
 
     torch's kernel takes a first step of all of a group or of none, and raises a TypeError otherwise (2.15). A momentum
@@ -209,19 +209,19 @@ def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = 
 
 
 def check_freezing(
-    module: nn.Module, frozen: Collection[str], thawed: Collection[str], optimizers: Iterable[Optimizer]
+    module: nn.Module, frozen: Collection[str], unfrozen: Collection[str], optimizers: Iterable[Optimizer]
 ) -> list[str]:
     """Refuses a freezing under which training cannot begin or continue as asked, and returns notes for the user.
 
     Args:
         frozen: names that are frozen at the start.
-        thawed: names that are unfrozen at some time.
+        unfrozen: names that are unfrozen at some time.
 
     Raises:
         UserError: nothing trains at the start, or the optimisers lack a parameter that is to train later.
     """
     at_first = frozen_objects(module, frozen, ())[1]
-    later = at_first - frozen_objects(module, frozen, thawed)[1]
+    later = at_first - frozen_objects(module, frozen, unfrozen)[1]
     if not any(p.requires_grad and p not in at_first for p in module.parameters()):
         raise UserError(
             "FreezeLayers leaves nothing to train at the start of the run: every parameter is frozen; freeze fewer"

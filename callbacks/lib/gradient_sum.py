@@ -42,8 +42,8 @@ def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
 class GradientSum:
     """Makes the gradients of an update the mean over all its targets, over micro-batches and ranks.
 
-    Compute each micro-batch within `micro_batch`, and call `weigh` with its mean loss before the backward pass. After
-    the last one ``.grad`` holds the mean. Each rank computes its range of the micro-batches; a rank without one
+    Compute each micro-batch within `micro_batch`, and call `scale_loss` with its mean loss before the backward pass.
+    After the last one ``.grad`` holds the mean. Each rank computes its range of the micro-batches; a rank without one
     computes a stand-in of any inputs, whose gradients do not count.
 
     `UpdateLoop` calls what `micro_batch` calls: `begin` at an update's start and `collect` after each backward pass;
@@ -53,7 +53,7 @@ class GradientSum:
 
     Args:
         model: the module that trains, or DDP around it, whose reduction is replaced.
-        nominal: targets of an ordinary micro-batch. Gradients are relative to it, so float16 keeps its range.
+        expected_count: targets of an ordinary micro-batch. Gradients are relative to it, so float16 keeps its range.
 
     Raises:
         UserError: DDP has a static graph or a communication hook of its own, or an embedding has sparse gradients.
@@ -64,14 +64,14 @@ class GradientSum:
         >>> for inputs in (torch.zeros(1, 2), torch.ones(2, 2)):
         ...     with gradients.micro_batch(of=2):
         ...         loss = model(inputs).mean()
-        ...         gradients.weigh(loss, count=len(inputs))
+        ...         gradients.scale_loss(loss, count=len(inputs))
         ...         loss.backward()
         >>> model.weight.grad
         tensor([[0.6667, 0.6667]])
     """
 
-    def __init__(self, model: nn.Module, nominal: float = 1.0) -> None:
-        self.model, self.nominal = model, nominal
+    def __init__(self, model: nn.Module, expected_count: float = 1.0) -> None:
+        self.model, self.expected_count = model, expected_count
         self.group: Any = None
         self.rank, self.world_size = 0, 1
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
@@ -101,7 +101,7 @@ class GradientSum:
 
     @contextlib.contextmanager
     def micro_batch(self, of: int, statistics: OrderedStatistics | None = None) -> Iterator[None]:
-        """One micro-batch: forward pass, `weigh` and backward pass. In a rank's last one DDP communicates.
+        """One micro-batch: forward pass, `scale_loss` and backward pass. In a rank's last one DDP communicates.
 
         After it `is_last` tells whether the update is complete.
 
@@ -158,8 +158,8 @@ class GradientSum:
         number = self._numbers.start + self._step
         return (number, number + 1) if number in self._numbers else None
 
-    def weigh(self, loss: Tensor | None, count: float | Tensor, last: bool | None = None) -> None:
-        """Let a backward pass from a mean loss give the gradient of its sum over targets, over `nominal`.
+    def scale_loss(self, loss: Tensor | None, count: float | Tensor, last: bool | None = None) -> None:
+        """Let a backward pass from a mean loss give the gradient of its sum over targets, over `expected_count`.
 
         Args:
             loss: None where there is no backward pass.
@@ -170,7 +170,7 @@ class GradientSum:
         device = self.parameters[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._targets_dtype = dtype
-        weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.nominal
+        weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.expected_count
         if self.leaf is not None:
             self._targets.add(self.leaf, [weight.clone()])
             if self.keeps_loss and loss is not None:
@@ -243,7 +243,7 @@ class GradientSum:
 
     @property
     def scale(self) -> Tensor:
-        """What makes the sum of the gradients their mean; from the update's last `weigh` on."""
+        """What makes the sum of the gradients their mean; from the update's last `scale_loss` on."""
         if self._scale is None:
             total = self._total()
             self._scale = torch.where(total > 0, 1 / total, 1.0)

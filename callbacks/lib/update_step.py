@@ -131,11 +131,11 @@ class UpdateStep:
         if not self.sums_gradients or not (self.has_several or trainer.world_size > 1):
             return  # One device with one micro-batch: PyTorch's own gradients and statistics.
         try:
-            nominal = loader_batch_size(trainer.train_dataloader)
+            expected_count = loader_batch_size(trainer.train_dataloader)
         except UserError:
-            nominal = 1
+            expected_count = 1
         assert self._model is not None
-        self._gradients = GradientSum(self._model, nominal)
+        self._gradients = GradientSum(self._model, expected_count)
         self._gradients.keeps_loss = not calls_closure_once(trainer.optimizers[0])
         self._statistics = OrderedStatistics(trainer.lightning_module, trainer.world_size)
         if isinstance(self._model, DistributedDataParallel):
@@ -250,7 +250,7 @@ class UpdateStep:
             self._zero_grad(batch_idx, optimizer)
             if self.calls.has_zeroing:
                 refuse_kept_gradients(self.calls.module, gradients.parameters)
-        gradients.weigh(loss, count, last=part.is_last)
+        gradients.scale_loss(loss, count, last=part.is_last)
         if part.is_last:
             statistics.send(most)
         if loss is not None:

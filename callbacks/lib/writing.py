@@ -21,7 +21,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_or_nothing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A name beside `path` that takes its place at the end, and is gone if that is never reached.
 
     Folders that are missing are made.

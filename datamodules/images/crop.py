@@ -18,7 +18,7 @@ _LEAST_AREA_SMALL = 0.64
 _TRIES = 10
 
 
-def share_kept(size: int) -> float:
+def crop_pct(size: int) -> float:
     """The share of an image's short side that evaluation keeps, for images of `size` pixels."""
     return 1.0 if is_small(size) else _KEPT
 
@@ -32,7 +32,7 @@ def _resized(image: Tensor, top: int, left: int, height: int, width: int, size: 
 
 
 def _side_kept(height: int, width: int, size: int) -> int:
-    return max(1, round(min(height, width) * share_kept(size)))
+    return max(1, round(min(height, width) * crop_pct(size)))
 
 
 def centre_square(image: Tensor, size: int) -> Tensor:
@@ -133,4 +133,4 @@ def side_to_decode(crop: str, size: int) -> int:
     """
     if crop == "standard":
         return 2 * size
-    return round(size / share_kept(size))
+    return round(size / crop_pct(size))

@@ -63,7 +63,7 @@ def as_mnist(grey: Tensor) -> Tensor:
     if max(light.shape) < _SIDE:
         digit = _resized(light.float())
         return _on_black(digit, [(_SIDE - length) // 2 for length in digit.shape])
-    digit = _resized(_ink(light.float()))
+    digit = _resized(_foreground(light.float()))
     digit = digit * (255 / digit.max())
     return _on_black(digit, [_begin(digit.sum(1 - axis)) for axis in (0, 1)])
 
@@ -94,7 +94,7 @@ def _on_black(digit: Tensor, corner: Sequence[int]) -> Tensor:
     return canvas
 
 
-def _ink(light: Tensor) -> Tensor:
+def _foreground(light: Tensor) -> Tensor:
     """What is lighter than its surroundings, from 0 to 1, cut out."""
     window = min(light.shape) // 4 * 2 + 3
     around = F.pad(light[None, None], (window // 2,) * 4, mode="replicate")

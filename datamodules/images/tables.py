@@ -275,7 +275,8 @@ def from_table(
             notes.append(f"{one.path} is not used: it has no labels")
         elif one.faults:
             hint = f"; expected columns such as path,label, and paths relative to {files.folder}"
-            note = one.faults.settle(on_faults or "error", one.path, one.read, on_faults and "on_corrupt", hint)
+            parameter = on_faults and "on_corrupt"
+            note = one.faults.raise_or_report(on_faults or "error", one.path, one.read, parameter, hint)
             notes.append(note)
         left_out.update({reason: len(lines) for reason, lines in one.faults.lines.items()})
         contents |= one.contents

@@ -65,7 +65,7 @@ class Faults:
             parts.append(f"{len(numbers):,} {reason} (line{'s' if len(numbers) > 1 else ''} {first})")
         return "; ".join(parts)
 
-    def settle(
+    def raise_or_report(
         self, choice: Literal["error", "skip"], where: str, total: int, parameter: str | None, more: str = ""
     ) -> str:
         """A line to tell the user about what is left out, or nothing where there is no fault.

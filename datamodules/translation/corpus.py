@@ -17,7 +17,7 @@ from datamodules.loading.text_files import Faults
 from datamodules.translation.given_sentences import LONGEST_INPUT
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, pack
 from datamodules.translation.parallel_corpus import SentencePairs
-from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, spellings, train_subwords
+from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, encode_tokens, train_subwords
 from datamodules.translation.text import (
     EOS,
     INVISIBLE,
@@ -115,8 +115,8 @@ class Corpus:
     def encoded(self, source: AnyVocabulary, target: AnyVocabulary) -> PackedPairs:
         """The pairs in the numbers of these vocabularies."""
         return PackedPairs(
-            self.source.spelt(spellings(source, self.source_tokens)),
-            self.target.spelt(spellings(target, self.target_tokens)),
+            self.source.retokenized(encode_tokens(source, self.source_tokens)),
+            self.target.retokenized(encode_tokens(target, self.target_tokens)),
         )
 
     def sentences(self, rows: Tensor, side: int) -> list[str]:
@@ -210,8 +210,8 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
     hint = "".join(text for reason, text in _HINTS.items() if reason in faults.lines)
     notes = [
         pairs.describe_columns(),
-        faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint),
-        too_long.settle("skip", pairs.where, pairs.read, None),
+        faults.raise_or_report(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint),
+        too_long.raise_or_report("skip", pairs.where, pairs.read, None),
     ]
     kept.notes = [note for note in notes if note]
     by_reason = {reason: len(lines) for reason, lines in (faults.lines | too_long.lines).items()}

@@ -25,7 +25,7 @@ from datamodules.translation.parallel_corpus import (
     read_aligned,
     read_pairs,
 )
-from datamodules.translation.subwords import AnyVocabulary, SubwordKind, spellings, vocabulary_from_state
+from datamodules.translation.subwords import AnyVocabulary, SubwordKind, encode_tokens, vocabulary_from_state
 from datamodules.translation.text import EOS, SOS, Normalisation, normalise, normalise_lines
 
 Files = list[str] | str | None
@@ -423,7 +423,7 @@ class TranslationDataModule(BaseDataModule):
         source, tokens = pack(sentences)
         count = len(sentences)
         target = PackedSentences(torch.tensor([SOS, EOS]).repeat(count).int(), torch.arange(count + 1) * 2)
-        pairs = PackedPairs(source.spelt(spellings(self.source_vocabulary, tokens)), target)
+        pairs = PackedPairs(source.retokenized(encode_tokens(self.source_vocabulary, tokens)), target)
         size = self.hparams.eval_batch_size
         return SentenceEvaluationLoader(pairs, torch.tensor(rows), size, self._rank, self._world_size, bucket=False)
 

@@ -63,7 +63,7 @@ class PackedSentences:
     def lengths(self) -> Tensor:
         return self.offsets.diff()
 
-    def spelt(self, numbers: Sequence[Sequence[int]]) -> "PackedSentences":
+    def retokenized(self, numbers: Sequence[Sequence[int]]) -> "PackedSentences":
         """The same sentences with ``numbers[i]``, such as the parts of a word, in place of i."""
         counts = torch.tensor([len(each) for each in numbers])
         flat = torch.tensor([number for each in numbers for number in each], dtype=torch.int32)

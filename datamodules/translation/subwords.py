@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, Vocabulary, before_the_end
+from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, Vocabulary, strip_special_tokens
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -71,7 +71,7 @@ class SubwordVocabulary:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of numbers up to the first `EOS`, as it is written, in one line with single spaces."""
         # A network may choose the bytes of a line feed.
-        return " ".join(self._processor.decode([n for n in before_the_end(ids) if n != UNK]).split())
+        return " ".join(self._processor.decode([n for n in strip_special_tokens(ids) if n != UNK]).split())
 
     def mark_unknown(self, sentence: str) -> str:
         """The sentence: no word is unknown."""
@@ -132,7 +132,7 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
 AnyVocabulary = Vocabulary | SubwordVocabulary
 
 
-def spellings(vocabulary: AnyVocabulary, tokens: Sequence[str]) -> list[list[int]]:
+def encode_tokens(vocabulary: AnyVocabulary, tokens: Sequence[str]) -> list[list[int]]:
     """The numbers of each token of a corpus, special ones in front."""
     special = [[number] for number in range(len(SPECIAL_TOKENS))]
     return [*special, *map(vocabulary.spell, tokens[len(SPECIAL_TOKENS) :])]

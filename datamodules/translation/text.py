@@ -110,7 +110,7 @@ def normalise(sentence: str, how: Normalisation = "unicode") -> str:
     return normalise_lines([sentence.replace("\n", " ")], how)[0]
 
 
-def before_the_end(ids: Iterable[int]) -> list[int]:
+def strip_special_tokens(ids: Iterable[int]) -> list[int]:
     """The numbers up to the first `EOS`, without padding and start marks."""
     return [number for number in takewhile(EOS.__ne__, map(int, ids)) if number not in (PAD, SOS)]
 
@@ -162,7 +162,7 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The tokens of numbers up to the first `EOS`, with spaces between them."""
-        return " ".join(self.tokens[number] for number in before_the_end(ids))
+        return " ".join(self.tokens[number] for number in strip_special_tokens(ids))
 
     def mark_unknown(self, sentence: str) -> str:
         """A normalised sentence with the tokens outside the vocabulary in square brackets."""

@@ -33,7 +33,7 @@ class MNISTClassifier(Classifier):
 
     title = "mnist"
     data_class = MNISTDataModule
-    unclear_below = 0.5
+    min_confidence = 0.5
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}
 
     example_input_array: Tensor

@@ -29,7 +29,7 @@ def _may_differ(layer: nn.Module) -> bool:
     return layer.training and (not plain or next(layer.parameters(), None) is not None)
 
 
-def what_moves(network: nn.Module, head: str) -> str:
+def first_changing_layer(network: nn.Module, head: str) -> str:
     """The name of a layer outside of the head that trains, or acts otherwise in training; empty where there is none."""
     inside = set(network.get_submodule(head).modules())
     for name, layer in network.named_modules():
@@ -87,7 +87,7 @@ def head_to_train(network: nn.Module, images: Tensor) -> tuple[str, str]:
     """The name of the part at the end of a network that trains while all before it stays; or why there is none."""
     name, reasons = layers_of(network)[-1][0], []
     while name:
-        moving = what_moves(network, name)
+        moving = first_changing_layer(network, name)
         reason = f"{moving} trains before {name}" if moving else _cannot_continue(network, name, images)
         if not reason:
             return name, ""
@@ -131,7 +131,7 @@ class FeatureCache(pl.Callback):
     Example:
         >>> from torch import nn
         >>> network = nn.Sequential(nn.Linear(2, 2).requires_grad_(False).eval(), nn.ReLU(), nn.Linear(2, 2))
-        >>> what_moves(network, "2"), what_moves(network.requires_grad_(True), "2")
+        >>> first_changing_layer(network, "2"), first_changing_layer(network.requires_grad_(True), "2")
         ('', '0')
     """
 

@@ -23,7 +23,7 @@ from callbacks.freezing import FreezeLayers
 from datamodules import ImageFolderDataModule
 from datamodules.contract import Free, data_contract
 from datamodules.errors import UserError
-from datamodules.images.crop import share_kept
+from datamodules.images.crop import crop_pct
 from datamodules.images.decoding import is_small
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
@@ -140,7 +140,7 @@ class ResNetFineTuner(Classifier):
             freeze_until = last_block_of(self.network, self.example_input_array) if has_weights else None
         if freeze_until == "none":
             freeze_until = None
-        self.settle(
+        self.resolve_hparams(
             weights=weights,
             image_size=image_size,
             small_images=small_images,
@@ -238,7 +238,7 @@ class ResNetFineTuner(Classifier):
     @override
     def export_metadata(self) -> dict[str, Any]:
         """How photographs come to the size of the inputs, too, under timm's names."""
-        crop = {"crop_pct": share_kept(self.hparams.image_size), "crop_mode": "center", "interpolation": "bilinear"}
+        crop = {"crop_pct": crop_pct(self.hparams.image_size), "crop_mode": "center", "interpolation": "bilinear"}
         return super().export_metadata() | crop
 
     @override

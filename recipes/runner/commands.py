@@ -8,7 +8,7 @@ from recipes.export import export
 from recipes.runner.evaluation import evaluate
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.guards import restoring
-from recipes.runner.report import print_pairs, shown
+from recipes.runner.report import print_pairs, relative_path
 from recipes.runner.run_result import RunResult
 from recipes.runner.stock_loaders import evaluate_each_sample_once
 from recipes.runner.training import train
@@ -24,7 +24,7 @@ _NEEDS = {
 """The methods of recipe and data module that a command calls."""
 
 
-def carry_out(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
+def run_command(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
     """Carry out a command.
 
     Args:
@@ -67,4 +67,4 @@ def _export(experiment: Experiment) -> None:
     run = experiment.run
     written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
     inputs = {f"input {name}": text for name, text in written.inputs.items()}
-    print_pairs({"written": shown(written.path), **inputs, "checked": written.check})
+    print_pairs({"written": relative_path(written.path), **inputs, "checked": written.check})

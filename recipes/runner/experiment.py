@@ -30,7 +30,7 @@ from recipes.runner.join import share
 from recipes.runner.launch import Launch
 from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import default_threads
-from recipes.runner.merging import as_plain, fill, is_open
+from recipes.runner.merging import as_plain, fill, is_auto
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.processes import on_devices_of
 from recipes.runner.resume import ResumePoint
@@ -56,7 +56,7 @@ class Experiment:
         run: the settings of the run, with the resolved precision and threads.
         trainer: the settings of the Trainer.
         config: the settings that make the experiment, as plain values: what is saved with the run.
-        left_open: which of them the first command of the run has left to it.
+        auto_settings: which of them the first command of the run has left to it.
         launch: which process this is.
         point: where the run resumes.
         recipe: to train or evaluate.
@@ -70,7 +70,7 @@ class Experiment:
     run: RunSettings
     trainer: TrainerSettings
     config: Mapping[str, Any]
-    left_open: Sequence[str]
+    auto_settings: Sequence[str]
     launch: Launch
     point: ResumePoint
     recipe: Recipe
@@ -198,9 +198,9 @@ def build_experiment(
     before = read_run(point.checkpoint) if point.checkpoint else None
     if before and before.devices not in (None, launch.world_size):
         rank_zero_print(f"devices: {before.devices} before, {launch.world_size} now; the updates and their order stay")
-    left_open = [name for name, value in config.items() if is_open(value)]
-    if before and before.left_open is not None:
-        left_open = list(before.left_open)
+    auto_settings = [name for name, value in config.items() if is_auto(value)]
+    if before and before.auto_settings is not None:
+        auto_settings = list(before.auto_settings)
     run = replace(run, threads=_set_threads(command, run.threads, launch))
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
@@ -227,7 +227,7 @@ def build_experiment(
         run=run,
         trainer=trainer,
         config=MappingProxyType({name: as_plain(value) for name, value in resolved.items()}),
-        left_open=left_open,
+        auto_settings=auto_settings,
         launch=launch,
         point=point,
         recipe=recipe,

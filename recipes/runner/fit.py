@@ -129,7 +129,7 @@ def fit(
         # A notebook shows the two streams in two places.
         stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
         with stream, _one_run_of_a_program(), failures_reported(this_run.after_loss):
-            result = this_run.carry_out(request)
+            result = this_run.execute(request)
     assert result is not None
     result.model.cpu().eval()
     return result

@@ -17,7 +17,7 @@ from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_
 from recipes.runner.experiment import Experiment
 from recipes.runner.failures import exit_now
 from recipes.runner.printing import is_rank_zero, rank_zero_print
-from recipes.runner.report import shown
+from recipes.runner.report import relative_path
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
         yield
     except Preempted as stopped:
         if experiment.typed.in_program:
-            saved = f'; resume="{shown(folder / "checkpoints" / "last.ckpt")}" resumes it' if folder else ""
+            saved = f'; resume="{relative_path(folder / "checkpoints" / "last.ckpt")}" resumes it' if folder else ""
             rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
             raise
         with suppress(ValueError):  # Handlers need the main thread.
@@ -107,10 +107,10 @@ def _how_to_go_on(trainer: pl.Trainer, experiment: Experiment, folder: Path | No
     if not last.exists():
         return f"{why} before the first update, so nothing was saved"
     if stopped.trained or trainer.state.fn != "fit":
-        test = typed.alone("test").using(ckpt=shown(best if best.exists() else last))
+        test = typed.alone("test").using(ckpt=relative_path(best if best.exists() else last))
         return f"{why}; the training is done, so test with\n  {test}"
     how = f"in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "with"
     # On other devices than before it would resume within rounding.
     devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
-    line = typed.alone().using(resume=shown(last), devices=devices)
+    line = typed.alone().using(resume=relative_path(last), devices=devices)
     return f"{why}; resume {how}\n  {line}"

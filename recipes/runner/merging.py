@@ -28,7 +28,7 @@ class Marks:
     null_ends: frozenset[str]
 
 
-def is_open(value: Any) -> bool:
+def is_auto(value: Any) -> bool:
     """Whether a setting is left to the run."""
     return value is None or value == "auto"
 
@@ -58,7 +58,7 @@ def merge(
     defaults: Mapping[str, Any],
     given: Mapping[str, Any],
     saved: Mapping[str, Any] | None = None,
-    left_open: Collection[str] | None = None,
+    auto_settings: Collection[str] | None = None,
     keeps: Collection[str] = (),
     typed: Collection[str] = (),
 ) -> dict[str, Any]:
@@ -70,22 +70,22 @@ def merge(
         defaults: of all settings; others are left out.
         given: in files and on the command line.
         saved: those of a checkpoint.
-        left_open: which of the saved ones the run has resolved; by default any.
+        auto_settings: which of the saved ones the run has resolved; by default any.
         keeps: settings of the machine and of one call that are also taken from the saved ones.
         typed: which of those given stand on the command line, where a null can end what it asked for.
     """
     not_taken = (marks.one_call | marks.of_machine) - set(keeps)
     taken = {name: value for name, value in (saved or {}).items() if name in defaults and name not in not_taken}
     stands = taken.keys() - marks.free - (marks.null_ends & set(typed))
-    if left_open is not None:
-        stands &= set(left_open)
-    wanted = {name: value for name, value in given.items() if not (is_open(value) and name in stands)}
+    if auto_settings is not None:
+        stands &= set(auto_settings)
+    wanted = {name: value for name, value in given.items() if not (is_auto(value) and name in stands)}
     return layered({**defaults, **taken}, wanted)
 
 
 def fill(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with those that were left open replaced by what was found."""
-    filled = {name: value for name, value in found.items() if name in settings and is_open(settings[name])}
+    filled = {name: value for name, value in found.items() if name in settings and is_auto(settings[name])}
     return {**settings, **{name: value for name, value in filled.items() if value is not None}}
 
 
@@ -136,7 +136,7 @@ def describe_differences(
     saved: Mapping[str, Any],
     settings: Mapping[str, Any],
     free: Collection[str],
-    left_open: Collection[str] | None = None,
+    auto_settings: Collection[str] | None = None,
 ) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 
@@ -144,11 +144,11 @@ def describe_differences(
 
     Args:
         free: settings that may differ.
-        left_open: those that the saved run has resolved; None for any.
+        auto_settings: those that the saved run has resolved; None for any.
     """
     lines = []
     for name, new in settings.items():
-        resolved = is_open(new) and (left_open is None or name in left_open)
+        resolved = is_auto(new) and (auto_settings is None or name in auto_settings)
         if name in free or name not in saved or resolved or same_setting(name, saved[name], new):
             continue
         lines.append(f"`{name}` is {new}, and {saved[name]} in the checkpoint")

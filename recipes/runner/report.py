@@ -38,7 +38,7 @@ from recipes.tables import Table
 _REPORT = "report.html"
 
 
-def shown(path: str | Path) -> str:
+def relative_path(path: str | Path) -> str:
     """A path relative to the current folder, where it lies in it."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
@@ -147,12 +147,12 @@ def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, 
 
 def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: Path) -> dict[str, str]:
     """Where the best checkpoint is, and what to type with it."""
-    rows = {"best checkpoint": shown(best)}
+    rows = {"best checkpoint": relative_path(best)}
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-        rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(best.parents[2]))}"
+        rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(relative_path(best.parents[2]))}"
     example = f" {experiment.recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
     if example or is_overridden("predict_dataloader", experiment.data):
-        rows["predict"] = f"{experiment.typed.program} predict --ckpt {shlex.quote(shown(best))}{example}"
+        rows["predict"] = f"{experiment.typed.program} predict --ckpt {shlex.quote(relative_path(best))}{example}"
     return rows
 
 
@@ -173,13 +173,15 @@ def _write(
             with best_effort(name):
                 write_rows(folder / name, table.rows, table.columns)
         if result.tables:
-            written["tables"] = f"{', '.join(result.tables)} in {shown(folder)}"
+            written["tables"] = f"{', '.join(result.tables)} in {relative_path(folder)}"
         with best_effort(_REPORT):
             pictures = run_curves(folder, result.model.monitor) | result.figures
             new = {name: picture for name, picture in pictures.items() if name not in saved}
             save_pictures(folder, new, trainer)
             page = write_page(folder / _REPORT, results, _rows(results, {}), pictures)
-            written["report"] = f"{shown(page)}; its pictures in {FIGURES}/" if pictures else shown(page)
+            written["report"] = (
+                f"{relative_path(page)}; its pictures in {FIGURES}/" if pictures else relative_path(page)
+            )
     return written
 
 
@@ -220,7 +222,7 @@ def print_scores(scores: Mapping[str, Any], tables: Mapping[str, Table], files: 
     print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
         print()  # noqa: T201
-        names = {name: shown(files[name]) if name in files else f"FILE_{name}" for name in tables}
+        names = {name: relative_path(files[name]) if name in files else f"FILE_{name}" for name in tables}
         rows = [f"{names[name]} ({len(table.rows):,} rows)" for name, table in tables.items()]
         print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
 
@@ -239,5 +241,5 @@ def report_unsaved(folder: Path | None) -> None:
     if RESULTS in lost:
         raise RunFailedError(f"the training is done and its weights are saved, but not: {what}")
     if lost:
-        saved = f"; the weights and {RESULTS} are in {shown(folder)}" if folder else ""
+        saved = f"; the weights and {RESULTS} are in {relative_path(folder)}" if folder else ""
         print_error(f"warning: not saved: {what}{saved}")

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from typing_extensions import override
 
-from callbacks.lib.writing import whole_or_nothing
+from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError
 from recipes.version import __version__
 
@@ -33,7 +33,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: the file is as it was before.
     """
-    with whole_or_nothing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8", errors=_ERRORS)
 
 
@@ -56,7 +56,7 @@ def write_rows(
     if path.suffix != ".csv":
         write_text(path, json.dumps(rows, indent=2, ensure_ascii=False, default=str) + "\n")
         return
-    with whole_or_nothing(path) as part, part.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file:
+    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file:
         writer = csv.DictWriter(file, fieldnames=columns or list(table[0]))
         writer.writeheader()
         writer.writerows(table)

@@ -85,7 +85,7 @@ def find_resume_point(
             return None
         point = resume_in(folder, typed)
         run = read_run(point.checkpoint) if point.checkpoint else None
-        return None if run and describe_differences(run.config, config, free, run.left_open) else point
+        return None if run and describe_differences(run.config, config, free, run.auto_settings) else point
 
     if resume not in (None, "auto", "none"):
         point = _from_file(resume, name, parent, typed)

@@ -24,7 +24,7 @@ from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.base import Recipe
 from recipes.runner.classes import Classes, free_parameters, marks_of
 from recipes.runner.command import Command, as_flags, errors_with_flags, flag_of
-from recipes.runner.commands import carry_out
+from recipes.runner.commands import run_command
 from recipes.runner.console import configure_logging, escape_output, one_line
 from recipes.runner.experiment import build_experiment
 from recipes.runner.failures import exit_now, failures_reported, is_lost_connection
@@ -36,7 +36,7 @@ from recipes.runner.merging import as_plain, describe_differences, merge, same_s
 from recipes.runner.printing import is_rank_zero, print_error, rank_of_process, rank_zero_print
 from recipes.runner.processes import check_shared_update, plan_processes
 from recipes.runner.quick_imports import program_name
-from recipes.runner.report import shown
+from recipes.runner.report import relative_path
 from recipes.runner.requests import SCORING, Request, check_request, read_request
 from recipes.runner.results import process_age
 from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss, resume_in
@@ -80,7 +80,7 @@ def run(
         names = this_run.parser.flags
         with ending_on_signals(*SIGNALS), failures_reported(this_run.after_loss), errors_with_flags(names):
             if request := read_request(this_run.parser, recipe_class, typed.args):
-                this_run.carry_out(request)
+                this_run.execute(request)
         leave_run()
     except Preempted as stopped:
         rank_zero_print(f"\nended by {stopped.signal_name}")
@@ -121,7 +121,7 @@ class Run:
         self._marks = marks_of(self.parser)
         self._point = ResumePoint()
 
-    def carry_out(self, request: Request) -> RunResult | None:
+    def execute(self, request: Request) -> RunResult | None:
         """Carry out a command; an error by which the system refuses files, processes or memory takes one line.
 
         Returns:
@@ -154,7 +154,7 @@ class Run:
             self._point = self._find_resume_point(settings, given)
         if checkpoint := self._point.checkpoint or settings["ckpt"]:
             saved = self._saved_run(checkpoint)
-            settings = self._merge(request, saved.config, saved.left_open if self._point.checkpoint else None)
+            settings = self._merge(request, saved.config, saved.auto_settings if self._point.checkpoint else None)
         elif command in SCORING:
             # All tensors of a file of weights have to match.
             settings = self._merge(request, read_settings_beside(settings["weights"]) | {"weights_skip": None})
@@ -163,7 +163,7 @@ class Run:
         if self._point.finished:
             return self._finished(Path(self._point.folder or ""))
         if self._point.checkpoint:
-            self._check_going_on(self._point.checkpoint, settings)
+            self._check_resume(self._point.checkpoint, settings)
         self.parser.check_required(settings, given)
         if command == "fit":
             self.parser.import_optimizer(settings, given)
@@ -175,7 +175,7 @@ class Run:
         self,
         request: Request,
         saved: Mapping[str, Any] | None = None,
-        left_open: Sequence[str] | None = None,
+        auto_settings: Sequence[str] | None = None,
         keeps: Sequence[str] = (),
     ) -> dict[str, Any]:
         """The settings of a request on top of saved ones; see `merge`."""
@@ -185,7 +185,7 @@ class Run:
             defaults = with_length(defaults, given)
         if saved is not None:
             saved = self.parser.read(saved, "the saved settings")
-        return merge(self._marks, defaults, given, saved, left_open, keeps, request.given.typed)
+        return merge(self._marks, defaults, given, saved, auto_settings, keeps, request.given.typed)
 
     def _config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that make the experiment, as they are saved."""
@@ -215,8 +215,8 @@ class Run:
         if not recipe.owns(saved.recipes):
             title = recipe.titles()[0]
             raise UserError(
-                f"{shown(checkpoint)} is a checkpoint of the recipe {saved.recipes[0]}, and this is {title}; run that"
-                f" recipe, or pass a checkpoint of {title}"
+                f"{relative_path(checkpoint)} is a checkpoint of the recipe {saved.recipes[0]}, and this is {title};"
+                f" run that recipe, or pass a checkpoint of {title}"
             )
         return saved
 
@@ -225,13 +225,13 @@ class Run:
         saved = read_run(checkpoint)
         config = self._config(settings)
         free = self._marks.free | {name for name in self._marks.null_ends if config[name] is None}
-        if differences := describe_differences(saved.config, config, free, saved.left_open):
+        if differences := describe_differences(saved.config, config, free, saved.auto_settings):
             raise UserError(
-                f"{shown(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or start"
-                ' fresh: pass another `name`, and weights="FILE" for a warm start'
+                f"{relative_path(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or"
+                ' start fresh: pass another `name`, and weights="FILE" for a warm start'
             )
 
-    def _check_going_on(self, checkpoint: str, settings: Mapping[str, Any]) -> None:
+    def _check_resume(self, checkpoint: str, settings: Mapping[str, Any]) -> None:
         """Refuse to resume a run that has finished."""
         saved = read_run(checkpoint)
         if self._point.given and saved.is_finished(settings["max_epochs"], settings["max_steps"]):
@@ -245,8 +245,8 @@ class Run:
     def _finished(self, folder: Path) -> RunResult | None:
         """The result of a run that has finished, which stays as it is."""
         text = (
-            f"the run in {shown(folder)} has finished, and stays as it is; pass a larger `max_epochs` or `max_steps`"
-            " (or `patience`, where it was stopped early) to train longer"
+            f"the run in {relative_path(folder)} has finished, and stays as it is; pass a larger `max_epochs` or"
+            " `max_steps` (or `patience`, where it was stopped early) to train longer"
         )
         rank_zero_print(text if self.typed.in_program else as_flags(text, self.parser.flags))
         return read_result(folder, self.classes.recipe) if self.typed.in_program else None
@@ -261,8 +261,8 @@ class Run:
         start = interval.start
         if not recipe.owns([start.recipe]):
             raise UserError(
-                f"{shown(folder)} is a run of the recipe {start.recipe}, and this is {recipe.title}: pass it to that"
-                " recipe's command"
+                f"{relative_path(folder)} is a run of the recipe {start.recipe}, and this is {recipe.title}: pass it to"
+                " that recipe's command"
             )
         given = request.given.settings
         may_differ = self._marks.of_machine | {"enable_progress_bar"} | free_parameters(self.classes)
@@ -314,7 +314,9 @@ class Run:
 
         launch = join_run(launch, compared, options, typed)
         if self._point.checkpoint and not self._point.given and interval is None:
-            rank_zero_print(f"resuming from {shown(self._point.checkpoint)}, after {self._updates_done():,} updates")
+            rank_zero_print(
+                f"resuming from {relative_path(self._point.checkpoint)}, after {self._updates_done():,} updates"
+            )
         on_cpu = detect_machine(trainer.accelerator).kind == "cpu"
         try:
             experiment = build_experiment(
@@ -331,7 +333,7 @@ class Run:
                 inputs=inputs,
                 notes=(f" ({reason})" if reason else "") + (", tuned allocator" if tuned and on_cpu else ""),
             )
-            return carry_out(experiment, self.started_at, interval)
+            return run_command(experiment, self.started_at, interval)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise

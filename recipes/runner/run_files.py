@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.writing import best_effort, whole_or_nothing
+from callbacks.lib.writing import atomic_write, best_effort
 from datamodules.loading.updates import micro_batches
 from recipes.figures.images import Picture
 from recipes.runner.loggers import LoggedImage, log_images
@@ -45,7 +45,7 @@ def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Tra
             image = picture.image()
             file = io.BytesIO()
             image.save(file, "png", compress_level=1)  # Higher levels take twice as long, and save a fifth.
-            with whole_or_nothing(folder / FIGURES / f"{name}.png") as part:
+            with atomic_write(folder / FIGURES / f"{name}.png") as part:
                 part.write_bytes(file.getvalue())
             if not name.startswith("curve_"):
                 images[name] = LoggedImage(image, file.getvalue())

@@ -31,7 +31,7 @@ class SavedRun:
         epoch: in which it was saved, from 1.
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
         environment: what may have changed the bits, see `recipes.runner.results.environment`.
-        left_open: the settings that its first command left to it; None where they are not known.
+        auto_settings: the settings that its first command left to it; None where they are not known.
         run_ids: of its runs of W&B and MLflow, where it has one, by the logger's name.
     """
 
@@ -43,7 +43,7 @@ class SavedRun:
     epoch: int = 1
     recipes: tuple[str, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
-    left_open: tuple[str, ...] | None = None
+    auto_settings: tuple[str, ...] | None = None
     run_ids: dict[str, str] = field(default_factory=dict)
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
@@ -100,7 +100,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
         1 + _count("epoch", checkpoint.get("epoch", 0)),
         tuple(map(str, checkpoint.get("recipes", ()))),
         dict(checkpoint.get("environment", {})),
-        None if (names := checkpoint.get("left_open")) is None else tuple(map(str, names)),
+        None if (names := checkpoint.get("auto_settings")) is None else tuple(map(str, names)),
         {str(name): str(run_id) for name, run_id in checkpoint.get("run_ids", {}).items()},
     )
 

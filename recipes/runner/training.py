@@ -21,7 +21,7 @@ from recipes.runner.guards import guarded
 from recipes.runner.join import share_folder
 from recipes.runner.loggers import log_settings
 from recipes.runner.printing import is_rank_zero, rank_zero_print
-from recipes.runner.report import report, report_interrupted, report_unsaved, shown
+from recipes.runner.report import relative_path, report, report_interrupted, report_unsaved
 from recipes.runner.results import Stopwatch
 from recipes.runner.resume import start_from
 from recipes.runner.run_files import RunFiles, figures_of, tables_of
@@ -78,7 +78,7 @@ def _recorder(experiment: Experiment, folder: Path) -> WeightsRecorder:
         resumed=read_run(resume) if resume else None,
         checkpoint=resume,
         config=experiment.config,
-        left_open=experiment.left_open,
+        auto_settings=experiment.auto_settings,
     )
 
 
@@ -89,7 +89,9 @@ def _record_start(experiment: Experiment, folder: Path) -> None:
         share_folder(folder)
     if checkpoint and experiment.point.given:
         for path in start_from(checkpoint, folder, experiment.run.name):
-            rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
+            rank_zero_print(
+                f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
+            )
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def _train_and_test(
     set_callbacks(trainer, experiment.callbacks(records=[stopwatch]))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (experiment.validates or tests):
-        rank_zero_print(f"scoring {shown(best) if best else 'the weights'} ...")
+        rank_zero_print(f"scoring {relative_path(best) if best else 'the weights'} ...")
     ckpt = str(best) if best else None
     with guarded(trainer, experiment, folder):
         if experiment.validates:

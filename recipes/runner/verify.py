@@ -14,7 +14,7 @@ from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from datamodules.errors import RunFailedError, UserError
 from recipes.runner.callbacks_of_run import checkpoint_callbacks
 from recipes.runner.experiment import Experiment
-from recipes.runner.report import print_pairs, shown
+from recipes.runner.report import print_pairs, relative_path
 from recipes.runner.results import differences, environment
 from recipes.runner.saved_run import readable_checkpoints
 from recipes.runner.trainer import build_trainer
@@ -31,8 +31,8 @@ def find_interval(folder: Path) -> Interval:
     if interval := interval_to_repeat(folder, checkpoints):
         return interval
     raise UserError(
-        f"no part of {shown(folder)} can be trained again: it was resumed from elsewhere, and no checkpoint from before"
-        " one of its recorded saves is left"
+        f"no part of {relative_path(folder)} can be trained again: it was resumed from elsewhere, and no checkpoint"
+        " from before one of its recorded saves is left"
     )
 
 
@@ -58,7 +58,7 @@ class _Repeats(VerifiedCheckpointIO):
         """There is none."""
 
 
-class ExpectedEnd(Exception):
+class StopTraining(Exception):
     """Ends a training on purpose, on all ranks at once: no failure."""
 
 
@@ -80,12 +80,12 @@ class _EndOfInterval(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint("verify.ckpt")
         if trainer.strategy.broadcast(self.io.equal):
-            raise ExpectedEnd
+            raise StopTraining
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step >= self.io.interval.step:
-            raise ExpectedEnd
+            raise StopTraining
 
 
 def _check_beginning(experiment: Experiment, interval: Interval) -> None:
@@ -104,7 +104,7 @@ def _check_beginning(experiment: Experiment, interval: Interval) -> None:
     found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
     if found not in interval.from_hashes:
         raise RunFailedError(
-            f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
+            f"NOT EQUAL: the weights in {relative_path(interval.checkpoint)} are not those that the run has saved after"
             f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
             " record"
         )
@@ -129,12 +129,12 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         trainer = build_trainer(experiment, experiment.callbacks(saves, [_EndOfInterval(io)]), checkpoint_io=io)
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need one.
         here = environment(trainer)
-        with suppress(ExpectedEnd):
+        with suppress(StopTraining):
             trainer.fit(recipe, experiment.data, ckpt_path=experiment.point.checkpoint, weights_only=True)
     if not trainer.is_global_zero:
         return
     changed = differences(interval.start.environment, here)
-    begin = shown(interval.checkpoint) if interval.checkpoint else "the beginning"
+    begin = relative_path(interval.checkpoint) if interval.checkpoint else "the beginning"
     trained = f"{begin}, {interval.from_step:,} updates, to {interval.step:,} updates (epoch {interval.epoch})"
     if io.equal:
         rows = {"trained again": trained, "weights": f"equal to the bit, SHA-256 {io.sha256}"}

@@ -82,7 +82,7 @@ class WeightsRecorder(CheckpointGuard):
         resumed: what the checkpoint that is resumed holds; None where the run begins with new weights.
         checkpoint: the path of that checkpoint on this rank.
         config: the settings.
-        left_open: which of them the first command of the run has left to it.
+        auto_settings: which of them the first command of the run has left to it.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class WeightsRecorder(CheckpointGuard):
         resumed: SavedRun | None,
         config: Mapping[str, Any],
         checkpoint: str | None = None,
-        left_open: Sequence[str] = (),
+        auto_settings: Sequence[str] = (),
     ) -> None:
         super().__init__(checkpoint)
         self._path = folder / _FILE
         self._resumed = resumed
         self._start = Start(recipe, resumed.updates if resumed else None, {}, dict(config))
-        self._left_open = list(left_open)
+        self._auto_settings = list(auto_settings)
         self._last: Save | None = None
 
     @override
@@ -115,7 +115,7 @@ class WeightsRecorder(CheckpointGuard):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint["config"] = self._start.config
-        checkpoint["left_open"] = self._left_open
+        checkpoint["auto_settings"] = self._auto_settings
         checkpoint["environment"] = self._start.environment
         checkpoint["run_ids"] = run_ids(trainer.loggers)
 

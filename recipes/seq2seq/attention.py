@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.lib.writing import whole_or_nothing
+from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import AnyVocabulary
@@ -120,7 +120,7 @@ def write_attention(path: Path, maps: Sequence[AttentionMap]) -> None:
         OSError: the file is as it was before.
     """
     figures = [found.figure() for found in maps]
-    with whole_or_nothing(path) as part:
+    with atomic_write(path) as part:
         if path.suffix == ".png":
             _stacked(figures).save(part, "png")
         else:

@@ -141,7 +141,7 @@ def test_an_input_without_a_prediction_costs_its_row_and_says_why(digits, tmp_pa
         "cannot be read as an image: No such file or directory",
     ]
     assert [row["class"] for row in predict(recipe, blank)] == [None]
-    recipe.unclear_below = 1.1
+    recipe.min_confidence = 1.1
     assert predict(recipe, good)[0]["note"] == "unclear: low probability"
 
 

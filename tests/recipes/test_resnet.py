@@ -16,7 +16,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images.image_folder import ImageFolderDataModule
-from recipes.resnet.feature_cache import what_moves
+from recipes.resnet.feature_cache import first_changing_layer
 from recipes.resnet.network import build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner
 from recipes.weights import load_weights, read_weights
@@ -193,11 +193,11 @@ def test_features_stay_only_where_batchnorm_before_the_head_is_in_evaluation_too
     for layer in list(network.children())[:-1]:
         layer.requires_grad_(False)
     network.bn1.train()
-    assert what_moves(network, "fc") == "bn1"  # Its statistics would move.
+    assert first_changing_layer(network, "fc") == "bn1"  # Its statistics would move.
     network.bn1.eval()
-    assert what_moves(network, "fc") == ""
+    assert first_changing_layer(network, "fc") == ""
     network.layer4.requires_grad_(True)
-    assert what_moves(network, "fc") == "layer4.0.conv1"
+    assert first_changing_layer(network, "fc") == "layer4.0.conv1"
 
 
 def _cached_and_not(folder: str, weights: str) -> dict[str, Any]:

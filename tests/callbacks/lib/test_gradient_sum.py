@@ -117,13 +117,13 @@ def gradients_of(case: Case, ranks: int, under_ddp: bool = False) -> list[Tensor
     """This rank's gradients and buffers after two updates; DDP makes its buckets anew in the second."""
     network, rank = new_network(case), dist.get_rank() if ranks > 1 else 0
     model = DistributedDataParallel(network, **case.ddp) if ranks > 1 or under_ddp else network
-    gradients, statistics = GradientSum(model, nominal=4), OrderedStatistics(network, ranks)
+    gradients, statistics = GradientSum(model, expected_count=4), OrderedStatistics(network, ranks)
     first, end = range_of_rank(case.count, rank, ranks)
     steps = end - first
     for step in range(2 * steps):
         with gradients.micro_batch(case.count, statistics):
             loss, targets = loss_of(case, model, first + step % steps)
-            gradients.weigh(loss, targets)
+            gradients.scale_loss(loss, targets)
             (loss if case.scale is None else loss * case.scale).backward()
         assert gradients.is_last == (step % steps == steps - 1)
     for parameter in network.parameters():
@@ -140,7 +140,7 @@ def without_numbers() -> list[Tensor]:
     for number, last in ((rank, False), (rank + 2, True)):
         with contextlib.nullcontext() if last else model.no_sync():
             loss, targets = loss_of(case, model, number)
-            gradients.weigh(loss, targets, last=last)
+            gradients.scale_loss(loss, targets, last=last)
             loss.backward()
         gradients.collect()
     return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]

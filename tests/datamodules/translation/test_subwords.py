@@ -39,13 +39,13 @@ def data(file: str, **options: Any) -> TranslationDataModule:
 VOCABULARY = train_subwords(WORDS, 400)
 
 
-def spelt(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     return [number for word in text.split() for number in VOCABULARY.spell(word)]
 
 
 def test_any_text_comes_back_and_no_word_is_unknown() -> None:
     for text in TEXTS:
-        ids = spelt(text)
+        ids = encode(text)
         assert UNK not in ids
         assert VOCABULARY.decode([*ids, EOS, *ids]) == VOCABULARY.mark_unknown(text) == text
 
@@ -60,7 +60,7 @@ def test_bytes_of_a_line_feed_do_not_end_the_line_of_a_translation() -> None:
 @given(st.text(st.characters(exclude_characters="▁", exclude_categories=("Cs",)), max_size=30))
 def test_any_normalised_text_comes_back(text: str) -> None:
     sentence = normalise(text, "none")
-    assert VOCABULARY.decode(spelt(sentence)) == sentence
+    assert VOCABULARY.decode(encode(sentence)) == sentence
 
 
 def test_a_model_is_the_same_bytes_each_time_and_in_any_order_of_the_words() -> None:
@@ -80,7 +80,7 @@ def test_spelling_packed_sentences_is_spelling_each_word(draw: st.DataObject) ->
     words = st.integers(0, len(numbers) - 1)
     lines = draw.draw(st.lists(st.lists(words, min_size=1, max_size=6), min_size=1, max_size=6))
     lengths = torch.tensor([0, *map(len, lines)]).cumsum(0)
-    packed = PackedSentences(torch.tensor(sum(lines, []), dtype=torch.int32), lengths).spelt(numbers)
+    packed = PackedSentences(torch.tensor(sum(lines, []), dtype=torch.int32), lengths).retokenized(numbers)
     expected = [sum((numbers[w] for w in line), []) for line in lines]
     assert [packed[row] for row in range(len(packed))] == expected
     padded, widths = packed.padded(torch.arange(len(packed)))

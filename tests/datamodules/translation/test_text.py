@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
-from datamodules.translation.subwords import spellings
+from datamodules.translation.subwords import encode_tokens
 from datamodules.translation.text import (
     EOS,
     PAD,
@@ -76,7 +76,7 @@ def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() 
     assert vocabulary.tokens == [*SPECIAL_TOKENS, "le", "chat"]
     assert (len(vocabulary), PAD, SOS, EOS, UNK) == (6, 0, 1, 2, 3)
     assert vocabulary.decode(torch.tensor([SOS, 4, UNK, 5, EOS, 5, PAD])) == "le <unk> chat"
-    assert spellings(vocabulary, [*SPECIAL_TOKENS, "chat", "chien"]) == [[0], [1], [2], [3], [5], [3]]
+    assert encode_tokens(vocabulary, [*SPECIAL_TOKENS, "chat", "chien"]) == [[0], [1], [2], [3], [5], [3]]
     assert vocabulary.mark_unknown("le chien") == "le [chien]"
     assert "chat" in vocabulary
     assert vocabulary == Vocabulary(vocabulary.tokens)
@@ -86,7 +86,7 @@ def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() 
 def test_a_special_token_in_a_text_is_an_ordinary_word() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<pad>"])
     tokens = [*SPECIAL_TOKENS, "<pad>", "<sos>", "le", "<eos>"]
-    assert spellings(vocabulary, tokens) == [[0], [1], [2], [3], [UNK], [UNK], [4], [UNK]]
+    assert encode_tokens(vocabulary, tokens) == [[0], [1], [2], [3], [UNK], [UNK], [4], [UNK]]
     assert vocabulary.mark_unknown("<eos> le") == "[<eos>] le"
 
 

@@ -410,9 +410,9 @@ def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(t
     batches = list(data.predict_dataloader())
     assert torch.cat([batch.numbers for batch in batches]).tolist() == [0, 1, *range(3, 8)]
     assert data.unclear_inputs == {2: "blank line"}
-    spelt = [data.source_vocabulary.decode(row) for batch in batches for row in batch.source]
+    words = [data.source_vocabulary.decode(row) for batch in batches for row in batch.source]
     with_words = [name for name in names if not name.startswith("line")]
-    assert spelt == [name.replace("[!]", "<unk>").replace("[zut]", "<unk>") for name in with_words]
+    assert words == [name.replace("[!]", "<unk>").replace("[zut]", "<unk>") for name in with_words]
     assert all(batch.target.tolist() == [[1, 2]] * len(batch.source) for batch in batches)
 
 

@@ -38,7 +38,7 @@ def test_a_null_that_is_given_stands_for_what_the_run_has_resolved():
     assert merged["ema"] is None, "its null ends the average"
     assert merge(MARKS, DEFAULTS, given, SAVED)["ema"] == 0.9, "a null in a file does not"
     assert merged["logger"] is None, "a free setting makes no other experiment"
-    merged = merge(MARKS, DEFAULTS, given, SAVED, left_open=["dataset"])
+    merged = merge(MARKS, DEFAULTS, given, SAVED, auto_settings=["dataset"])
     assert (merged["dataset"], merged["lr"]) == ("mnist", None), "the run had not left lr open"
 
 

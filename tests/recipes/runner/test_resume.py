@@ -223,7 +223,7 @@ def test_a_requeued_slurm_job_finds_its_own_runs_also_where_the_data_have_moved_
 
 def test_a_run_of_this_process_and_one_whose_setting_was_typed_and_is_not_now_are_others(outside, tmp_path):
     become_job(outside, "7")
-    save(make_run(tmp_path, "slurm-7"), 5, left_open=["dataset"])
+    save(make_run(tmp_path, "slurm-7"), 5, auto_settings=["dataset"])
     rule._used.clear()
     runs = ({"lr": None}, None), ({"dataset": "auto"}, None), ({"dataset": "auto"}, None), ({}, "slurm-7")
     points = [rule.find_resume_point(None, name, tmp_path, CONFIG | now, {}, FREE) for now, name in runs]
