@@ -17,6 +17,8 @@ from datamodules.images.source import PARTS, Samples, Source
 from datamodules.loading.archives import is_archive, unpacked
 from datamodules.loading.caches import cache_folder
 from datamodules.loading.file_table import FileTable, Folder, files_below, list_folder, open_archive
+from datamodules.loading.tables import TABLE_SUFFIXES
+from datamodules.loading.text_files import text_suffix
 from datamodules.notes import inform
 
 PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
@@ -29,10 +31,20 @@ _NO_CLASSES = frozenset(
     )
 )
 """Words in the names of folders that hold something else than the images of a class."""
-_EXPECTED = (
-    "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
-    " a table as data_dir='train.csv'"
-)
+
+
+def _expected(files: Sequence[str] = ()) -> str:
+    """What a folder should hold, and the table among its files that is likeliest meant."""
+
+    def unlikely(file: str) -> tuple[bool, bool, str]:
+        stem = Path(file).stem  # Kaggle's are train_labels.csv and sample_submission.csv.
+        return part_of(stem) != "train", "label" not in stem.lower(), file
+
+    tables = sorted((file for file in files if text_suffix(Path(file)) in TABLE_SUFFIXES), key=unlikely)
+    return (
+        "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
+        f" a table as data_dir='{tables[0] if tables else 'train.csv'}'"
+    )
 
 
 def _words(name: str) -> list[str]:
@@ -208,8 +220,12 @@ def _check_level(place: Folder) -> None:
         )
 
 
-def _refuse_other_folders(place: Path, classes: Sequence[str]) -> None:
-    """Refuse folders of parts, of masks and of other things beside images in place of folders of classes."""
+def _refuse_other_folders(place: Path, classes: Sequence[str], others: Sequence[str]) -> None:
+    """Refuse folders of parts, of masks and of other things beside images in place of folders of classes.
+
+    Args:
+        others: the files beside them.
+    """
     kinds = {}
     for name in classes:
         kind = part_of(name)
@@ -219,7 +235,8 @@ def _refuse_other_folders(place: Path, classes: Sequence[str]) -> None:
             kinds[name] = kind
     # Not test_positive and test_negative.
     if len(kinds) > len(classes) / 2 and set(kinds.values()) not in ({"train"}, {"val"}, {"test"}):
-        raise UserError(f"{place} holds images in {' and '.join(list(kinds)[:4])} without class folders; {_EXPECTED}")
+        named = " and ".join(list(kinds)[:4])
+        raise UserError(f"{place} holds images in {named} without class folders; {_expected(others)}")
 
 
 def _samples(by_class: Mapping[str, list[int]], classes: Sequence[str], table: FileTable) -> Samples:
@@ -259,11 +276,11 @@ def from_folder(place: str | Path, opened: tuple[Folder, FileTable] | None = Non
         found[part] = read.images
     if not found["train"]:
         instead = f" (found {describe_left_out(ignored)})" if ignored else ""
-        raise UserError(f"{place} holds no class with images{instead}; {_EXPECTED}")
+        raise UserError(f"{place} holds no class with images{instead}; {_expected(ignored)}")
     classes = tuple(sorted(found["train"]))
     if len(classes) > 1:
-        _refuse_other_folders(place, classes)
-    notes += check_classes({"train": classes, **found}, f"{place} holds", _EXPECTED)
+        _refuse_other_folders(place, classes, ignored)
+    notes += check_classes({"train": classes, **found}, f"{place} holds", _expected(ignored))
     loose = [file for file in ignored if is_image(file)]
     others = [file for file in ignored if not is_image(file)]
     if loose:

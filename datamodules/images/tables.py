@@ -237,8 +237,12 @@ def _beside(place: Path) -> tuple[dict[str, list[str]], list[str]]:
     if place.name.lower().partition(".")[0] in PART_NAMES["train"]:
         found, unused = find_lists([str(place), *others])
         return found, unused
-    names = {name for names in PART_NAMES.values() for name in names}.union(_WEAKER_NAMES)
-    return {"train": [str(place)]}, [path for path in others if Path(path).name.lower().partition(".")[0] in names]
+
+    def may_be_a_part(path: str) -> bool:
+        stem = Path(path).name.partition(".")[0]
+        return bool(part_of(stem)) or stem.lower() in _WEAKER_NAMES
+
+    return {"train": [str(place)]}, [path for path in others if may_be_a_part(path)]
 
 
 def from_table(
@@ -287,7 +291,10 @@ def from_table(
     classes = class_order(by_part.get("train", ()))
     _name_unknown_classes(where, rows, classes)
     notes += check_classes({"train": classes, **by_part}, f"{where} lists", "expected CSV with path,label")
-    notes += [f"{path} is not used: its name says no part, or there is another table of it" for path in sorted(unused)]
+    notes += [
+        f"{path} is not used: tables named train, val and test are taken together, one of each"
+        for path in sorted(unused)
+    ]
     if files.by_stem:
         notes.append(f"{files.by_stem:,} files are found in folders below {files.folder}, by their names")
     if whole and not contents:

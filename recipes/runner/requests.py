@@ -54,21 +54,23 @@ def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) 
         The command to carry out; None where nothing is left to do.
     """
     command, rest = _command(args)
-    folder = None
-    if command == "verify" and rest and not rest[0].startswith("-"):
-        folder = Path(rest.pop(0))
     if asked := _HELP & set(rest):
         _print_help(parser, recipe, everything=any(arg.endswith("all") for arg in asked))
         return None
     if "--version" in rest:
         print(f"lightning-recipes {__version__}")  # noqa: T201
         return None
-    given = parser.parse([arg for arg in rest if arg not in _PRINT_CONFIG], takes_inputs=command == "predict")
+    takes_inputs = command in ("predict", "verify")
+    given = parser.parse([arg for arg in rest if arg not in _PRINT_CONFIG], takes_inputs)
     if _PRINT_CONFIG & set(rest):
         settings = as_plain(layered(with_length(parser.defaults(), given.settings), given.settings))
         print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
         return None
-    return Request(command, given, folder)
+    if command != "verify" or not given.inputs:
+        return Request(command, given)
+    if len(given.inputs) > 1:
+        raise UserError(f"verify trains a part of one run again, found {len(given.inputs)}: {' '.join(given.inputs)}")
+    return Request(command, given, Path(given.inputs[0]))
 
 
 def _command(args: Sequence[str]) -> tuple[str, list[str]]:

@@ -150,7 +150,7 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
     try:
         read_run(resume)
     except UserError as error:
-        valid = newest_valid_checkpoint(home, warn=False) if home.name == "checkpoints" else None
+        valid = newest_valid_checkpoint(home, logs=False) if home.name == "checkpoints" else None
         newest = f"{error}; the newest valid checkpoint is {valid}: pass resume=auto"
         raise UserError(newest if valid else str(error)) from error
     return ResumePoint(str(folder) if folder else None, resume, given=True)

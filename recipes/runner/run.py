@@ -41,7 +41,7 @@ from recipes.runner.requests import SCORING, Request, check_request, read_reques
 from recipes.runner.results import process_age
 from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss, resume_in
 from recipes.runner.run_result import RunResult, read_result
-from recipes.runner.saved_run import SavedRun, read_run
+from recipes.runner.saved_run import SavedRun, note_unknown_settings, read_run
 from recipes.runner.settings import RunSettings, TrainerSettings
 from recipes.runner.verify import find_interval
 from recipes.runner.weights_record import Interval
@@ -317,6 +317,8 @@ class Run:
             rank_zero_print(
                 f"resuming from {relative_path(self._point.checkpoint)}, after {self._updates_done():,} updates"
             )
+        if checkpoint := self._point.checkpoint or settings["ckpt"]:
+            note_unknown_settings(checkpoint, self.parser.flags)
         on_cpu = detect_machine(trainer.accelerator).kind == "cpu"
         try:
             experiment = build_experiment(

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ import yaml
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.errors import UserError
+from datamodules.notes import warn
 
 log = logging.getLogger("lightning_recipes.resume")
 
@@ -59,7 +60,7 @@ def read_run(path: str | Path) -> SavedRun:
         UserError: the file is missing or damaged, or is not a checkpoint of a run.
     """
     if Path(path).is_dir():
-        newest = newest_valid_checkpoint(Path(path) / "checkpoints", warn=False)
+        newest = newest_valid_checkpoint(Path(path) / "checkpoints", logs=False)
         raise UserError(f"{path} is a folder; pass a checkpoint" + (f", such as {newest}" if newest else ""))
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
@@ -105,6 +106,14 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
     )
 
 
+def note_unknown_settings(path: str | Path, known: Collection[str]) -> None:
+    """Log the settings of a checkpoint that are not among the known ones, and so are left out."""
+    saved = read_run(path).config
+    unknown = ", ".join(f"{name}={saved[name]!r}" for name in sorted(saved) if name not in known)
+    if unknown:
+        warn(f"warning: {path} has settings that this recipe leaves out: {unknown:.300}")
+
+
 def _count(name: str, value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < 1 << 62:
         raise ValueError(f"{name} is {str(value)[:40]!r}, expected a number of 0 or more")
@@ -127,14 +136,14 @@ def readable_checkpoints(folder: Path) -> dict[Path, SavedRun]:
     return _checkpoints(folder)[0]
 
 
-def newest_valid_checkpoint(folder: Path, warn: bool = True) -> Path | None:
+def newest_valid_checkpoint(folder: Path, logs: bool = True) -> Path | None:
     """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are logged.
 
     The number of updates decides, not the time of the file, since clocks may be set back.
 
     Args:
         folder: the run's ``checkpoints``.
-        warn: log them.
+        logs: whether to log them.
     """
     found, damaged = _checkpoints(folder)
     valid = None
@@ -144,7 +153,7 @@ def newest_valid_checkpoint(folder: Path, warn: bool = True) -> Path | None:
             valid = path
             break
         damaged[path] = problem
-    for path, problem in damaged.items() if warn else ():
+    for path, problem in damaged.items() if logs else ():
         log.warning("warning: %s is skipped: %s", path, problem)
     return valid
 

@@ -193,6 +193,11 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "no images": ("{c}/{n}.txt", {}, "holds no class with images"),
     "no train": ("val/{c}/{n}.jpg", {}, "holds val with class folders, but no train"),
     "no classes": ("train/{n}.jpg test/{n}.jpg", {}, "holds images in test and train without class folders; expected"),
+    "Kaggle's tables": (
+        "train/{n}.jpg test/{n}.jpg",
+        {"sample_submission.csv": "id,label {n},{c}", "train_info.csv": "id,x", "train_labels.csv": "id,label {n},{c}"},
+        "without class folders; .* or pass a table as data_dir='.*/train_labels.csv'",
+    ),
     "val twice": ("train/{c}/{n}.jpg val/{c}/{n}.jpg valid/{c}/{n}.jpg", {}, "holds both val and valid; keep one"),
     "PACS": ("photo/{c}/{n}.png sketch/{c}/{n}.png", {}, "such as photo that each hold cat and dog, and which"),
     "COVID-19 Radiography": ("{c}/images/{n}.png {c}/masks/{n}.png", {}, "each hold images and masks"),

@@ -4,7 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from callbacks.checkpointing.verified_io import write_checkpoint
 from tests.support.command_lines import contents, typed
 
 FIT = "--name one --precision 32-true --logger csv --lr 0.1 --batch-size 16"
@@ -41,3 +43,21 @@ def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(train
     for ended in (given, steps):
         assert ended.status == 2
         assert "this run has finished its 2 epochs and 14 updates; pass --max-epochs 4 to train longer" in ended.err
+
+
+def test_settings_of_a_checkpoint_that_the_recipe_lacks_are_named(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    last = tmp_path / "runs" / "quadrants" / "one" / "checkpoints" / "last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    saved["config"] |= {"mixup": 0.2}
+    write_checkpoint(saved, last)
+    scored, resumed, again = typed(
+        tmp_path,
+        f"validate --ckpt {last}",
+        "--name one --resume auto --max-epochs 3",
+        "--name one --resume auto --max-epochs 4",
+    )
+    for ended in (scored, resumed):
+        assert ended.status == 0
+        assert "last.ckpt has settings that this recipe leaves out: mixup=0.2" in ended.err
+    assert "leaves out" not in again.err

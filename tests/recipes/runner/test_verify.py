@@ -52,13 +52,14 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
 
     foreign = _copy(trained, tmp_path, "foreign") / "weights.jsonl"
     foreign.write_text(foreign.read_text().replace('"recipe": "quadrants"', '"recipe": "resnet"'))
-    equal, weights, state, record, scratch, missing, wrong, resnet = typed(
+    equal, weights, state, record, scratch, missing, wrong, resnet, two = typed(
         tmp_path,
         *(f"verify runs/quadrants/{name}" for name in ("run", "weights", "state", "record")),
-        f"verify {trained / 'runs' / 'quadrants' / 'one'} --batch-size 16",
+        f"verify --batch-size 16 {trained / 'runs' / 'quadrants' / 'one'}",
         "verify runs/quadrants",
         "verify runs/quadrants/run --lr 0.5 --seed 3",
         "verify runs/quadrants/foreign",
+        "verify runs/quadrants/run runs/quadrants/state",
     )
     assert (equal.status, equal.err) == (0, "")
     assert "cpu with 2 threads" in equal.out
@@ -73,7 +74,8 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     assert "and abacus in the run" in record.err
     assert "and 1.0 in the run" in record.err
     assert scratch.status == 0
-    assert missing.status == wrong.status == resnet.status == 2
+    assert missing.status == wrong.status == resnet.status == two.status == 2
+    assert "one run again, found 2: runs/quadrants/run runs/quadrants/state" in two.err
     assert "runs/quadrants/foreign is a run of the recipe resnet, and this is quadrants" in resnet.err
     assert "there is no runs/quadrants/weights.jsonl" in missing.err
     assert "leave out --lr, --seed" in wrong.err
