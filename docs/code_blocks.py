@@ -12,6 +12,7 @@ import contextlib
 import io
 import itertools
 import os
+import posixpath
 import re
 import runpy
 import shlex
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Block", "blocks_of", "page_text", "run_page", "shell_lines"]
+__all__ = ["ROOT", "Block", "blocks_of", "move_link", "page_text", "run_page", "shell_lines"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +33,8 @@ _BLOCK = re.compile(
     r"(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
+# Neither an image nor an address, nor a place on the same page.
+_LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?!https?:|#)(?P<target>[^)]+)\)")
 # A few batches of everything, quietly.
 _LIMITS = {
     "fit": ["--limit-train-batches", "2", "--limit-val-batches", "2", "--limit-test-batches", "2"],
@@ -55,15 +58,32 @@ class Block(NamedTuple):
     line: int
 
 
-def page_text(markdown: str) -> str:
-    """A page with the files that it includes: ``<!-- include: CHANGELOG.md -->``."""
-    return re.sub(r"<!-- include: (.+?) -->", lambda found: _included(found[1]), markdown)
+def page_text(markdown: str, page: str = "index.md") -> str:
+    """A page, by its path in docs/, with the files that it includes: ``<!-- include: CHANGELOG.md -->``."""
+    return re.sub(r"<!-- include: (.+?) -->", lambda match: _included(match[1], page), markdown)
 
 
-def _included(path: str) -> str:
-    """A file of the repository without its title; links to files that the site has not become their text."""
+def _included(path: str, page: str) -> str:
+    """A file of the repository without its title, with the links of the page that includes it."""
     text = re.sub(r"\A# .*\n", "", (ROOT / path).read_text(encoding="utf-8"))
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
+    return _LINK.sub(lambda match: move_link(match["text"], match["target"], path, page), text)
+
+
+def move_link(text: str, target: str, source: str, page: str) -> str:
+    """A link of the file `source` on a page of the site: to another page, or only its text if the site lacks the file.
+
+    Example:
+        >>> move_link("forms of data", "../../docs/start.md#files", "recipes/mnist/README.md", "recipes/mnist.md")
+        '[forms of data](../start.md#files)'
+        >>> move_link("the figures", "../../benchmarks/README.md", "recipes/mnist/README.md", "recipes/mnist.md")
+        'the figures'
+    """
+    path, _, anchor = target.partition("#")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    if not path.startswith("docs/") or not path.endswith(".md"):
+        return text
+    path = posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(page) or ".")
+    return f"[{text}]({path}#{anchor})" if anchor else f"[{text}]({path})"
 
 
 def blocks_of(page: str) -> list[Block]:

@@ -51,4 +51,5 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
     """Fill in what a page asks for, and link to its source."""
     if REPOSITORY in os.environ:
         page.edit_url = edit_url(os.environ[REPOSITORY], page.file.src_uri, markdown)
-    return re.sub(r"<!-- public names: (\w+) -->", lambda found: reference(found[1]), page_text(markdown))
+    text = page_text(markdown, page.file.src_uri)
+    return re.sub(r"<!-- public names: (\w+) -->", lambda found: reference(found[1]), text)

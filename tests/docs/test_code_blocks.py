@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.code_blocks import ROOT, blocks_of, page_text, run_page, shell_lines
+from docs.code_blocks import ROOT, blocks_of, move_link, page_text, run_page, shell_lines
 from tests.support.ranks import run_ranks
 
 PAGES = {
@@ -49,6 +49,20 @@ def test_blocks_have_their_titles_comments_and_indents() -> None:
         ["python", "mine.py"],
     ]
     assert code.text == "x = 1\n"
+
+
+LINKS = {
+    "../../docs/recipes/resnet-data.md": "[text](resnet-data.md)",
+    "../../docs/start.md#use-it": "[text](../start.md#use-it)",
+    "../../docs/same-weights.svg": "text",
+    "../mnist/README.md": "text",
+}
+"""What links of a recipe's README become on its page of the site."""
+
+
+@pytest.mark.parametrize("target", LINKS)
+def test_a_link_of_an_included_file_leads_to_the_page_of_the_site(target: str) -> None:
+    assert move_link("text", target, "recipes/resnet/README.md", "recipes/resnet.md") == LINKS[target]
 
 
 FAULTS = {
