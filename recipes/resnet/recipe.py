@@ -4,8 +4,8 @@
         --freeze-until classifier --augment none --cache-features --label-smoothing 0.1 --max-epochs 10
 
 94.2 % of the 153 validation images of ants and bees (mean of seeds 1 to 5, last epoch), 14 to 16 s for the whole
-process on one thread of an AMD EPYC with AVX512-BF16; measured on 25 November 2026. README.md says where lite0.pt
-comes from, and what networks reach that begin with new weights.
+process on one thread of an AMD EPYC with AVX512-BF16; measured on 25 November 2026. The page "Fine-tuning" of
+docs/recipes/ says where lite0.pt comes from, "Small images" what networks reach that begin with new weights.
 
 Logged are train/loss and train/accuracy of updates, and after each epoch, by `Classifier`, val/loss, val/accuracy,
 val/macro_f1 and the accuracy of each class; the test logs the same under test/.

@@ -54,6 +54,11 @@ def test_a_page_has_two_screens_at_most() -> None:
     assert {page: count for page, count in words.items() if count > TWO_SCREENS and page not in LOOKED_UP} == {}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/README.md")), ids=lambda path: path.parent.name)
+def test_the_readme_of_a_recipe_has_two_screens_at_most(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = set(yaml.safe_dump(nav).replace("- ", " ").split())

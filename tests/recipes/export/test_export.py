@@ -183,15 +183,15 @@ def test_onnx_without_its_packages_says_what_to_install(saved, monkeypatch: pyte
         export(MNISTClassifier(), str(saved[1]), "onnx")
 
 
-# The programs of the ResNet's README, as they stand there, beside the exported files and without this package
+# The programs of docs/recipes/resnet-evaluation-export.md, as they stand there, and without this package
 
 
-README = Path(__file__).parents[3] / "recipes" / "resnet" / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "recipes" / "resnet-evaluation-export.md"
 
 
 def run_program(marker: str, folder: Path) -> list[str]:
     """The lines that the block with `marker` prints in a folder, in a process that finds no module of this checkout."""
-    blocks = re.findall(r"```python(?: title=[^\n]*)?\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python(?: title=[^\n]*)?\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (text,) = (block for block in blocks if marker in block)
     command = [sys.executable, "-I", "-c", text]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
