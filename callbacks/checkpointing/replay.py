@@ -196,7 +196,7 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     if within_epoch:
         _check_position(trainer)
     elif without:
-        install_update_loop(trainer).loaded.iterates_anew = True
+        install_update_loop(trainer).loaded.restarts_iterators = True
 
 
 def end_finished_run(trainer: pl.Trainer) -> None:
