@@ -74,7 +74,8 @@ def load_plain(path: str | Path) -> Any:
             f"{path} is a TorchScript file, which holds code; pass its weights alone, as"
             " torch.save(torch.jit.load(FILE).state_dict(), OTHER) writes them"
         )
-    if problem := describe_excess(path):
+    problem = describe_excess(path)
+    if problem:
         raise UserError(f"{path} is refused: {problem}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace, *_numpy_numbers()]):
