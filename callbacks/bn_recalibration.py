@@ -1,8 +1,7 @@
-"""Recompute the running statistics of BatchNorm for the final weights of a run.
+"""Recomputation of the running statistics of BatchNorm for the final weights of a run.
 
-Averaged weights have other activations than those from which the statistics were taken, which were averaged as well or
-belong to the weights that trained (Izmailov et al., 2018). Lightning calls `update_bn` nowhere but in its own
-`StochasticWeightAveraging`.
+The running statistics belong to the weights of training, or are averages as well, and the averaged weights have other
+activations (Izmailov et al., 2018). Lightning calls `update_bn` only in its own `StochasticWeightAveraging`.
 """
 
 import copy
@@ -27,14 +26,14 @@ class BNRecalibration(pl.Callback):
     """Recomputes the running statistics of BatchNorm for the final weights, in one pass over the training data.
 
     It calls `torch.optim.swa_utils.update_bn` when the fit ends, after `WeightAveraging` has put the average into the
-    module. The statistics are equal means over the micro-batches of the first epoch, and have the same bits on any
-    number of devices: each reads all micro-batches. Save them by ``trainer.save_checkpoint``; the checkpoints of the
-    run are older, with the statistics of that time.
+    module. The statistics are equal means over the micro-batches of the first epoch. Each device reads all
+    micro-batches, so the bits are the same on any number of devices. Save the result by ``trainer.save_checkpoint``;
+    the checkpoints of the run are older and hold the former statistics.
 
     ``forward`` of the module is called with the first part of a batch, in training mode, within `torch.no_grad`.
 
-    Runs on: `on_train_end`; `on_fit_end` where a resumed run has nothing left to train, and there on the CPU, where
-    Lightning has brought the module by then.
+    Runs on: `on_train_end`; if a resumed run has nothing left to train, `on_fit_end`, when Lightning has already moved
+    the module to the CPU.
 
     Raises:
         UserError: the module has no BatchNorm, there are several training loaders, or on several devices the loader
@@ -81,7 +80,7 @@ class BNRecalibration(pl.Callback):
             update_bn(self._inputs(trainer, pl_module.device), pl_module)
 
     def _inputs(self, trainer: pl.Trainer, device: torch.device) -> Iterator[Any]:
-        """The batches of the first epoch, on all ranks alike, as `training_step` gets them."""
+        """Yield the batches of the first epoch as `training_step` gets them, the same on all ranks."""
         seeds = install_update_loop(trainer).step.seeds
         for number, batch in enumerate(self._micro_batches(trainer)):
             if seeds is not None:
@@ -91,6 +90,7 @@ class BNRecalibration(pl.Callback):
     def _micro_batches(self, trainer: pl.Trainer) -> Iterator[Any]:
         loader: Any = trainer.train_dataloader
         if isinstance(loader, ResumableLoader):
+            # As the loader of a single rank, so that each rank reads all micro-batches from the epoch's start.
             loader = copy.copy(loader)
             loader.rank = 0
             loader.world_size = 1

@@ -1,4 +1,4 @@
-"""Stop runs that have diverged before their weights reach a checkpoint.
+"""Check for NaN and infinite weights, which stops a diverged run before it saves a checkpoint.
 
 One update with a NaN in its gradient makes every weight NaN. Only the loss shows it, and the next checkpoint replaces
 the last good one.
@@ -19,7 +19,7 @@ from datamodules.errors import RunFailedError, UserError
 
 
 def first_not_finite(module: nn.Module) -> str | None:
-    """The name of the first parameter or running statistic that holds a NaN or an infinity, or None.
+    """Return the name of the first parameter or running statistic with a NaN or an infinity, or None.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -35,28 +35,33 @@ def first_not_finite(module: nn.Module) -> str | None:
     named = [
         (name, _real(value.detach())) for name, value in tensors if value.is_floating_point() or value.is_complex()
     ]
-    # Sums carry NaN and infinity through, so that the device is waited for once. One that overflows is looked at below.
-    sums = torch.stack([value.sum(dtype=torch.float32).to(named[0][1].device) for _, value in named]) if named else None
-    if sums is None or bool(sums.isfinite().all()):
+    if not named:
+        return None
+    # A sum is not finite if an element is not, so one wait for the device checks all tensors. A sum of finite elements
+    # may overflow: then each tensor is checked.
+    device = named[0][1].device
+    sums = torch.stack([value.sum(dtype=torch.float32).to(device) for _, value in named])
+    if bool(sums.isfinite().all()):
         return None
     return next((name for name, value in named if not bool(value.isfinite().all())), None)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A tensor, of complex numbers their real and imaginary parts."""
+    """Return the real and imaginary parts of a complex tensor, and any other tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:
     """Refuse an input that is narrower than the stride of a convolution in bf16 on a CPU; a forward pre-hook.
 
-    oneDNN, as PyTorch 2.14 and 2.15 have it, computes the gradient of its weights from uninitialised memory if the
-    input is narrower than the stride: it differs from run to run, and may be NaN.
+    For such inputs oneDNN in PyTorch 2.14 and 2.15 computes the weights' gradient from uninitialised memory, so it
+    differs between runs and may be NaN.
 
     Raises:
         UserError: the input is narrower than the stride.
     """
-    width, stride = inputs[0].shape[-1], layer.stride[-1]
+    width = inputs[0].shape[-1]
+    stride = layer.stride[-1]
     if width < stride and layer.weight.requires_grad and layer.padding_mode == "zeros":
         raise UserError(
             f"{name} has a stride of {stride} over an input of width {width}, and PyTorch computes the gradient of its"
@@ -120,12 +125,14 @@ class FiniteWeights(pl.Callback):
             self._check(trainer, pl_module)
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        before, self._checked_step = self._checked_step, trainer.global_step
-        if name := first_not_finite(pl_module):
+        last_finite_step = self._checked_step
+        self._checked_step = trainer.global_step
+        name = first_not_finite(pl_module)
+        if name:
             raise RunFailedError(
                 f"the run has diverged: {name} holds NaN or infinity after update {trainer.global_step:,} (epoch"
-                f" {trainer.current_epoch + 1}), and all was finite after update {before:,}; checkpoints from before"
-                ' are kept. Pass a lower `lr`, gradient_clip_val=1, a longer `warmup` or precision="32-true"'
+                f" {trainer.current_epoch + 1}), and all was finite after update {last_finite_step:,}; checkpoints from"
+                ' before are kept. Pass a lower `lr`, gradient_clip_val=1, a longer `warmup` or precision="32-true"'
             )
 
     on_train_end = _check

@@ -1,7 +1,7 @@
-"""Freeze layers exactly, for a part of the run or for all of it.
+"""Exact freezing of layers for all or part of a run.
 
-`BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), and stays frozen after a later
-resume (#21901).
+Lightning's `BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), and if a run resumes
+after that, its layers stay frozen (#21901).
 """
 
 from collections.abc import Mapping
@@ -23,35 +23,36 @@ from datamodules.notes import inform, warn
 
 
 def rewrap_ddp(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Wraps the module in DDP again where more or fewer parameters train than it reduces, those of when it wrapped.
+    """Wrap the module in DDP again if other parameters train than those that DDP reduces; a collective call.
 
-    Every rank must call it, between updates. DDP's settings for buffers stay, and so do the values of buffers, which
-    wrapping would replace with those of rank 0.
+    All ranks must call it between updates. DDP's settings for buffers and the values of buffers are kept.
     """
     strategy: Any = trainer.strategy
-    old = strategy.model
-    if not isinstance(old, DistributedDataParallel):
+    old_ddp = strategy.model
+    if not isinstance(old_ddp, DistributedDataParallel):
         return
-    if old._get_ddp_logging_data()["num_parameter_tensors"] == sum(p.requires_grad for p in pl_module.parameters()):
+    # DDP reduces the parameters that required a gradient when it wrapped the module.
+    num_reduced = old_ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    if num_reduced == sum(p.requires_grad for p in pl_module.parameters()):
         return
+    # Wrapping replaces buffers with those of rank 0, and each rank may have its own running statistics.
     buffers = [buffer.detach().clone() for buffer in pl_module.buffers()]
     strategy.model = pl_module
     strategy.configure_ddp()
-    strategy.model.broadcast_buffers = old.broadcast_buffers
-    strategy.model.parameters_to_ignore = old.parameters_to_ignore
+    strategy.model.broadcast_buffers = old_ddp.broadcast_buffers
+    strategy.model.parameters_to_ignore = old_ddp.parameters_to_ignore
     with torch.no_grad():
         for buffer, value in zip(pl_module.buffers(), buffers, strict=True):
             buffer.copy_(value)
 
 
 def is_reached(start: Duration, trainer: pl.Trainer) -> bool:
-    """Whether a run is as far as a duration from its beginning; from `on_train_start` on.
-
-    Whole epochs mean the same where the number of updates in one is unknown, or changes.
+    """Whether a run has reached a duration from its start; works from `on_train_start` on.
 
     Raises:
-        UserError: it is not in whole epochs, and the module optimises by hand.
+        UserError: the duration is not in whole epochs, and the module optimizes manually.
     """
+    # Not converted to updates, whose number in an epoch may be unknown or change at a resume.
     if start.unit == "epochs" and start.value == int(start.value):
         return trainer.current_epoch >= start.value
     if not trainer.lightning_module.automatic_optimization:
@@ -64,7 +65,7 @@ def is_reached(start: Duration, trainer: pl.Trainer) -> bool:
 
 @dataclass
 class _Fit:
-    """What `FreezeLayers` keeps for one fit."""
+    """State of `FreezeLayers` in one fit."""
 
     layers: FrozenLayers
     starts: dict[str, Duration]
@@ -115,7 +116,8 @@ class FreezeLayers(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # After DDP and the optimisers: so layers of configure_model are there, and none is left out for being frozen.
+        # After DDP and the optimizers were made: layers of `configure_model` exist, and `configure_optimizers` has seen
+        # all parameters as trainable, so that none is left out of the optimizer for being frozen.
         if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
             raise UserError(
                 f"{type(trainer.strategy).__name__} splits parameters, so FreezeLayers cannot change which of them"
@@ -139,9 +141,10 @@ class FreezeLayers(pl.Callback):
         self._fit.layers.freeze_parameters()
 
     def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        if (fit := self._fit) is None:
+        fit = self._fit
+        if fit is None:
             return
-        # Epoch and update change between windows only, so nothing unfreezes while gradients are being summed.
+        # Epoch and update change only between updates, so nothing unfreezes while gradients are summed.
         unfrozen = {name for name, start in fit.starts.items() if is_reached(start, trainer)}
         if unfrozen == fit.unfrozen:
             return
@@ -149,10 +152,10 @@ class FreezeLayers(pl.Callback):
         fit.layers.unfreeze(*unfrozen)
         init_momentum_buffers(trainer.optimizers)
         rewrap_ddp(trainer, pl_module)
-        trains, total = fit.layers.counts()
+        num_training, num_total = fit.layers.counts()
         names = f" ({', '.join(sorted(unfrozen))} unfrozen)" if unfrozen else ""
-        place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
-        inform("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
+        position = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
+        inform("%s: %s of %s parameters train%s", position, f"{num_training:,}", f"{num_total:,}", names)
 
     on_train_start = on_train_epoch_start = on_train_batch_start = _unfreeze
 

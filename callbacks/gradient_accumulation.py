@@ -1,7 +1,7 @@
-"""Gradient accumulation: an update is the mean over all targets, bit-identical on any number of devices.
+"""Gradient accumulation: each update is the mean over all targets, bit-identical on any number of devices.
 
-Lightning divides every loss by the full factor and gives micro-batches and ranks the same weight, so a short window is
-updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
+Lightning divides every loss by the full factor and gives micro-batches and ranks the same weight. So a short window
+makes too small an update (#19987), and a sentence in a short batch counts more than one in a long batch (#20350).
 """
 
 from typing import Any
@@ -22,21 +22,21 @@ from datamodules.notes import warn
 
 
 def steps_for_samples(samples: int, at_once: int, found: str) -> int:
-    """The micro-batches of each device in an update of so many samples.
+    """Return the number of micro-batches per device in an update of `samples`.
 
     Args:
-        at_once: samples that all devices hold in a micro-batch each.
-        found: what asks for the samples, for the error.
+        at_once: samples that all devices process at once, with one micro-batch each.
+        found: text that begins the error.
 
     Raises:
-        UserError: they do not divide.
+        UserError: `samples` is no multiple of `at_once`.
 
     Example:
         >>> steps_for_samples(1024, at_once=256, found="global_batch_size=1024")
         4
     """
-    steps, rest = divmod(samples, at_once)
-    if steps and not rest:
+    steps, remainder = divmod(samples, at_once)
+    if steps and not remainder:
         return steps
     sizes = " or ".join(f"{size}" for size in (steps * at_once, (steps + 1) * at_once) if size)
     raise UserError(
@@ -48,22 +48,21 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
 class GradientAccumulation(pl.Callback):
     """Makes each update the mean over all its targets, bit-identical on any number of devices and nodes.
 
-    Runs on: `setup`, where it tells `UpdateLoop` the size of an update.
+    Runs on: `setup`, where it sets the size of an update in `UpdateLoop`.
 
-    `training_step` returns its mean loss and may add ``count``, the number of targets behind that mean (tokens
-    that are not padding, say; an int, or a tensor of no dimension, which is never read back from the device). Without
-    it the batch size counts. Logs stay the mean of the micro-batch. A count of 0 takes a micro-batch out, even if its
-    loss is NaN.
+    `training_step` returns its mean loss and may add ``count``, the number of targets behind that mean, such as tokens
+    that are not padding. It is an int or a scalar tensor, which is never read back from the device. Without it the
+    batch size counts. Logs stay the mean of the micro-batch. A count of 0 excludes a micro-batch, even if its loss is
+    NaN.
 
     Gradients are added in an order that follows from the micro-batches' numbers (`callbacks.GradientSum`), and running
     statistics of BatchNorm are updated in the order of the numbers. So weights and buffers have the same bits on any
-    number of ranks if the micro-batches have numbers: with a `DataLoader` over a data set with a length and a sampler
-    of torch, and with the loaders of `datamodules`. With other loaders they are equal within rounding, and a note says
-    so. On
-    one device with one micro-batch per update all this is left to PyTorch.
+    number of ranks if the micro-batches have numbers. They have with a `DataLoader` over a data set with a length and a
+    sampler of torch, and with the loaders of `datamodules`. With other loaders the bits are equal within rounding, and
+    a note says so. On one device with one micro-batch per update, PyTorch computes the gradients as usual.
 
-    Whatever the number of micro-batches, an update is one step of the loop: `batch_idx`, limits and intervals count
-    updates, and the module's `on_after_backward` finds the gradient of the whole update. An optimizer that calls its
+    An update is one step of the loop, whatever its number of micro-batches: `batch_idx`, limits and intervals count
+    updates, and the module's `on_after_backward` sees the gradient of the whole update. An optimizer that calls its
     closure again, such as LBFGS, computes the whole update again.
 
     Memory: the gradients of log2(micro-batches of a rank) + 1 micro-batches during an update.
@@ -94,14 +93,14 @@ class GradientAccumulation(pl.Callback):
         self.steps = steps
         self.global_batch_size = global_batch_size
         self._items: int | None = None
-        """Items of an update on all devices, where its loader numbers micro-batches: samples, or batches."""
+        """Items of an update on all devices, for loaders that number micro-batches: samples, or batches."""
         self._samples: int | None = None
-        """Samples of an update on all devices, for other loaders that say how many are in a batch."""
+        """Samples of an update on all devices, for other loaders with a known batch size."""
         self._is_outdated = False
         self._is_restored = False
-        """Whether the checkpoint says how many these are. Otherwise they follow from the loaders, whenever made."""
+        """Whether `_items` and `_samples` are those of the checkpoint. Otherwise they follow from the loaders."""
         self._loop: UpdateLoop | None = None
-        self._divided: list[Any] = []
+        self._divided_loaders: list[Any] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -119,23 +118,28 @@ class GradientAccumulation(pl.Callback):
         self._loop = install_update_loop(trainer)
         self._step.sums_gradients = True
         self._step.has_several = False
-        self._loop.prepare_loaders = lambda loaders: self._divide(trainer, loaders)
+
+        def prepare_loaders(loaders: Any) -> Any:
+            return self._make_update_loaders(trainer, loaders)
+
+        self._loop.prepare_loaders = prepare_loaders
 
     @property
     def _step(self) -> UpdateStep:
         assert self._loop is not None
         return self._loop.step
 
-    def _divide(self, trainer: pl.Trainer, loaders: Any) -> Any:
+    def _make_update_loaders(self, trainer: pl.Trainer, loaders: Any) -> Any:
         """Make loaders whose items are updates."""
-        dealing = resumable_loaders(loaders)
-        if not dealing:
+        numbered_loaders = resumable_loaders(loaders)
+        if not numbered_loaders:
             return self._group(trainer, loaders)
-        if len(dealing) < len(flattened(loaders)):
-            return self._keep(loaders)
-        if len(dealing) > 1 and self.global_batch_size is not None:
-            loader_batch_size(loaders)  # Which raises.
-        for loader in dealing:
+        if len(numbered_loaders) < len(flattened(loaders)):
+            return self._keep_mixed(loaders)
+        if len(numbered_loaders) > 1 and self.global_batch_size is not None:
+            loader_batch_size(loaders)  # Raises: a collection of loaders has no batch size.
+        for loader in numbered_loaders:
+            # A resumed run keeps the saved size, so that the same samples form its updates on other devices.
             if not self._is_restored or self._items is None:
                 if self.global_batch_size is None:
                     self._items = loader.items_of(self.steps * loader.world_size)
@@ -143,11 +147,11 @@ class GradientAccumulation(pl.Callback):
                     self._items = loader.items_of_samples(self.global_batch_size)
             loader.divide_updates(self._items)
             self._step.has_several = self._step.has_several or loader.division.micro_batches > 1
-        self._divided = dealing
+        self._divided_loaders = numbered_loaders
         return loaders
 
-    def _keep(self, loaders: Any) -> Any:
-        """Loaders of which some number their micro-batches: together they are one micro-batch, which is an update."""
+    def _keep_mixed(self, loaders: Any) -> Any:
+        """Return loaders of which only some number their micro-batches: their batches together are one update."""
         if self.steps > 1:
             raise UserError(
                 f"GradientAccumulation({self.steps}) and training loaders of which some do not number their"
@@ -156,45 +160,45 @@ class GradientAccumulation(pl.Callback):
         return loaders
 
     def _group(self, trainer: pl.Trainer, loaders: Any) -> Any:
-        """Updates of loaders that deal no micro-batches by their numbers."""
-        size = self._size_of_group(trainer, loaders)
+        """Group the batches of loaders without numbers into updates."""
+        size = self._group_size(trainer, loaders)
         if size == 1:
             return loaders
         self._step.has_several = True
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-        # Where several devices train, each reads its part.
+        # Lightning does not look for DataLoaders inside a group, so it would add no `DistributedSampler` to them.
         combined.flattened = [process_training_loader(trainer, loader) for loader in combined.flattened]
         if isinstance(loaders, CombinedLoader) or len(combined.flattened) > 1:
-            batches: Any = _Combined(combined)
+            batches: Any = _CombinedBatches(combined)
         else:
             batches = combined.flattened[0]
         is_stateful = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
-        kind = StatefulGroupedUpdates if is_stateful else GroupedUpdates
+        loader_class = StatefulGroupedUpdates if is_stateful else GroupedUpdates
 
         def set_epoch(epoch: int) -> None:
             for loader in combined.flattened:
                 set_sampler_epoch(loader, epoch)
 
-        return kind(batches, size, trainer.global_rank, trainer.world_size, set_epoch)
+        return loader_class(batches, size, trainer.global_rank, trainer.world_size, set_epoch)
 
-    def _size_of_group(self, trainer: pl.Trainer, loaders: Any) -> int:
-        """Micro-batches of each device in an update."""
+    def _group_size(self, trainer: pl.Trainer, loaders: Any) -> int:
+        """Return the number of micro-batches per device in an update."""
         if self.global_batch_size is not None:
             at_once = loader_batch_size(loaders) * trainer.world_size
             return steps_for_samples(self.global_batch_size, at_once, f"global_batch_size={self.global_batch_size}")
         try:
             at_once = sum(map(loader_batch_size, flattened(loaders))) * trainer.world_size
-        except UserError:  # One does not say.
+        except UserError:  # The batch size of a loader is unknown.
             return self.steps
         if not self._is_restored or self._samples is None:
             self._samples = self.steps * at_once
-        found = "the run began with other devices or batches than those of now"
-        return steps_for_samples(self._samples, at_once, found)
+        reason = "the run began with other devices or batches than those of now"
+        return steps_for_samples(self._samples, at_once, reason)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
-        if not averages or trainer.strategy.handles_gradient_accumulation:
+        is_supported = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
+        if not is_supported or trainer.strategy.handles_gradient_accumulation:
             raise UserError(
                 f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
                 ' weigh: pass strategy="ddp", or remove the callback'
@@ -202,17 +206,18 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_outdated:  # A test may load it.
+        if self._is_outdated:  # Not refused in `load_state_dict`, since a test may load such a checkpoint.
             raise UserError(
                 "the checkpoint is of a version that counted micro-batches, and this one counts updates: start a new"
                 " run from its weights"
             )
-        rewrap_ddp(trainer, pl_module)  # Where `configure_optimizers` has frozen layers.
+        # DDP wraps the module before `configure_optimizers`, which may freeze layers that DDP then waits for.
+        rewrap_ddp(trainer, pl_module)
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
-        for loader in self._divided:
+        for loader in self._divided_loaders:
             loader.divide_updates(None)
-        self._divided = []
+        self._divided_loaders = []
         if self._loop is not None:
             self._step.sums_gradients = False
             self._step.has_several = False
@@ -249,8 +254,8 @@ class GradientAccumulation(pl.Callback):
         )
 
 
-class _Combined:
-    """The batches of several loaders, as `training_step` gets them."""
+class _CombinedBatches:
+    """Iterable over the joint batches of several loaders, as `training_step` gets them."""
 
     def __init__(self, loaders: CombinedLoader) -> None:
         self.loaders = loaders

@@ -1,7 +1,7 @@
-"""Save and end a run exactly, on all ranks, after a signal to any of them.
+"""Exact save and end of a run on all ranks, after a signal to any of them.
 
-Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C,
-or closes the terminal, which sends SIGHUP.
+Schedulers send SIGTERM or SIGUSR1 some seconds before they kill a job, to one process or to all. Ctrl-C sends SIGINT,
+and closing the terminal sends SIGHUP.
 """
 
 import contextlib
@@ -34,49 +34,57 @@ _CHILDREN_EXIT = 20.0  # Seconds for the processes that Lightning started; torch
 
 
 def evaluation_batches(trainer: pl.Trainer) -> float:
-    """The batches of this rank in the evaluation that begins; 0 where the number is unknown."""
-    names = {"sanity_val": trainer.sanity_checking, "test": trainer.testing, "predict": trainer.predicting}
-    name = next((name for name, evaluates in names.items() if evaluates), "val")
+    """Return the number of batches of this rank in the evaluation that starts; 0 if it is unknown."""
+    name = "val"
+    if trainer.sanity_checking:
+        name = "sanity_val"
+    elif trainer.testing:
+        name = "test"
+    elif trainer.predicting:
+        name = "predict"
     numbers: Any = getattr(trainer, f"num_{name}_batches")
     total = sum(numbers) if isinstance(numbers, list) else numbers
     return float(total) if total != float("inf") else 0.0
 
 
 def save_now(trainer: pl.Trainer, place: Place) -> str | None:
-    """Save the run as its `last.ckpt`, whatever moments its checkpoint callback keeps to; to be called on all ranks.
+    """Save the run as its `last.ckpt`, whatever the interval of its checkpoint callback; a collective call.
 
     Returns:
-        The file; None where the run keeps no checkpoints, or it could not be written.
+        The path; None if the run keeps no checkpoints or the file could not be written.
     """
-    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    # The first that keeps a last checkpoint, else the first.
-    checkpoint = min(found, key=lambda callback: not callback.save_last, default=None)
+    checkpoints = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    with_last = [callback for callback in checkpoints if callback.save_last]
+    checkpoint = next(iter([*with_last, *checkpoints]), None)
     if checkpoint is None or getattr(trainer, "fast_dev_run", False):
         return None
     if place == "validation":
         for callback in callbacks_of(trainer):
             if isinstance(callback, WeightAveraging):
-                # It has put the average into the module, and the trained weights are with it.
+                # During a validation it has the average in the module: this hook puts the trained weights back.
                 callback.on_validation_epoch_end(trainer, trainer.lightning_module)
     last = Path(checkpoint.last_model_path)
     if trainer.is_global_zero and last.is_symlink():
-        last.unlink()  # Of save_last="link": writing would go through to the checkpoint behind it.
-    settings = checkpoint.save_last, checkpoint.save_weights_only
-    checkpoint.save_last, checkpoint.save_weights_only = True, False
+        last.unlink()  # With save_last="link" a write would overwrite the checkpoint behind the link.
+    keeps_last = checkpoint.save_last
+    saves_weights_only = checkpoint.save_weights_only
+    checkpoint.save_last = True
+    checkpoint.save_weights_only = False
     try:
         save_last(checkpoint, trainer)
     finally:
-        checkpoint.save_last, checkpoint.save_weights_only = settings
-    # A plug-in that survives a full disk remembers what it could not write.
+        checkpoint.save_last = keeps_last
+        checkpoint.save_weights_only = saves_weights_only
+    # `VerifiedCheckpointIO` raises no error if it cannot write, but lists the file here.
     failed = checkpoint.last_model_path in getattr(trainer.strategy.checkpoint_io, "failures", {})
     return None if failed else checkpoint.last_model_path
 
 
 def end_children(trainer: pl.Trainer, patience: float) -> None:
-    """Ends the processes that Lightning's launcher started here, after `patience` seconds by killing them."""
+    """Wait for the processes that Lightning's launcher started here, and kill them after `patience` seconds."""
     processes: list[subprocess.Popen[bytes]] = getattr(trainer.strategy.launcher, "procs", [])
     children = list(processes)
-    # Lightning's observer kills this process, too, when it finds that a child has ended with a status other than 0.
+    # Lightning's observer of these processes kills this process as well when one of them ends with an error status.
     processes.clear()
     deadline = time.monotonic() + patience
     for child in children:
@@ -87,8 +95,8 @@ def end_children(trainer: pl.Trainer, patience: float) -> None:
             child.wait()
 
 
-def _watch_in_place_of(loop: UpdateLoop) -> Callable[[], None]:
-    """Keeps the loop from asking all ranks for SIGTERM in each update; returns how to undo it."""
+def _disable_sigterm_broadcast(loop: UpdateLoop) -> Callable[[], None]:
+    """Disable Lightning's broadcast of SIGTERM in each update; return a function to undo it."""
     loop.watches_sigterm = False
 
     def undo() -> None:
@@ -100,20 +108,20 @@ def _watch_in_place_of(loop: UpdateLoop) -> Callable[[], None]:
 class Preemption(pl.Callback):
     """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
-    A signal only sets a flag. All ranks agree on it at the end of an update, one update later on several ranks, save
-    `last.ckpt` through the run's checkpoint callback, and raise `Preempted`, which ends each process with 128 + the
-    signal's number: 143, 138, 129, 130. A resumed run continues there bit for bit. During a validation they save the
-    state before it; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is
-    saved. A second Ctrl-C ends the process at once.
+    A signal only sets a flag. The ranks all-reduce the flag at the end of each update; on several ranks its result
+    is known one update later. Then all ranks save `last.ckpt` through the run's checkpoint callback and raise
+    `Preempted`, which ends each process with 128 + the signal's number: 143, 138, 129, 130. A resumed run continues
+    there bit for bit. During a validation they save the state before it. `trainer.validate`, `test` and `predict` end
+    at the next batch. Before the first update nothing is saved. A second Ctrl-C ends the process at once.
 
     On SIGUSR1 a batch job of Slurm is requeued before any rank exits (``#SBATCH --signal=USR1@90`` sends
     it in time). A run validates and stops after complete updates, as with `ExactCheckpoint`.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
-    last callback there, so a checkpoint holds what the others did.
+    last callback there, so a checkpoint includes the changes of the others.
 
     Raises:
-        Preempted: on every rank, when a signal came; a kind of SystemExit.
+        Preempted: on every rank after a signal; a subclass of SystemExit.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Preemption()], logger=False, accelerator="cpu")
@@ -123,9 +131,9 @@ class Preemption(pl.Callback):
         super().__init__()
         self._flag = SignalFlag()
         self._undo: list[Callable[[], None]] = []
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._ranks: FlagAllReduce | None = None
         self._stop_requested = False
         self._place: Place | None = None
@@ -146,19 +154,20 @@ class Preemption(pl.Callback):
             on_test_start=self._begin_evaluation,
             on_predict_start=self._begin_evaluation,
         )
-        # Lightning would put its own handlers around ours, and SIGTERM's runs a collective.
+        # Lightning would install its own handlers over these, and its handler of SIGTERM runs a collective, which hangs
+        # if only one rank gets the signal.
         self._undo = [surround_callbacks(trainer, first, self), keep_signal_handlers(trainer)]
         if stage == "fit":
-            self._undo.append(_watch_in_place_of(install_update_loop(trainer)))
+            self._undo.append(_disable_sigterm_broadcast(install_update_loop(trainer)))
 
     def _over_ranks(self, trainer: pl.Trainer) -> FlagAllReduce:
         if self._ranks is None:
-            # With the timeout of Lightning's own group, which a new group would not inherit.
+            # A new process group does not inherit the timeout of Lightning's own group.
             self._ranks = FlagAllReduce(trainer.world_size, collective_timeout(trainer.strategy))
         return self._ranks
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop here a run that received a signal while it started."""
+        """Stop a run that received a signal while it started."""
         if self._over_ranks(trainer).maximum(self._flag.received)[0]:
             self._stop(trainer, "run start")
 
@@ -168,19 +177,20 @@ class Preemption(pl.Callback):
 
     def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            # A validation that was interrupted and repeated left one batch of the first attempt uncounted.
+            # An interrupted validation leaves a batch of the first attempt started and not completed.
             trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
         ranks = self._over_ranks(trainer)
-        mine = self._stop_requested or ranks.wait() or bool(self._flag.received)
-        # Ranks may have unequal numbers of batches; flags are exchanged where all of them have one.
-        requested, fewest = ranks.maximum(mine, -evaluation_batches(trainer))
+        rank_requests_stop = self._stop_requested or ranks.wait() or bool(self._flag.received)
+        # Ranks may have unequal numbers of batches, and a collective call needs all of them: flags are all-reduced only
+        # in as many batches as every rank has. The minimum is the negative of a maximum.
+        requested, negative_minimum = ranks.maximum(rank_requests_stop, -evaluation_batches(trainer))
         self._stop_requested = bool(requested)
-        self._common_batches = -fewest
+        self._common_batches = -negative_minimum
         if self._stop_requested:
             self._stop(trainer, "validation start" if trains(trainer) else "evaluation")
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop here if a signal came, unless the update is an epoch's last, whose next hook is the exact place."""
+        """Stop after a signal, except after an epoch's last update: there the start of the next epoch is exact."""
         place = place_after_update(trainer)
         if place == "within update":
             return
@@ -197,26 +207,28 @@ class Preemption(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Too late to cut anything, but what comes after training shall not begin.
+        # Training is complete, but the program must not begin its next step, such as a test.
         if self._over_ranks(trainer).maximum(self._flag.received)[0]:
             self._stop(trainer, "run end")
 
     def _stop(self, trainer: pl.Trainer, place: Place) -> None:
-        """Save where there is something to save, and end on every rank with the same signal."""
+        """Save if the point allows it, and raise `Preempted` with the same signal on every rank."""
         self._stopping = True
         ranks = self._over_ranks(trainer)
         signum = int(ranks.maximum(self._flag.received)[0])
         self._place = place
         path = save_now(trainer, place) if RULES[place].saves else None
         self._place = None
-        done = f"saved {path}" if path else "nothing was saved"
-        # First: Slurm may end the program that writes a job's output as soon as it has requeued the job.
+        result = f"saved {path}" if path else "nothing was saved"
         when = f" after update {trainer.global_step}" if trainer.state.fn == "fit" else ""
-        warn("%s%s: %s", name_of(signum), when, done)
-        if trainer.is_global_zero and (note := requeue_on(signum)):
-            warn(note)
-        # Slurm may end the whole step, with the request to requeue, when the first process exits. All is saved: a rank
-        # that does not take part is no reason to fail.
+        # Before the requeue, as soon as which Slurm may end the program that writes the job's output.
+        warn("%s%s: %s", name_of(signum), when, result)
+        if trainer.is_global_zero:
+            note = requeue_on(signum)
+            if note:
+                warn(note)
+        # The other ranks wait for rank 0: when the first process exits, Slurm may end the whole job step, with the
+        # request to requeue. Everything is saved, so a rank that does not take part is no reason to fail.
         with contextlib.suppress(RuntimeError):
             ranks.maximum(0)
         raise Preempted(signum, path, trained=place == "run end")
@@ -231,7 +243,7 @@ class Preemption(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Preempted):
-            # Where the ranks have not agreed to stop, the others wait for this process, and would wait on.
+            # If the ranks have not agreed to stop, the others wait for this process and are killed at once.
             end_children(trainer, _CHILDREN_EXIT if self._stopping else 0.0)
         self._release()
 
@@ -243,4 +255,4 @@ class Preemption(pl.Callback):
         self._flag.restore()
         while self._undo:
             self._undo.pop()()
-        self._forget()
+        self._reset()

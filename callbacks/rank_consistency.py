@@ -1,7 +1,7 @@
-"""Stop a run whose ranks train different models, at the end of the epoch.
+"""Comparison of the ranks' weights, which stops a run whose ranks train different models.
 
-If a gradient is not reduced (a layer unfrozen without wrapping again, a forward pass that bypasses DDP), each rank
-trains its own model. The loss looks good, and rank 0's model is saved.
+If a gradient is not reduced, as of a layer unfrozen without wrapping the module in DDP again, or after a forward pass
+that bypasses DDP, each rank trains its own model. The loss looks good, and rank 0's model is saved.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,8 @@ from callbacks.lib.updates import resumable_loaders
 from datamodules.errors import RunFailedError, UserError
 from datamodules.notes import warn
 
-# Halves of 8-byte elements: as one int64, 2.0 and 4.0 could change places unseen, their bits being 2**52 apart.
+# Elements of 8 bytes are read as halves. As one int64, the bits of 2.0 and 4.0 differ by 2**52, so that exchanging them
+# could leave the weighted sum modulo 2**64 unchanged.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _BLOCK = 1 << 20
 
@@ -31,10 +32,10 @@ def _odd_numbers(device: torch.device) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A number of a tensor's bits: the sum of its elements, read as integers, times 1, 3, 5, ... modulo 2**64.
+    """Return the sum of a tensor's elements, read as integers, times 1, 3, 5, ... modulo 2**64.
 
-    It differs where one bit does, where two elements of up to 4 bytes have changed places, and between 0.0 and -0.0. A
-    NaN equals another with the same bits.
+    It changes with any single bit, if two elements of up to 4 bytes change places, and between 0.0 and -0.0. Two NaN
+    with the same bits are equal.
 
     Example:
         >>> a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
@@ -44,7 +45,7 @@ def checksum(tensor: Tensor) -> Tensor:
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    # Shorter than int64, and in blocks, so that the products need 16 MiB and not four times the largest tensor.
+    # As integers shorter than int64, and in blocks: the products then need 16 MiB, not four times the largest tensor.
     bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, block in enumerate(bits.split(_BLOCK)):
@@ -54,12 +55,12 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The checksum of each tensor: int64 of shape (tensors,), on one device."""
+    """Return the checksum of each tensor, int64 of shape (tensors,), on one device."""
     return torch.stack([checksum(tensor).to(device) for tensor in tensors])
 
 
 def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
-    """The first tensor that differs, and on which ranks; None if all are equal.
+    """Describe the first tensor that differs, and on which ranks; None if all are equal.
 
     Args:
         by_rank: checksums of shape (ranks, tensors).
@@ -68,14 +69,14 @@ def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
         >>> describe_difference(torch.tensor([[1, 2, 3], [1, 7, 8], [1, 2, 3]]), ["a", "b", "c"])
         'b (the first of 2 of 3): ranks 0, 2 | 1'
     """
-    different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
-    if not different:
+    differing = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
+    if not differing:
         return None
-    groups: dict[int, list[int]] = {}
-    for rank, value in enumerate(by_rank[:, different[0]].tolist()):
-        groups.setdefault(value, []).append(rank)
-    agreeing = " | ".join(", ".join(map(str, ranks)) for ranks in groups.values())
-    return f"{names[different[0]]} (the first of {len(different)} of {len(names)}): ranks {agreeing}"
+    ranks_by_checksum: dict[int, list[int]] = {}
+    for rank, value in enumerate(by_rank[:, differing[0]].tolist()):
+        ranks_by_checksum.setdefault(value, []).append(rank)
+    groups = " | ".join(", ".join(map(str, ranks)) for ranks in ranks_by_checksum.values())
+    return f"{names[differing[0]]} (the first of {len(differing)} of {len(names)}): ranks {groups}"
 
 
 class RankConsistency(pl.Callback):
@@ -85,9 +86,9 @@ class RankConsistency(pl.Callback):
     each. It does not compare buffers: under plain DDP each rank has its own running statistics of BatchNorm. With
     strategies that split parameters it prints a note and compares no weights.
 
-    Before the first batch it compares what the loaders of `datamodules` read: labels, lengths and names of files.
+    Before the first batch it compares the data of the loaders of `datamodules`: labels, lengths and names of files.
 
-    Runs on: `on_train_start`; `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
+    Runs on: `on_train_start`; `on_train_epoch_end`, before the checkpoints of that epoch are saved; `on_train_end`.
 
     Raises:
         UserError: on every rank, if one trains on other data.
@@ -107,9 +108,10 @@ class RankConsistency(pl.Callback):
         if trainer.world_size == 1:
             return
         data = gather([loader.data for loader in resumable_loaders(trainer.train_dataloader)])
-        for rank, found in enumerate(data):
-            if found != data[0]:
-                counts, expected = ([loader["samples"] for loader in loaders] for loaders in (found, data[0]))
+        for rank, rank_data in enumerate(data):
+            if rank_data != data[0]:
+                counts = [loader["samples"] for loader in rank_data]
+                expected = [loader["samples"] for loader in data[0]]
                 raise UserError(
                     f"rank {rank} trains on other data than rank 0: {counts} samples and {expected}, others or in"
                     " another order; copy the same files to each node"
@@ -131,10 +133,11 @@ class RankConsistency(pl.Callback):
             return
         self._checked_step = trainer.global_step
         names, parameters = zip(*pl_module.named_parameters(), strict=True)
-        own = checksums(parameters, pl_module.device)
-        by_rank: list[Any] = [torch.empty_like(own) for _ in range(trainer.world_size)]
-        dist.all_gather(by_rank, own)
-        if difference := describe_difference(torch.stack(by_rank).cpu(), names):
+        rank_checksums = checksums(parameters, pl_module.device)
+        by_rank: list[Any] = [torch.empty_like(rank_checksums) for _ in range(trainer.world_size)]
+        dist.all_gather(by_rank, rank_checksums)
+        difference = describe_difference(torch.stack(by_rank).cpu(), names)
+        if difference:
             raise RunFailedError(
                 f"the ranks hold different weights after update {trainer.global_step}: {difference} agree among"
                 " themselves. Its gradient was not reduced, or it was changed outside the optimiser: look for"

@@ -1,4 +1,4 @@
-"""Progress of a run and the time left: one line on a terminal, a line every minute in a log file.
+"""Progress of a run and the time left: one status line on a terminal, one line per minute in a log file.
 
 Lightning's bars read each displayed metric from the device at every step. `RunProgress` looks at the clock.
 """
@@ -23,19 +23,22 @@ from callbacks.train_loss import TrainLoss
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
 
 _FIRST_LINE = 5.0
-"""Seconds after which a log file has the first line of a run."""
+"""Seconds until the first line of a run in a log file."""
 
 _STAGES = {"validate": "validating", "test": "testing", "predict": "predicting", "sanity_check": "sanity check"}
 
 
 def shown_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Scalars by name, without learning rates, single classes and the means of epochs."""
-    shown = [n for n in sorted(metrics) if "_class_" not in n and n.split("/")[0] != "lr" and not n.endswith("_epoch")]
-    return {name: float(metrics[name]) for name in shown}
+    """Return scalars by name, without learning rates, scores of single classes and means of epochs."""
+    scores = {}
+    for name in sorted(metrics):
+        if "_class_" not in name and name.split("/")[0] != "lr" and not name.endswith("_epoch"):
+            scores[name] = float(metrics[name])
+    return scores
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """The `shown_scores` on one line.
+    """Format the `shown_scores` on one line.
 
     Example:
         >>> format_metrics({"val/accuracy": 0.99, "lr": 0.1, "val/accuracy_class_3": 0.98, "train/loss": 0.0312})
@@ -46,39 +49,40 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 
 
 def _epoch(trainer: pl.Trainer) -> str:
-    of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-    return f"epoch {trainer.current_epoch + 1}{of}"
+    total = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+    return f"epoch {trainer.current_epoch + 1}{total}"
 
 
 def _wrapped(line: str) -> str:
-    """A line as those of a terminal, with each name beside its value."""
-    glued = "  ".join(part.replace(" ", "\xa0") for part in line.split("  "))
+    """Wrap a line at the width of the terminal, and keep each name on one line with its value."""
+    # No-break spaces hold the words of a column together; two spaces separate columns.
+    glued = "  ".join(column.replace(" ", "\xa0") for column in line.split("  "))
     wrapped = textwrap.fill(glued, columns(), subsequent_indent="    ")
     return wrapped.replace("\xa0", " ")
 
 
 def fitting(parts: Sequence[tuple[int, str]], width: int) -> str:
-    """The most important parts of a line that fit into a width, in their order.
+    """Join the most important parts of a line that fit into a width, in their order.
 
     Args:
-        parts: importance, 0 is the highest, and text.
+        parts: pairs of importance, 0 is the highest, and text.
 
     Example:
         >>> fitting([(0, "epoch 1"), (2, "a long remark"), (1, "loss 0.5")], width=20)
         'epoch 1  loss 0.5'
     """
-    kept = [part for part in parts if part[1]]
-    while len(kept) > 1 and len("  ".join(text for _, text in kept)) > width:
-        kept.remove(max(kept))
-    return "  ".join(text for _, text in kept)
+    shown = [(importance, text) for importance, text in parts if text]
+    while len(shown) > 1 and len("  ".join(text for _, text in shown)) > width:
+        shown.remove(max(shown))
+    return "  ".join(text for _, text in shown)
 
 
 class RunProgress(ProgressBar):
     """Keeps one line up to date on a terminal, or prints lines into a log file, and prints one after each epoch.
 
-    The line shows the epoch, its updates, the time left of the epoch and of the run, and, with a `TrainLoss`, the mean
-    loss of the epoch so far on this rank and the targets per second. On a narrow terminal the less important parts are
-    omitted. A message that is printed meanwhile appears above the line.
+    The line shows the epoch, its updates, and the time left of the epoch and of the run. With a `TrainLoss` it shows
+    the mean loss of this rank in the epoch so far and the targets per second. A narrow terminal omits the less
+    important parts. Messages that are printed meanwhile appear above the line.
 
     Runs on: the start and end of training and of evaluation, and every batch.
 
@@ -93,14 +97,17 @@ class RunProgress(ProgressBar):
         self.interval = interval
         self.log_interval = log_interval
         self.line = StatusLine()
-        self._enabled, self._validated = True, False
-        self._next_drawing, self._next_log, self._evaluated = 0.0, math.inf, 0
+        self._enabled = True
+        self._validated = False
+        self._next_drawing = 0.0
+        self._next_log = math.inf
+        self._evaluated = 0
         self._pace = Pace()
         self._train_loss: TrainLoss | None = None
         self._first_batch = 0
         self._epoch_began = 0.0
         self._targets: tuple[float, float] | None = None
-        """Targets of this rank in the epoch, and the time, when its first line was drawn."""
+        """Number of this rank's targets and the time as the first line of the epoch was drawn."""
 
     @override
     def enable(self) -> None:
@@ -111,7 +118,7 @@ class RunProgress(ProgressBar):
         self._enabled = False
 
     def _prints_lines(self) -> bool:
-        """Whether lines are to be printed: no terminal shows how far the run is, or the lines are kept in a file."""
+        """Whether to print lines: there is no terminal for the status line, or the output is kept in a file."""
         return not self.line.is_possible() or not sys.stdout.isatty()
 
     def _is_due(self) -> bool:
@@ -122,7 +129,7 @@ class RunProgress(ProgressBar):
         return self.line.is_possible()
 
     def _show(self, trainer: pl.Trainer, parts: Sequence[tuple[int, str]]) -> None:
-        """Draw a line, and print it where it is time for one in a file."""
+        """Draw a line, and print it if the next one in a log file is due."""
         now = time.monotonic()
         if self._enabled:
             self._draw(trainer, parts)
@@ -135,7 +142,7 @@ class RunProgress(ProgressBar):
             self._print(fitting(parts, 1_000))
 
     def _print(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._next_log = time.monotonic() + self.log_interval
         print(_wrapped(line) if sys.stdout.isatty() else line, flush=True)  # noqa: T201
 
@@ -143,18 +150,22 @@ class RunProgress(ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         losses = [callback for callback in callbacks_of(trainer) if isinstance(callback, TrainLoss)]
         self._train_loss = losses[0] if losses else None
-        self._pace, self._targets = Pace(), None
+        self._pace = Pace()
+        self._targets = None
         self._first_batch = trainer.fit_loop.total_batch_idx + 1
-        # A resume in mid-epoch begins no epoch.
+        # Also here: a run that resumes within an epoch does not call `on_train_epoch_start`.
         self._epoch_began = time.monotonic()
-        self._next_drawing, self._next_log = 0.0, self._epoch_began + min(_FIRST_LINE, self.log_interval)
+        self._next_drawing = 0.0
+        self._next_log = self._epoch_began + min(_FIRST_LINE, self.log_interval)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_began, self._validated, self._targets = time.monotonic(), False, None
+        self._epoch_began = time.monotonic()
+        self._validated = False
+        self._targets = None
 
     def _batches(self, trainer: pl.Trainer) -> int:
-        """Batches that were made since the run was started or resumed."""
+        """Return the number of batches since the run was started or resumed."""
         return trainer.fit_loop.total_batch_idx + 1 - self._first_batch
 
     @override
@@ -166,55 +177,66 @@ class RunProgress(ProgressBar):
             self._show(trainer, self._training_line(trainer, batch_idx + 1, outputs))
 
     def _training_line(self, trainer: pl.Trainer, done: int, outputs: Any) -> list[tuple[int, str]]:
-        of_run = batches_left(trainer)
-        total = min(float(trainer.num_training_batches), done + of_run)
+        batches_of_run = batches_left(trainer)
+        total = min(float(trainer.num_training_batches), done + batches_of_run)
         unit = unit_of_batches(trainer)
-        of_epoch = limited_by_time(trainer, self._pace.left(total - done, with_evaluations=False))
-        run_left = limited_by_time(trainer, self._pace.left(of_run, with_evaluations=True))
+        epoch_left = limited_by_time(trainer, self._pace.left(total - done, with_evaluations=False))
+        run_left = limited_by_time(trainer, self._pace.left(batches_of_run, with_evaluations=True))
         loss, rate = self._loss_and_rate(trainer, unit, outputs)
         return [
             (0, _epoch(trainer)),
             (1, f"{unit} {done:,}/{total:,.0f}" if math.isfinite(total) else f"{unit} {done:,}"),
             (2, loss),
             (4, rate),
-            (5, f"epoch {format_seconds(of_epoch)} left" if math.isfinite(of_epoch) else ""),
+            (5, f"epoch {format_seconds(epoch_left)} left" if math.isfinite(epoch_left) else ""),
             (3, f"run {format_seconds(run_left)} left" if math.isfinite(run_left) else ""),
         ]
 
     def _loss_and_rate(self, trainer: pl.Trainer, unit: str, outputs: Any) -> tuple[str, str]:
-        """The mean loss of the epoch so far, and targets or updates per second."""
+        """Return the mean loss of the epoch so far, and targets or updates per second, as text."""
         seconds = self._pace.per_batch()
         rate = f"{1 / seconds:,.1f} {unit}{'es' if unit == 'batch' else 's'}/s" if seconds > 0 else ""
         if self._train_loss is None:
             return format_metrics(trainer.callback_metrics), rate
         loss, targets = self._train_loss.running()
-        if not targets:  # It is called after this callback, so that the first batch of an epoch is not in it yet.
-            outputs_of_batches = micro_batch_outputs(trainer, outputs)
-            losses = [float(each["loss"]) for each in outputs_of_batches if each.get("loss") is not None]
+        if not targets:
+            # `TrainLoss` is called after this callback, so it does not hold the first batch of an epoch yet.
+            losses = []
+            for output in micro_batch_outputs(trainer, outputs):
+                if output.get("loss") is not None:
+                    losses.append(float(output["loss"]))
             loss = sum(losses) / len(losses) if losses else math.nan
         now = time.monotonic()
         if self._targets is None:
-            self._targets = targets, now
-        elif (more := targets - self._targets[0]) > 0:
-            rate = f"{trainer.world_size * more / (now - self._targets[1]):,.0f} {self._train_loss.targets}/s"
+            self._targets = (targets, now)
+        first_targets, first_time = self._targets
+        if targets > first_targets:
+            per_second = trainer.world_size * (targets - first_targets) / (now - first_time)
+            rate = f"{per_second:,.0f} {self._train_loss.targets}/s"
         return f"loss {loss:.4f}" if math.isfinite(loss) else "", rate
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning keeps the scores of an earlier epoch's validation.
-        known = {n: v for n, v in trainer.callback_metrics.items() if self._validated or not n.startswith("val")}
-        ended = {name: value for name, value in known.items() if name.endswith("_epoch")}
-        means: dict[str, Any] = {name.removesuffix("_epoch"): value for name, value in ended.items()}
-        if self._train_loss is not None and not any(name.startswith("train/loss") for name in known):
-            loss, targets = self._train_loss.running()  # An epoch that max_steps has ended has no mean of its own.
-            means |= {"train/loss": loss} if targets else {}
+        metrics: dict[str, Any] = dict(trainer.callback_metrics)
+        if not self._validated:
+            # Lightning keeps the scores of an earlier epoch's validation.
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("val")}
+        means: dict[str, Any] = {}
+        for name, value in metrics.items():
+            if name.endswith("_epoch"):
+                means[name.removesuffix("_epoch")] = value
+        if self._train_loss is not None and not any(name.startswith("train/loss") for name in metrics):
+            # In an epoch that max_steps has cut, `TrainLoss` has logged no mean.
+            loss, targets = self._train_loss.running()
+            if targets:
+                means["train/loss"] = loss
         self.line.clear()
         if self._enabled:
-            scores = shown_scores(known | means)
+            scores = shown_scores(metrics | means)
             self._end_epoch(trainer, scores, time.monotonic() - self._epoch_began)
 
     def _end_epoch(self, trainer: pl.Trainer, scores: Mapping[str, float], seconds: float) -> None:
-        """Print what an epoch has ended with."""
+        """Print the scores and the time of an epoch."""
         self._print("  ".join(filter(None, (_epoch(trainer), format_metrics(scores), f"{seconds:.1f} s"))))
 
     def _close(self, *args: Any, **kwargs: Any) -> None:
@@ -237,9 +259,11 @@ class RunProgress(ProgressBar):
             return
         name = _STAGES.get(trainer.state.stage.value, trainer.state.stage.value)
         total = evaluation_batches(trainer)
-        of = f"/{total:,.0f}" if total else ""
-        parts = [(2, f"{name} {self._evaluated:,}{of}")]
-        self._show(trainer, [(0, _epoch(trainer)), *parts] if trainer.state.fn == "fit" else parts)
+        total_text = f"/{total:,.0f}" if total else ""
+        parts = [(2, f"{name} {self._evaluated:,}{total_text}")]
+        if trainer.state.fn == "fit":
+            parts.insert(0, (0, _epoch(trainer)))
+        self._show(trainer, parts)
 
     def _on_evaluation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated = True

@@ -1,9 +1,9 @@
 """Random numbers that are equal in a rerun, a resumed run and a run on another number of devices.
 
-Lightning gives every rank the same generator state, so that dropout masks are equal on all of them, and stores no
-generator state in checkpoints. Here each micro-batch has an address: before it the generators are seeded from
-``(seed, epoch, number of the micro-batch in the epoch)``. Checkpoints need no generator state, nothing drawn in between
-changes what follows, and it does not matter which rank computes the micro-batch.
+Lightning gives every rank the same generator state, so dropout masks are equal on all ranks (#16166), and stores no
+generator state in checkpoints. `SeedControl` seeds the generators before each micro-batch from ``(seed, epoch, number
+of the micro-batch in the epoch)``. So checkpoints need no generator state, numbers drawn elsewhere change nothing, and
+any rank may compute the micro-batch.
 """
 
 import functools
@@ -24,36 +24,36 @@ from datamodules.notes import warn
 
 
 @functools.cache
-def _key_of_steps(seed: int) -> int:
+def _step_key(seed: int) -> int:
     return derive_seed(seed, "step")
 
 
-@functools.lru_cache(maxsize=4)  # A step is asked for twice: before its batch is loaded, and when it begins.
+@functools.lru_cache(maxsize=4)  # Each seed is used twice: to load a batch, and to compute it.
 def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
-    """The seed from which `SeedControl` draws the noise of a micro-batch, for loops without a Trainer.
+    """Return the seed with which `SeedControl` seeds a micro-batch, for loops without a Trainer.
 
     Args:
-        number: of the micro-batch in its epoch, counted over all ranks.
+        number: number of the micro-batch in its epoch, counted over all ranks.
     """
-    return derive_seed_at(_key_of_steps(seed), epoch, number)
+    return derive_seed_at(_step_key(seed), epoch, number)
 
 
 def _set_environment(seed: int) -> Callable[[], None]:
-    """Tells Lightning the seed for its `DistributedSampler` and to seed workers by rank; returns how to undo it."""
+    """Set the variables by which Lightning seeds its `DistributedSampler` and workers; return a function to undo it."""
     settings = {"PL_GLOBAL_SEED": str(seed & 0xFFFFFFFF), "PL_SEED_WORKERS": "1"}
-    before = {name: os.environ[name] for name in settings if name in os.environ}
+    previous_settings = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ.update(settings)
 
     def undo() -> None:
         for name in settings:
             os.environ.pop(name, None)
-        os.environ.update(before)
+        os.environ.update(previous_settings)
 
     return undo
 
 
 def _seed_updates(step: UpdateStep, seeds: "SeedControl") -> Callable[[], None]:
-    """Has the updates of a Trainer seeded; returns how to undo it, since it may train without the callback later."""
+    """Let `UpdateLoop` seed the updates; return a function to undo it for a later fit without the callback."""
     step.seeds = seeds
 
     def undo() -> None:
@@ -65,20 +65,19 @@ def _seed_updates(step: UpdateStep, seeds: "SeedControl") -> Callable[[], None]:
 class SeedControl(pl.Callback):
     """Makes random numbers a function of the seed and the position in the run: equal on a rerun and on other devices.
 
-    - Constructing it seeds all generators: build it before the module and the initial weights repeat. It does so again
-      before ``setup`` and ``configure_model``, alike on all ranks.
-    - Each micro-batch draws from (seed, epoch, number of the micro-batch in the epoch), for layers and functions of
-      torch, NumPy and Python, and so does the loading of it, whatever hooks have drawn before. The numbers are the same
-      on any number of devices with a `DataLoader` over a data set with a length and a sampler of torch, and with the
-      loaders of `datamodules`. A closure that an optimizer calls again in the update
-      draws the same numbers again.
-    - Each evaluation step draws from (seed, loader, number of the batch over all ranks), and changes nothing of what
-      training draws.
-    - Before each epoch the generators are seeded alike on all ranks, for samplers of loaders without numbers; their
-      workers get a seed for each epoch, rank and worker, unless they persist.
+    - The constructor seeds all generators. Build the callback before the module, and the initial weights repeat. It
+      seeds them again in ``setup``, before ``configure_model``, with the same seed on all ranks.
+    - The seed of each micro-batch is a function of (seed, epoch, number of the micro-batch in the epoch). It holds for
+      loading and computing it, and for the generators of torch, NumPy and Python. The numbers are the same on any
+      number of devices with a `DataLoader` over a data set with a length and a sampler of torch, and with the loaders
+      of `datamodules`. If an optimizer calls its closure again, the same numbers are drawn again.
+    - The seed of each evaluation batch is a function of (seed, loader, number of the batch over all ranks). Evaluation
+      does not change the numbers of training.
+    - At the start of each epoch the generators have the same seed on all ranks, for samplers of loaders without
+      numbers. The workers of such loaders get a seed for each epoch, rank and worker, unless they persist.
 
-    Runs on: construction, `setup`, the starts of fit and epochs, the start of each evaluation batch, and where
-    `UpdateLoop` loads and begins a micro-batch. `teardown` and `on_exception` restore the environment.
+    Runs on: construction, `setup`, the starts of fit and epochs, the start of each evaluation batch, and before
+    `UpdateLoop` loads and computes a micro-batch. `teardown` and `on_exception` restore the environment.
 
     Args:
         seed: 0 or greater, the same on all ranks.
@@ -111,7 +110,8 @@ class SeedControl(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seed("epoch", 0)  # A Trainer that has trained before still counts the epochs of then.
+        # Not the present epoch: in a second fit `current_epoch` is still that of the first one.
+        self._seed("epoch", 0)
 
     def _on_evaluation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -128,31 +128,33 @@ class SeedControl(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (saved := state_dict["seed"]) != self.seed:
+        saved = state_dict["seed"]
+        if saved != self.seed:
             warn(
                 f"warning: SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn"
                 f" from now on differs from the run that wrote it; pass seed={saved} to continue as that run"
             )
 
     def seed_epoch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Seeds the generators as the start of the present epoch does, so that a loader repeats its order."""
+        """Seed the generators as at the start of the present epoch, so that a loader repeats its order."""
         self._seed("epoch", trainer.current_epoch)
 
     def seed_iterator(self, trainer: pl.Trainer) -> None:
-        """Seeds the generators for the iterator of the training loader, which may draw the order of the epoch."""
+        """Seed the generators for the iterator of the training loader, which may draw the order of the epoch."""
         loop = trainer.fit_loop
-        # A resumed epoch goes on in an order that was drawn before; and a loader with numbers draws none.
+        # A resumed epoch keeps the order that was drawn at its start, and a loader with numbers draws none.
         if loop.restarted_mid_epoch or hasattr(trainer.train_dataloader, "division"):
             self.seed_loading(trainer, install_update_loop(trainer).loaded.first_number(loop.batch_idx + 1))
         else:
             self.seed_epoch(trainer)
 
     def seed_loading(self, trainer: pl.Trainer, number: int) -> None:
-        """Seeds the generators for loading a micro-batch and moving it to the device."""
+        """Seed the generators for loading a micro-batch and moving it to the device."""
+        # Another seed than for computing it: the noise of samples must not equal that of layers.
         seed_generators(micro_batch_seed(self.seed, trainer.current_epoch, number) ^ 1, self._device)
 
     def seed_micro_batch(self, trainer: pl.Trainer, number: int) -> None:
-        """Seeds the generators for computing a micro-batch."""
+        """Seed the generators for computing a micro-batch."""
         seed_generators(micro_batch_seed(self.seed, trainer.current_epoch, number), self._device)
 
     on_sanity_check_end = on_train_epoch_start = seed_epoch

@@ -1,7 +1,7 @@
-"""BatchNorm over all devices of a run, on any kind of device.
+"""Synchronised BatchNorm over all ranks of a run, on any kind of device.
 
-`Trainer(sync_batchnorm=True)` refuses to run on CPUs and, after the fit, forgets the class of each layer and whether
-it was frozen. Without it each rank normalises alone, and checkpoints hold the statistics of rank 0.
+`Trainer(sync_batchnorm=True)` raises an error on CPUs and, after the fit, loses the class of each layer and whether it
+was frozen. Without it each rank normalises alone, and checkpoints hold the statistics of rank 0.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ from datamodules.errors import UserError
 
 
 class _SynchronisedFunction(torch.autograd.Function):
-    """Normalises with the statistics of all processes: one all-gather forwards, one all-reduce backwards.
+    """Batch normalisation over all processes, with one all-gather in the forward and one all-reduce in the backward.
 
-    The gradients of weight and bias are this process's part, as everywhere under DDP, which averages them.
+    The gradients of weight and bias are those of this process, as DDP expects, which averages them.
     """
 
     @staticmethod
@@ -45,25 +45,30 @@ class _SynchronisedFunction(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         moments = local_moments(x, dtype)
-        parts = [torch.empty_like(moments) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, moments)
-        mean, variance, total = combine_moments(torch.stack(parts))
+        moments_by_rank = [torch.empty_like(moments) for _ in range(dist.get_world_size())]
+        dist.all_gather(moments_by_rank, moments)
+        mean, variance, total = combine_moments(torch.stack(moments_by_rank))
         if total == 1:
             raise ValueError(
                 "batch normalisation found 1 value per channel on all processes, expected 2 or more: "
                 "pass another batch size"
             )
         if running is not None and total > 0:
-            # By `data`, since torch's kernel counts no change either: within the same loss the layer may have computed
-            # with them in evaluation mode.
+            # Through `data`, which raises no version counter, as torch's kernel does not: the layer may have used these
+            # buffers in evaluation mode within the same loss, and autograd would reject a change.
             running[0].data.lerp_(mean.to(running[0].dtype), momentum)
             running[1].data.lerp_((variance * (total / (total - 1))).to(running[1].dtype), momentum)
-        mean, variance = mean.to(dtype), variance.to(dtype)
+        mean = mean.to(dtype)
+        variance = variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.total = eps, max(total.item(), 1)
+        ctx.eps = eps
+        ctx.total = max(total.item(), 1)
         if x.numel() == 0:
             return torch.empty_like(x)
-        weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+        if weight is not None:
+            weight = weight.to(dtype)
+        if bias is not None:
+            bias = bias.to(dtype)
         return F.batch_norm(x, mean, variance, weight, bias, eps=eps)
 
     @staticmethod
@@ -73,7 +78,7 @@ class _SynchronisedFunction(torch.autograd.Function):
 
 
 class _SynchronisedGradient(torch.autograd.Function):
-    """The gradients of `_SynchronisedFunction`, which cannot be differentiated again."""
+    """Gradients of `_SynchronisedFunction`; a second derivative raises an error."""
 
     @staticmethod
     def forward(
@@ -98,7 +103,7 @@ class _SynchronisedGradient(torch.autograd.Function):
         grad_weight = sums[0].to(weight.dtype) if weight is not None and needed[1] else None
         grad_bias = sums[1].to(weight.dtype) if weight is not None and needed[2] else None
         if needed[0]:
-            # A process without samples has nothing to add, but the others wait for it.
+            # A process without samples adds zeros, since the others wait for it in the all-reduce.
             sums = sums.clone()
             dist.all_reduce(sums)
             scale = (variance + eps).rsqrt()
@@ -107,7 +112,7 @@ class _SynchronisedGradient(torch.autograd.Function):
             grad_input = torch.empty_like(x)
             if x.numel() > 0:
                 # dx = scale * (dy - mean(dy) - x_hat * mean(dy * x_hat)), in two calls of a kernel that is fast and
-                # accurate for half-precision activations too, where plain products are 5 times slower.
+                # accurate also for half-precision activations, where plain products are 5 times slower.
                 projection = F.batch_norm(x, mean, variance, slope, shift, eps=eps)
                 unit = torch.ones_like(mean)
                 # torch.batch_norm: the function in nn.functional of torch 2.11 refuses an eps of 0.
@@ -124,12 +129,12 @@ class _SynchronisedGradient(torch.autograd.Function):
 
 
 class _Synchronised(_BatchNorm):
-    """The second base of the classes that `sync_batchnorm` makes."""
+    """Mixin of the layer classes that `sync_batchnorm` makes."""
 
     original: ClassVar[type[_BatchNorm]]
-    process_group: ClassVar[None] = None  # For torch's `forward`.
+    process_group: ClassVar[None] = None  # Read by torch's `forward`: None is the default group.
     is_stand_in = False
-    """Whether the micro-batch is one that does not count; see `stand_in`."""
+    """Whether the micro-batch does not count; see `stand_in`."""
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     @override
@@ -139,16 +144,18 @@ class _Synchronised(_BatchNorm):
         if not self.training:
             return super().forward(input)
         if self.is_stand_in:
-            # Without samples it takes part in the collective calls, forwards and backwards.
+            # An empty batch takes part in the collective calls. The product with 0 connects its output to the loss, so
+            # that the backward pass takes part as well.
             return input + self._normalise(input[:0]).sum() * 0
         return self._normalise(input)
 
     def _normalise(self, input: Tensor) -> Tensor:
         if input.device.type != "cpu":
-            # torch's layer sends the statistics of an empty half-precision batch in half, the other ranks in float32.
-            empty = input.float() if input.numel() == 0 and input.dtype != torch.float64 else input
-            torchs_forward: Callable[[Any, Tensor], Tensor] = nn.SyncBatchNorm.forward
-            return torchs_forward(self, empty).to(input.dtype)
+            # torch's layer sends the statistics of an empty half-precision batch in half, but other ranks send float32.
+            is_empty = input.numel() == 0 and input.dtype != torch.float64
+            values = input.float() if is_empty else input
+            torch_forward: Callable[[Any, Tensor], Tensor] = nn.SyncBatchNorm.forward
+            return torch_forward(self, values).to(input.dtype)
         check: Callable[[Tensor], None] = self._check_input_dim
         check(input)
         momentum = self.momentum
@@ -163,13 +170,13 @@ class _Synchronised(_BatchNorm):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy (a moving average of the weights, a pickled model) takes part in no collective: it is a plain layer.
+        # A copy becomes a plain layer: a moving average of the weights or a pickled model has no ranks to wait for.
         reduced: Any = super().__reduce_ex__(protocol)
         return object.__new__, (self.original,), *reduced[2:]
 
 
 def _normalise_drop_activate(layer: Any, inputs: Tensor) -> Tensor:
-    """The forward pass of timm's BatchNormAct2d, which repeats that of BatchNorm2d and does not call it."""
+    """Run the forward pass of timm's BatchNormAct2d, whose own copies BatchNorm2d's code instead of calling it."""
     outputs: Tensor = layer.act(layer.drop(_Synchronised.forward(layer, inputs)))
     return outputs
 
@@ -225,7 +232,7 @@ def sync_batchnorm(module: nn.Module) -> None:
 
 
 def restore_batchnorm(module: nn.Module) -> None:
-    """Gives the layers that `sync_batchnorm` changed their classes back."""
+    """Restore the classes of the layers that `sync_batchnorm` changed."""
     for layer in module.modules():
         if isinstance(layer, _Synchronised):
             untyped: Any = layer
@@ -256,7 +263,7 @@ class SyncBN(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.world_size > 1:
-            # Each rank calls the layers as often as the others, whatever its number of micro-batches.
+            # The update loop adds stand-ins, so that each rank calls the layers equally often.
             install_update_loop(trainer)
 
     @override
@@ -274,7 +281,7 @@ class SyncBN(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Checked at every batch: a callback that unfreezes layers may have wrapped the module again.
+        # Checked in each update: a callback that unfreezes layers may have wrapped the module in a new DDP.
         if trainer.strategy.model is not self._ddp:
             self._ddp = trainer.strategy.model
             if isinstance(self._ddp, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""The training loss and accuracy over all targets, since the last log and for each epoch.
+"""Training loss and accuracy over all targets, since the last log and per epoch.
 
 `self.log("loss", loss)` in every step costs 0.4 ms a step, and shows one batch of one rank. `TrainLoss` costs
 microseconds, and does not stall the device.
@@ -19,21 +19,21 @@ from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.targets import TargetCounter, micro_batch_outputs
 from datamodules.errors import RunFailedError
 
-_FOLD = 64
+_FOLD = 64  # Batches that are summed at once, since a sum takes several kernels, whatever their number.
 
 _SUMS = "train_loss"
-"""The entry of a checkpoint with what was summed up since the last log."""
+"""Checkpoint entry of the sums since the last log and of the epoch."""
 
 
 def sums_over_targets(
     means: list[Tensor], counts: list[int | Tensor], correct: list[int | float | Tensor | None]
 ) -> Tensor:
-    """The sum of the losses of all targets, the number of targets and that of the right ones, as whole numbers.
+    """Return the sum of the losses of all targets, and the numbers of targets and of correct ones, as whole numbers.
 
     A mean over no target may be NaN and counts as 0.
 
     Args:
-        means: the mean loss of each batch, as is its number of `counts` and of `correct`.
+        means: the mean loss of each batch; `counts` and `correct` are its numbers of targets and of correct ones.
 
     Returns:
         int64 of shape (3, 17), see `callbacks.lib.exact_sums`.
@@ -45,9 +45,9 @@ def sums_over_targets(
     """
     losses = torch.stack(means).float()
     weights = _column(counts, losses.device)
-    right = _column([0 if number is None else number for number in correct], losses.device)
+    num_correct = _column([0 if number is None else number for number in correct], losses.device)
     losses = torch.where(weights > 0, losses * weights, 0.0)
-    return to_whole_numbers(torch.stack((losses, weights, right))).sum(1)
+    return to_whole_numbers(torch.stack((losses, weights, num_correct))).sum(1)
 
 
 def _column(numbers: list[Any], device: torch.device) -> Tensor:
@@ -56,8 +56,8 @@ def _column(numbers: list[Any], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
 
 
-def _right(outputs: dict[str, Any]) -> int | float | Tensor | None:
-    """How many targets of a step were right; None where it returned no number and no tensor."""
+def _num_correct(outputs: dict[str, Any]) -> int | float | Tensor | None:
+    """Return the number of correct targets of a step; None if it returned no number or tensor."""
     correct = outputs.get("correct")
     if isinstance(correct, Tensor):
         return correct.sum() if correct.ndim else correct
@@ -66,7 +66,7 @@ def _right(outputs: dict[str, Any]) -> int | float | Tensor | None:
 
 @dataclass
 class _Interval:
-    """What began at the last log."""
+    """Interval since the last log."""
 
     update: int
     logged: bool = False
@@ -81,13 +81,13 @@ class TrainLoss(pl.Callback):
     It also logs the accuracy, if `training_step` returns the number of correct targets, and the targets per second of
     training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch".
 
-    Runs on: every training batch, where it keeps references to the loss and the number of right targets;
-    `training_step` returns them, as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Sums
-    are exact, so that equal batches log equal bits on any number of ranks. Logging waits for the device once.
-    Checkpoints hold the sums, so that a run resumed on any number of ranks logs the same.
+    Runs on: every training batch, where it keeps references to the loss and the number of correct targets.
+    `training_step` returns them as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Sums
+    are exact, so equal batches log equal bits on any number of ranks. Logging waits for the device once. Checkpoints
+    hold the sums, so a run resumed on any number of ranks logs the same.
 
     Args:
-        targets: what a target is, for "train/samples_per_second".
+        targets: plural name of a target, for "train/samples_per_second".
 
     Raises:
         RunFailedError: an epoch had no target, on any rank.
@@ -99,9 +99,9 @@ class TrainLoss(pl.Callback):
     def __init__(self, targets: str = "samples") -> None:
         self.targets = targets
         self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64)
-        """Of this rank since the last log, and in this epoch."""
+        """Sums of this rank since the last log, and of this epoch."""
         self._batches: list[tuple[Tensor, int | Tensor, int | float | Tensor | None]] = []
-        """Mean loss, count and number of right targets of each batch that is not summed up yet."""
+        """Mean loss, count and number of correct targets of each batch that is not summed yet."""
         self._interval = _Interval(0)
         self._saved: dict[str, Any] | None = None
         self._targets = TargetCounter()
@@ -113,11 +113,12 @@ class TrainLoss(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._interval, self._batches = _Interval(trainer.global_step), []
+        self._interval = _Interval(trainer.global_step)
+        self._batches = []
         self._targets = TargetCounter()
         self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64, device=trainer.strategy.root_device)
         if self._saved is not None:
-            if trainer.global_rank == 0:
+            if trainer.global_rank == 0:  # The saved sums are those of all ranks.
                 self._sums += self._saved["sums"].to(self._sums.device)
             self._interval = _Interval(self._saved["update"], self._saved["logged"])
             self._saved = None
@@ -127,7 +128,7 @@ class TrainLoss(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit" or trainer.interrupted:
-            return  # After an exception the other ranks may be gone.
+            return  # After an exception the other ranks may be gone, and the sums need an all-reduce.
         saved = {"sums": self._totals(trainer).cpu(), "update": self._interval.update, "logged": self._interval.logged}
         checkpoint[_SUMS] = saved
 
@@ -143,7 +144,7 @@ class TrainLoss(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._interval.since -= time.monotonic()
+        self._interval.since -= time.monotonic()  # With the next hook: the interval leaves out the validation's time.
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -160,7 +161,7 @@ class TrainLoss(pl.Callback):
             loss = output.get("loss")
             if loss is None:
                 continue
-            self._batches.append((loss, self._targets.count(output, batch), _right(output)))
+            self._batches.append((loss, self._targets.count(output, batch), _num_correct(output)))
             self._interval.has_losses = True
         if len(self._batches) >= _FOLD:
             self._fold()
@@ -168,20 +169,20 @@ class TrainLoss(pl.Callback):
         is_last = trainer.is_last_batch
         if not interval_ends and not is_last:
             return
-        has_accuracy = isinstance(outputs, dict) and _right(outputs) is not None
+        has_accuracy = isinstance(outputs, dict) and _num_correct(outputs) is not None
         if interval_ends or not self._interval.logged:
             self._log_interval(trainer, has_accuracy)
         if is_last:
             self._log_epoch(trainer, has_accuracy)
 
     def running(self) -> tuple[float, float]:
-        """The mean loss of the epoch so far on this rank, NaN without targets, and their number; waits for a GPU."""
+        """Return this rank's mean loss of the epoch so far, NaN without targets, and their number; waits for a GPU."""
         self._fold()
         loss, targets, _ = (from_whole_numbers(row) for row in self._sums[1].tolist())
         return (loss / targets if targets else math.nan), targets
 
     def _totals(self, trainer: pl.Trainer) -> Tensor:
-        """The sums of all ranks, without waiting for the device."""
+        """Return the sums of all ranks, without waiting for the device."""
         self._fold()
         totals = self._sums.to(trainer.strategy.root_device, copy=True)
         if trainer.world_size > 1:
@@ -197,7 +198,7 @@ class TrainLoss(pl.Callback):
         loss, targets, correct = total
         names = ["train/loss", *(["train/accuracy"] if has_accuracy else [])]
         means = {f"{name}{suffix}": torch.tensor(value / targets) for name, value in zip(names, (loss, correct))}
-        # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
+        # Not by `pl_module.log`, which logs nothing in an epoch that is shorter than the interval.
         trainer.callback_metrics.update(means)
         row = {name: float(mean) for name, mean in means.items()}
         if rate is not None:
@@ -205,7 +206,8 @@ class TrainLoss(pl.Callback):
         log_after_update(trainer, row)
 
     def _log_interval(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
-        interval, total = self._interval, self._values(trainer, 0)
+        interval = self._interval
+        total = self._values(trainer, 0)
         if total[1]:
             self._log(trainer, total, has_accuracy, rate=total[1] / max(1e-9, time.monotonic() - interval.since))
             interval.logged = True
@@ -218,7 +220,7 @@ class TrainLoss(pl.Callback):
         self._interval = _Interval(trainer.global_step, interval.logged)
 
     def _log_epoch(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
-        """Log the means of the epoch; what the next interval logs of it does not count for the next epoch."""
+        """Log the means of the epoch, and reset its sums; those of the interval continue into the next epoch."""
         total = self._values(trainer, 1)
         if total[1]:
             self._log(trainer, total, has_accuracy, "_epoch")

@@ -1,4 +1,4 @@
-"""The norm of the gradients, measured at the updates that are logged.
+"""Gradient norm, measured only at the updates that are logged.
 
 `self.log("grad_norm", ...)` waits for the device in every batch; `TrainingMonitor` only at the logged updates.
 """
@@ -18,12 +18,13 @@ from callbacks.lib.updates import updates_made
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The Euclidean norm of all elements: a tensor of no dimension, float32 or float64. Sparse gradients count in full.
+    """Return the Euclidean norm of all elements as a scalar tensor, float32 or float64.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
         tensor(5.)
     """
+    # A sparse gradient may hold several values of one element, which `coalesce` adds.
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     if not values:
         return torch.zeros(())
@@ -38,10 +39,10 @@ class TrainingMonitor(pl.Callback):
     """Logs the norm of the gradients as "monitor/gradient_norm".
 
     The norm is over the whole update, all micro-batches and ranks, unscaled and before clipping. Only parameters with
-    a gradient count, so frozen ones do not. The samples per second are logged by `TrainLoss`.
+    a gradient count, so frozen ones do not. `TrainLoss` logs the samples per second.
 
     Runs on: `on_before_optimizer_step` and `on_train_batch_end`, once per ``log_every_n_steps`` updates, where it waits
-    for the device once. Nothing that it does changes the run.
+    for the device once. It does not change the run.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TrainingMonitor()], logger=False, accelerator="cpu")
@@ -49,7 +50,7 @@ class TrainingMonitor(pl.Callback):
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
-        """What was logged last."""
+        """Values of the last log."""
         self._norms: dict[Optimizer, tuple[Tensor, float]] = {}
         self._is_due = False
 
@@ -69,11 +70,12 @@ class TrainingMonitor(pl.Callback):
         every = log_interval(trainer)
         if not every:
             return
-        before = updates_made(trainer)
-        short_epoch = self._epoch_start // every == before // every
-        self._is_due = (before + 1) % every == 0 or (short_epoch and trainer.is_last_batch)
+        updates = updates_made(trainer)
+        # An epoch shorter than the interval is logged at its last update, so that each epoch has a value.
+        is_short_epoch = self._epoch_start // every == updates // every
+        self._is_due = (updates + 1) % every == 0 or (is_short_epoch and trainer.is_last_batch)
         if self._is_due:
-            self._update = trainer.global_step
+            self._step_before = trainer.global_step
 
     @override
     def on_before_optimizer_step(
@@ -83,15 +85,16 @@ class TrainingMonitor(pl.Callback):
             return
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # With GradScaler a fused optimiser unscales the gradients in its step.
+        # A fused optimizer unscales the gradients in its step, after this hook; others have unscaled ones here.
         is_scaled = scaler is not None and hasattr(optimizer, "_step_supports_amp_scaling")
-        self._norms[optimizer] = total_norm(gradients), scaler.get_scale() if is_scaled and scaler else 1.0
+        scale = scaler.get_scale() if is_scaled and scaler else 1.0
+        self._norms[optimizer] = (total_norm(gradients), scale)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_due or trainer.global_step == self._update:
+        if not self._is_due or trainer.global_step == self._step_before:
             return
         norm = math.hypot(*(float(norm) / scale for norm, scale in self._norms.values()))
         self._norms = {}

@@ -1,8 +1,8 @@
-"""A training loop whose step is an update.
+"""Training loop for Lightning that makes one optimizer update per step.
 
-Lightning's loop steps from micro-batch to micro-batch. A step of this loop is an optimizer step: a list of numbered
-micro-batches, of which each rank computes a range. So everything that Lightning counts, `batch_idx`, limits, intervals,
-checkpoints and stops, is counted in updates, on any number of devices.
+A step of Lightning's own loop is a micro-batch. A step of this loop is an update: a list of numbered micro-batches, of
+which each rank computes a range. So `batch_idx`, limits, intervals, checkpoints and stops are counted in updates, on
+any number of devices.
 """
 
 import inspect
@@ -28,21 +28,22 @@ from datamodules.errors import UserError
 
 
 class UpdateLoop(_TrainingEpochLoop):
-    """Lightning's epoch loop, whose step is an update.
+    """Epoch loop of Lightning whose step is an update.
 
     The gradient of an update is the mean over all its targets; with `GradientAccumulation` it has the same bits on any
     number of ranks. `install_update_loop` puts the loop into a Trainer.
 
-    Hooks are called in Lightning's order and once in an update, but for `on_before_backward`, which is called for each
-    micro-batch. `on_after_backward` finds the gradient of the update. `on_train_batch_start` and `on_train_batch_end`
-    get the batch of an update that is one micro-batch, and an `Update` where it is several. Callbacks may have
-    ``on_update_end(trainer, pl_module)``, which is called after an update, its validation and its schedules: from there
-    a checkpoint resumes with the next update.
+    Hooks are called in Lightning's order and once per update. Only `on_before_backward` is called for each micro-batch.
+    In `on_after_backward` the gradients are those of the whole update. `on_train_batch_start` and `on_train_batch_end`
+    get the batch if the update is one micro-batch, and an `Update` if it has several. Callbacks may define
+    ``on_update_end(trainer, pl_module)``. The loop calls it after an update, its validation and its schedules; a
+    checkpoint saved there resumes with the next update.
     """
 
     def __init__(self, stock: _TrainingEpochLoop) -> None:
         super().__init__(stock.trainer, stock.min_steps, stock.max_steps)
-        # Counters, results, and the validation loop, which `fit` has given its loaders already.
+        # `fit` gives the validation loop its loaders before it calls `setup` of callbacks, which install this loop. So
+        # the attributes of the replaced loop are taken over: counters, results and validation loop.
         vars(self).update(vars(stock))
         self.results = UpdateResults()
         self._results = self.results
@@ -50,9 +51,9 @@ class UpdateLoop(_TrainingEpochLoop):
         self.step = UpdateStep(self.trainer, self.calls)
         self.source: Any = self.trainer.fit_loop._data_source
         self.prepare_loaders: Callable[[Any], Any] | None = None
-        """What `GradientAccumulation` makes of the training loaders."""
+        """Function by which `GradientAccumulation` turns the training loaders into loaders of updates."""
         self.watches_sigterm = True
-        """Whether Lightning asks all ranks in each update whether it has received SIGTERM."""
+        """Whether Lightning broadcasts a received SIGTERM to all ranks in each update."""
         self.loaded = LoadedUpdates(self.trainer)
         self._stop_requested = False
         self._plateaus_stepped = False
@@ -65,8 +66,9 @@ class UpdateLoop(_TrainingEpochLoop):
     # The loaders
 
     def training_loaders(self) -> Any:
-        """The training loaders, before Lightning asks for their length."""
+        """Return the training loaders as loaders of updates, before Lightning asks for their length."""
         trainer: Any = self.trainer
+        # Called on the class: on the instance, `dataloader` is this method.
         loaders = number_micro_batches(type(self.source).dataloader(self.source), trainer, self.step.seeds)
         for loader in resumable_loaders(loaders):
             loader.keeps_order = trainer.overfit_batches > 0
@@ -81,13 +83,15 @@ class UpdateLoop(_TrainingEpochLoop):
     def reset(self) -> None:
         is_restarting = self.restarting
         if is_restarting:
-            self.val_loop._has_run = False  # In an earlier fit: the run may go on with a validation.
+            # True after an earlier fit of this Trainer; the resumed run may begin with a validation.
+            self.val_loop._has_run = False
         super().reset()
         if is_restarting:
-            # A checkpoint may have been written before or after Lightning counts the update in this number.
+            # Some checkpoints are saved before Lightning adds the last update to this counter, others after.
             progress: Any = self.batch_progress.total
             self._batches_that_stepped = progress.processed - self.val_loop.restarted_mid_evaluation
-        # Asked to stop as an epoch starts, Lightning counts that epoch as done. Here it stops after the first update.
+        # If a stop is requested as an epoch starts, Lightning counts that epoch as done without training it. The
+        # request is kept aside, and the run stops after the first update.
         self.drop_early_stop()
         self._stop_requested = self._stop_requested or self.trainer.should_stop
         self.trainer.should_stop = False
@@ -95,14 +99,15 @@ class UpdateLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        self.loaded.look_at(self.trainer.train_dataloader)
+        self.loaded.inspect_loader(self.trainer.train_dataloader)
         if self.step.seeds is not None:
-            # Here the loader's iterator is made, and drawn from. The module's hook before may have drawn, too.
+            # Below, the loader's iterator is made, which may draw the order of the epoch. Without seeding, that order
+            # would depend on the numbers that the module's `on_train_epoch_start` has drawn.
             self.step.seeds.seed_iterator(self.trainer)
         if self.restarting:
             self.loaded.resume(data_fetcher, self.batch_progress)
         else:
-            self.loaded.begin_anew(data_fetcher)
+            self.loaded.restart_iterators(data_fetcher)
         super().on_run_start(data_fetcher)
         self.calls.begin_epoch()
         self.step.skips_backward = self.automatic_optimization._skip_backward
@@ -112,7 +117,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self._updates_in_epoch = self.trainer.num_training_batches
         self._validates = self._should_check_val_epoch()
         interval: Any = self.trainer.val_check_batch
-        # Lightning counts updates of the run, or looks at the clock, where it is no number of updates of an epoch.
+        # Otherwise the interval is a time, or counts the updates of the whole run: then each update asks Lightning.
         is_within_epoch = type(interval) is int and self.trainer.check_val_every_n_epoch is not None
         self._validates_every = interval if is_within_epoch else 1
 
@@ -120,39 +125,40 @@ class UpdateLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: Any) -> None:
         trainer: Any = self.trainer
         progress = self.batch_progress
-        if self.restarting and self._goes_on_with_validation(data_fetcher):
+        if self.restarting and self._resumes_in_validation(data_fetcher):
             return
+        # Read before it is written: the setter visits all attributes of the loop, in each step.
         if self.val_loop.restarting:
             self.val_loop.restarting = False
         if self.calls.world_size > 1 and self.watches_sigterm:
             self._broadcast_sigterm_tensor()
         batch_idx = self.batch_idx + 1
         number = self.loaded.first_number(batch_idx)
-        # A loader without numbers draws the order of the epoch with its first batch.
+        # A loader without numbers draws the order of the epoch with its first batch: that keeps the epoch's seed.
         if self.step.seeds is not None and (batch_idx > 0 or self.loaded.division is not None):
             self.step.seed_loading(number)
         self.loaded.keep_position(data_fetcher)
         item, _, _ = next(data_fetcher)
         progress.is_last_batch = data_fetcher.done
         update = self.loaded.as_update(item, batch_idx, number, self.calls.world_size)
-        first = self.calls.to_device(update.batches[0])
-        shown = first if len(update) == 1 else update
+        first_batch = self.calls.to_device(update.batches[0])
+        hook_batch = first_batch if len(update) == 1 else update
         progress.increment_ready()
         connector = trainer._logger_connector
         results = self.results
-        connector.on_batch_start(first)
+        connector.on_batch_start(first_batch)
         outputs: Any = None
         stops = False
         if all(batch is None for batch in update.batches):
             warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...", stacklevel=2)
         else:
-            stops = self.calls.hook("on_train_batch_start", shown, batch_idx) == -1
-            self.calls.strategy_hook("on_train_batch_start", shown, batch_idx)
+            stops = self.calls.hook("on_train_batch_start", hook_batch, batch_idx) == -1
+            self.calls.strategy_hook("on_train_batch_start", hook_batch, batch_idx)
             if stops:
                 progress.increment_by(0, is_last_batch=True)
             else:
                 progress.increment_started()
-                outputs = self.calls.profile("run_training_batch", self.step.make, update, first, batch_idx)
+                outputs = self.calls.profile("run_training_batch", self.step.make, update, first_batch, batch_idx)
         progress.increment_processed()
         if self._has_schedules:
             if self.calls.module.automatic_optimization:
@@ -161,7 +167,7 @@ class UpdateLoop(_TrainingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stops:
             raise StopIteration
-        self.calls.hook("on_train_batch_end", outputs, shown, batch_idx)
+        self.calls.hook("on_train_batch_end", outputs, hook_batch, batch_idx)
         if results:
             connector.on_batch_end()
         results.batch = results.batch_size = None
@@ -169,32 +175,33 @@ class UpdateLoop(_TrainingEpochLoop):
         if results:
             connector.update_train_step_metrics()
 
-    def _goes_on_with_validation(self, data_fetcher: Any) -> bool:
-        """Whether the restarted run was interrupted in a validation, which is to be made first."""
+    def _resumes_in_validation(self, data_fetcher: Any) -> bool:
+        """Whether the resumed run was interrupted in a validation, which comes before the next update."""
         is_due = self._should_check_val_fx(data_fetcher)
         if is_due and self.val_loop.restarted_mid_evaluation:
             return True
         if self.training_is_over:
-            raise StopIteration  # Saved after the last update of an epoch: only the epoch's end is left.
+            raise StopIteration  # The checkpoint was saved after the epoch's last update: only the epoch's end is left.
         if is_due and not self.restarted_on_last:
+            # The validation after the update of the checkpoint counts as done, as in Lightning's loop.
             self.val_loop.increment_progress_to_evaluation_end()
         return False
 
     @property
     def epoch_is_over(self) -> bool:
-        """Whether the epoch's last update was made, or is being made."""
+        """Whether the epoch's last update is being made or was made."""
         progress = self.batch_progress
         return progress.is_last_batch or progress.current.ready == self.trainer.num_training_batches
 
     @property
     def training_is_over(self) -> bool:
-        """Whether the epoch is over, or `max_steps` is reached."""
+        """Whether the epoch is over or `max_steps` is reached."""
         return self.epoch_is_over or 0 <= self.max_steps <= self.global_step
 
     @property
     @override
     def global_step(self) -> int:
-        # Callbacks ask for it several times in an update: the counter of a module that optimizes automatically.
+        # Callbacks read this several times in an update. Under automatic optimization one counter holds the number.
         if self.calls.is_lean:
             return self.automatic_optimization.optim_progress.optimizer.step.total.completed
         return super().global_step
@@ -202,7 +209,7 @@ class UpdateLoop(_TrainingEpochLoop):
     @property
     @override
     def done(self) -> bool:
-        # What is asked before each update, without Lightning's way to the number of steps.
+        # Read before each update: the common case needs neither `global_step` nor the conditions of an early stop.
         if self.max_steps == -1 and not self.restarting and not self.trainer.should_stop:
             progress = self.batch_progress
             return progress.is_last_batch or progress.current.ready == self._updates_in_epoch
@@ -232,9 +239,10 @@ class UpdateLoop(_TrainingEpochLoop):
         self.calls.end_update()
 
     def drop_early_stop(self) -> None:
-        """Take back a request to stop that comes before ``min_epochs`` and ``min_steps`` are reached.
+        """Drop a request to stop that comes before ``min_epochs`` and ``min_steps`` are reached.
 
-        Lightning keeps it, but in no checkpoint; who has asked may ask again.
+        Lightning would remember the request until then, but no checkpoint holds it, so a resumed run would train on
+        (#19966). A callback such as `EarlyStopping` may request the stop again.
         """
         self.trainer.should_stop = self.trainer.should_stop and self.trainer.fit_loop._can_stop_early
 
@@ -248,22 +256,23 @@ class UpdateLoop(_TrainingEpochLoop):
         if not self._should_check_val_epoch():
             return False
         is_over = time.monotonic() - trainer._last_val_time >= trainer._val_check_time_interval
-        # The ranks' clocks differ: that of rank 0 decides.
+        # The clocks of the ranks differ, and a validation waits for all of them: the clock of rank 0 decides.
         is_due: bool = trainer.strategy.broadcast(is_over)
         return is_due or (trainer.should_stop and trainer.fit_loop._can_stop_early)
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "epoch" and update_plateau_schedulers:
+            # `step_plateaus_of_epoch` may have stepped them for this epoch, before Lightning's own call.
             if self._plateaus_stepped:
                 return
             self._plateaus_stepped = True
         super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def step_plateaus_of_epoch(self) -> None:
-        """Make the steps of ReduceLROnPlateau at an epoch's end now, before a checkpoint is saved; Lightning's follow.
+        """Step ReduceLROnPlateau at an epoch's end now, so that the checkpoint of the epoch holds the new rates.
 
-        Nor does Lightning make those of the epoch in which a run resumes.
+        Lightning steps it after the save, and never in the epoch in which a run resumes.
         """
         if self.epoch_is_over:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
@@ -277,18 +286,18 @@ class UpdateLoop(_TrainingEpochLoop):
         self.step.release()
         self.calls.is_lean = False
         self._stop_requested = False
-        self.loaded.look_at(None)
+        self.loaded.inspect_loader(None)
 
 
 def install_update_loop(trainer: pl.Trainer) -> UpdateLoop:
-    """Make a Trainer's steps updates; call it in `setup` of a callback.
+    """Replace the epoch loop of a Trainer with an `UpdateLoop`, and return it; call this in `setup` of a callback.
 
     Raises:
         UserError: the Trainer accumulates micro-batches itself, or `training_step` takes `dataloader_iter`.
     """
     module = trainer.lightning_module
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        # Lightning's hooks then get the number of another batch (#18619).
+        # `batch_idx` of Lightning's hooks then lags by one (#18619), so an update would be counted as another.
         raise UserError(
             f"{type(module).__name__}.training_step takes a dataloader_iter, and callbacks that count updates have to"
             " know which batch it reads: write training_step(self, batch, batch_idx), or remove GradientAccumulation,"
@@ -308,8 +317,8 @@ def install_update_loop(trainer: pl.Trainer) -> UpdateLoop:
             "GradientAccumulationScheduler changes how many updates an epoch has: pass GradientAccumulation, which"
             " accumulates by one number"
         )
-    own = UpdateLoop(loop)
+    update_loop = UpdateLoop(loop)
     untyped: Any = trainer
-    untyped.fit_loop.epoch_loop = own
-    own.source.dataloader = own.training_loaders
-    return own
+    untyped.fit_loop.epoch_loop = update_loop
+    update_loop.source.dataloader = update_loop.training_loaders
+    return update_loop

@@ -1,8 +1,8 @@
 """Warm-up and batch-size scaling of the learning rate, on top of any schedule.
 
-The schedules of the recipes take both as factors of the rate of an update (`callbacks.lib.rates`). Other schedulers
-know no warm-up: chained ones move on when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759),
-and break when a parameter group is added. Their rate is multiplied only while the optimiser steps, so none notices.
+The schedules of the recipes take both as factors of the rate of an update (`callbacks.lib.rates`). Chained schedulers
+of torch advance when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break when a
+parameter group is added. So the rate of any other scheduler is multiplied only while the optimizer steps.
 """
 
 import math
@@ -30,7 +30,7 @@ Scale = Literal["linear", "sqrt"]
 
 
 def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
-    """The factor of the learning rate at a fraction of the warm-up: `start_factor` at 0, and 1 from 1 on.
+    """Return the factor of the learning rate at a fraction of the warm-up: `start_factor` at 0, and 1 from 1 on.
 
     Example:
         >>> [warmup_factor(progress, start_factor=0.5) for progress in (0, 0.5, 1, 7)]
@@ -40,7 +40,7 @@ def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
 
 
 def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None) -> float:
-    """The factor of a learning rate, stated for `base_batch_size`, at another global batch.
+    """Return the factor by which a learning rate for `base_batch_size` changes at another global batch size.
 
     Linear suits SGD (Goyal et al., 2017), the square root adaptive optimisers (Krizhevsky, 2014; Malladi et al., 2022).
 
@@ -53,11 +53,11 @@ def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None)
 
 
 def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor], prefix: str) -> dict[str, float]:
-    """Learning rates, one for all groups with the same, under names that stay when a group is added.
+    """Name the distinct learning rates of parameter groups, with names that stay when a group is added.
 
-    The first is called the prefix, the others ``<prefix>/<name or number>`` after the first group that has the rate, or
-    what its groups' names begin with. Groups that begin with other rates are kept apart, also where a schedule ends at
-    0 for all.
+    The first rate is named `prefix`, the others ``<prefix>/<name or number>`` after the first group with that rate, or
+    the common parent of its groups' names. Groups with different initial rates stay separate, even when a schedule
+    ends at 0 for all.
 
     Example:
         >>> rates_by_name([{}, {"name": "head"}, {}], [0.1, 0.2, 0.3], "lr")
@@ -68,31 +68,34 @@ def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tens
     """
     names: dict[tuple[float, float], list[str]] = {}
     for number, (group, rate) in enumerate(zip(groups, rates, strict=False)):
-        key = float(group.get("initial_lr", rate)), float(rate)
+        key = (float(group.get("initial_lr", rate)), float(rate))
         names.setdefault(key, []).append(str(group.get("name", number)))
-    named: dict[str, float] = {}
-    for (_, rate), (first, *others) in names.items():
-        parents = {name.rpartition(".")[0] for name in (first, *others)}
-        name = parents.pop() if others and len(parents) == 1 else ""
-        taken = not name or f"{prefix}/{name}" in named
-        named[f"{prefix}/{first if taken else name}" if named else prefix] = rate
-    return named
+    named_rates: dict[str, float] = {}
+    for (_, rate), group_names in names.items():
+        parents = {name.rpartition(".")[0] for name in group_names}
+        name = group_names[0]
+        if len(group_names) > 1 and len(parents) == 1:
+            parent = parents.pop()
+            if parent and f"{prefix}/{parent}" not in named_rates:
+                name = parent
+        named_rates[f"{prefix}/{name}" if named_rates else prefix] = rate
+    return named_rates
 
 
 class RateFactor:
     """Multiplies the learning rates of an optimizer while it steps, and restores them after the step.
 
-    So no schedule notices, whatever it reads or writes. Groups that are added later are also multiplied.
+    A schedule never reads or writes a multiplied rate. Groups that are added later are also multiplied.
 
     Args:
-        optimizer: any.
-        factor: of the number of updates made so far.
-        updates: made already.
-        length: an update that float16 skips on the device is not counted before this number of updates. Looking at it
-            waits for the device, so it is not done for longer.
+        optimizer: any optimizer.
+        factor: function from the number of updates so far to the factor.
+        updates: number of updates already made.
+        length: before this number of updates, an update that float16 skips on the device is not counted. The check
+            waits for the device, so later updates are not checked.
 
     Raises:
-        UserError: the optimiser sets its own rate, or its step calls no hooks.
+        UserError: the optimizer sets its own rate, or its step calls no hooks.
 
     Example:
         >>> import torch
@@ -112,31 +115,33 @@ class RateFactor:
                 f"{type(optimizer).__name__} has no rate, as where lr=None lets it set its own: pass one, or"
                 " remove WarmupLR"
             )
-        self.optimizer, self.updates = optimizer, updates
+        self.optimizer = optimizer
+        self.updates = updates
         self.used: list[float | Tensor] = []
         """The rates of the last step, by group."""
-        self._factor, self._length = factor, length
+        self._factor = factor
+        self._length = length
         self._depth = 0
-        self._own: list[tuple[dict[str, Any], float | Tensor]] = []
+        self._unscaled_rates: list[tuple[dict[str, Any], float | Tensor]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     def remove(self) -> None:
-        """Leave the optimiser as it was."""
+        """Remove the hooks, and restore the optimizer's rates."""
         self._restore()
         while self._handles:
             self._handles.pop().remove()
 
     def _before_step(self, *_: Any) -> None:
-        # A step that calls its parent class's step runs the hooks once for each.
+        # A `step` that calls the `step` of its parent class runs the hooks once for each of them.
         self._depth += 1
         factor = self._factor(self.updates)
         if self._depth > 1 or factor == 1:
             return
         for group in self.optimizer.param_groups:
-            self._own.append((group, group["lr"]))
+            self._unscaled_rates.append((group, group["lr"]))
             group["lr"] = group["lr"] * factor
 
     def _after_step(self, *_: Any) -> None:
@@ -146,27 +151,28 @@ class RateFactor:
         rates = (group["lr"] for group in self.optimizer.param_groups)
         self.used = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self._restore()
-        # A fused optimiser, which float16 lets decide by itself, finds an infinite gradient and does nothing.
-        found = getattr(self.optimizer, "found_inf", None) if self.updates < self._length else None
-        self.updates += 0 if found is not None and bool(found) else 1
+        # With float16 a fused optimizer itself skips an update with an infinite gradient, on the device.
+        found_inf = getattr(self.optimizer, "found_inf", None) if self.updates < self._length else None
+        if found_inf is None or not bool(found_inf):
+            self.updates += 1
 
     def _restore(self) -> None:
-        for group, rate in self._own:
+        for group, rate in self._unscaled_rates:
             group["lr"] = rate
-        self._own = []
+        self._unscaled_rates = []
 
 
 @dataclass
 class _Fit:
-    """What `WarmupLR` keeps for one fit."""
+    """State of `WarmupLR` in one fit."""
 
     rates: Sequence[RateFactor | UpdateSchedule] = ()
-    """What sets the rates of each optimiser while it steps."""
+    """The object that sets the rates of each optimizer while it steps."""
     logged_step: int | None = None
 
 
 class WarmupLR(pl.Callback):
-    """Warms the learning rate up, on top of any schedule of the module, or of none.
+    """Warms up the learning rate, on top of any schedule of the module or none.
 
     Runs on: each optimizer step that is not skipped, through the optimizer's own hooks.
 
@@ -174,21 +180,21 @@ class WarmupLR(pl.Callback):
     (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are also in
     `trainer.callback_metrics`, without a logger.
 
-    A recipe's schedule takes the factor, at the Trainer's number of the update, so that a resumed run has the rates of
-    one run of its present length. The rate of any other scheduler, or of none, is multiplied while the optimiser steps,
-    in every parameter group, whenever it was added; the optimiser and its checkpoint keep the scheduler's own rate. An
-    update that float16 skipped is not counted then, and where a module optimises by hand, those of each optimiser are.
+    A recipe's schedule takes the factor at the Trainer's number of the update, so a resumed run has the rates of an
+    uninterrupted run of its present length. Any other rate is multiplied while the optimizer steps, in every parameter
+    group, even one that was added later. The optimizer and its checkpoint keep the scheduler's own rate. An update that
+    float16 skipped is then not counted, and under manual optimization the steps of each optimizer are counted.
 
     Args:
-        duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. When a resumed run has other epochs or another
-            end, because devices, accumulation or `max_epochs` changed, a warm-up in epochs or per cent on top of
-            another scheduler than a recipe's continues at the fraction it had reached.
-        scale: how the rate follows the global batch: loader's batch size x devices x accumulated micro-batches.
-        base_batch_size: the global batch that the rate is stated for; needed with `scale`.
+        duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. If devices, accumulation or `max_epochs`
+            change at a resume, the length in updates may change. On top of a scheduler that is not a recipe's, the
+            warm-up then continues at the fraction it had reached.
+        scale: how the rate follows the global batch size: loader's batch size x devices x accumulated micro-batches.
+        base_batch_size: the global batch size for which the rate is stated; needed with `scale`.
 
     Raises:
-        UserError: a setting is out of its range, or the duration has no length in this run; it is not in steps, and
-            the module optimises by hand.
+        UserError: a setting is out of range, or the duration has no length in this run; or it is not in steps, and the
+            module optimizes manually.
 
     Example:
         >>> warmup = WarmupLR("5%", scale="linear", base_batch_size=256)
@@ -215,15 +221,15 @@ class WarmupLR(pl.Callback):
 
     @property
     def updates(self) -> list[float]:
-        """Updates made so far, by optimiser."""
+        """Updates made so far, by optimizer."""
         return [rate.updates for rate in self._fit.rates] or self._updates
 
     def warmup(self, updates: float) -> float:
-        """The factor of the warm-up at the update that follows `updates` others."""
+        """Return the factor of the warm-up after a number of updates."""
         return warmup_factor(updates / self.length) if updates < self.length else 1.0
 
     def batch_scale(self, trainer: pl.Trainer) -> float:
-        """The factor of the global batch size."""
+        """Return the factor of the global batch size."""
         if self.base_batch_size is None:
             return 1.0
         return batch_size_scale(global_batch_size(trainer), self.base_batch_size, self.scale)
@@ -231,7 +237,9 @@ class WarmupLR(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self._updates, self._fit, self.length = [], _Fit(), 0
+            self._updates = []
+            self._fit = _Fit()
+            self.length = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -244,15 +252,15 @@ class WarmupLR(pl.Callback):
         updates = self.updates
         count = len(trainer.optimizers)
         if self.scale is not None:
-            global_batch_size(trainer)  # A loader without batch size is refused here, not by the first step.
+            global_batch_size(trainer)  # Raises the error of a loader without batch size before the first step.
         if self.duration.unit != "steps" and self.length not in (0, length):
             updates = [done * length / self.length for done in updates]
         if len(updates) != count:
-            # A run that began without this callback is as far as its updates.
+            # The run began without this callback, whose checkpoint has no counts: they follow from the updates made.
             updates = [trainer.global_step // count] * count
         self.length = length
         end = math.inf
-        with suppress(UserError):  # Lightning's scheduler of accumulation changes it.
+        with suppress(UserError):  # Under `GradientAccumulationScheduler` the number is unknown.
             end = total_updates(trainer)
         if pl_module.automatic_optimization and length > end:
             warn(
@@ -264,7 +272,7 @@ class WarmupLR(pl.Callback):
         self._fit = _Fit([self._rate_of(optimizer, done, trainer) for optimizer, done in pairs])
 
     def _rate_of(self, optimizer: Optimizer, updates: float, trainer: pl.Trainer) -> RateFactor | UpdateSchedule:
-        """Hand the factors to a recipe's schedule, or multiply the rate of another one."""
+        """Pass the factors to a recipe's schedule, or multiply the rate of another scheduler."""
         schedule = schedule_of(optimizer, trainer)
         if schedule is not None:
             schedule.warm_up(self.warmup, partial(self.batch_scale, trainer))
@@ -279,7 +287,8 @@ class WarmupLR(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        fit, interval = self._fit, log_interval(trainer)
+        fit = self._fit
+        interval = log_interval(trainer)
         ends_interval = interval and updates_made(trainer) % interval == 0
         if not (ends_interval or trainer.is_last_batch or fit.logged_step is None):
             return
@@ -307,5 +316,6 @@ class WarmupLR(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._updates, self.length = [*map(float, state_dict["updates"])], state_dict["length"]
+        self._updates = [*map(float, state_dict["updates"])]
+        self.length = state_dict["length"]
         self._fit = _Fit()

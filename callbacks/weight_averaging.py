@@ -1,7 +1,7 @@
-"""An average of the weights that is evaluated, saved and exported, while the weights themselves train on.
+"""Exponential moving average of the weights, which is evaluated, saved and exported.
 
 Lightning's `WeightAveraging` validates with the initial weights until its first average (#21724), and restores the
-weights that were not averaged whenever a checkpoint is loaded, also in a test.
+weights that were not averaged whenever a checkpoint is loaded, even in a test.
 """
 
 import copy
@@ -29,10 +29,10 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def ema_weight(samples: int, decay: float) -> float:
-    """The weight of the next sample in an exponential moving average of `samples` others.
+    """Return the weight of the next sample in an exponential moving average of `samples` samples.
 
-    The decay is n / (9 + n) until it has reached `decay`, as in TensorFlow's `ExponentialMovingAverage(num_updates=)`:
-    the first sample counts in full, and the average goes back over the last ninth of a run that is short for its decay.
+    The decay is n / (9 + n) until it reaches `decay`, as in TensorFlow's `ExponentialMovingAverage(num_updates=)`.
+    So the first sample counts in full, and in a short run the average covers about the last ninth of it.
 
     Example:
         >>> [round(ema_weight(n, decay=0.999), 3) for n in (0, 1, 91, 8991, 10**6)]
@@ -42,15 +42,17 @@ def ema_weight(samples: int, decay: float) -> float:
 
 
 def averaged_tensors(module: nn.Module) -> list[Tensor]:
-    """The real and complex parameters of a module, tied ones once, then the running statistics of its BatchNorm."""
-    parameters: list[Tensor] = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    return parameters + [b for layer in norms for b in (layer.running_mean, layer.running_var) if b is not None]
+    """Return the real and complex parameters of a module, tied ones once, and the running statistics of BatchNorm."""
+    tensors: list[Tensor] = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            tensors += [buffer for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
+    return tensors
 
 
 @torch.no_grad()
 def exchange(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Exchanges the values of tensors, in place; the largest of them is held a third time while that lasts."""
+    """Exchange the values of tensors in place; needs memory for one more copy of the largest tensor."""
     for tensor, other in zip(tensors, others, strict=True):
         values = tensor.clone()
         tensor.copy_(other)
@@ -58,33 +60,34 @@ def exchange(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 class _Average:
-    """The average of a module's weights, in tensors beside it or, to be evaluated, in the module.
+    """Average of a module's weights, kept in separate tensors or, to be evaluated, in the module.
 
     Args:
-        module: what is in it is the first sample.
+        module: the module; its present weights are the first sample.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.tensors, self.parameters = averaged_tensors(module), [*map(id, module.parameters())]
+        self.tensors = averaged_tensors(module)
+        self.parameters = [*map(id, module.parameters())]
         self.others = [tensor.detach().clone() for tensor in self.tensors]
-        """The average, or while that is in the module, what is trained."""
+        """The average, or the trained weights while the average is in the module."""
         self.in_module = False
         self._versions: list[int] = []
 
     @torch.no_grad()
     def add(self, weight: float) -> None:
-        """Move towards the weights in the module by a share of the way: one kernel for all tensors of a device."""
+        """Add the module's weights as a sample, by one kernel for all tensors of a device."""
         torch._foreach_lerp_(self.others, self.tensors, weight)
 
     def put(self, in_module: bool) -> None:
-        """Put the average into the module, or what is trained back."""
+        """Put the average or the trained weights into the module."""
         if self.in_module != in_module:
             exchange(self.tensors, self.others)
             self.in_module = in_module
             self._versions = self._count_changes()
 
     def _count_changes(self) -> list[int]:
-        """How often each parameter was changed in place."""
+        """Return the version counter of each parameter, which counts its changes in place."""
         return [tensor._version for tensor in self.tensors if isinstance(tensor, nn.Parameter)]
 
     def was_changed(self) -> bool:
@@ -93,11 +96,12 @@ class _Average:
 
 
 class _FirstOfAll(LambdaCallback):
-    """What `WeightAveraging` does before other callbacks."""
+    """Callback for the steps of `WeightAveraging` that come before other callbacks."""
 
 
 def _changes_weights_last(module: pl.LightningModule) -> bool:
-    """Whether a module's own hook may change the weights after those of callbacks, and none before a validation."""
+    """Whether a module may change the weights after `on_train_batch_end` of callbacks, but not before a validation."""
+    # Lightning calls the module's `on_train_batch_end` after those of callbacks.
     return is_overridden("on_train_batch_end", module) and not is_overridden("on_validation_model_eval", module)
 
 
@@ -129,7 +133,7 @@ class WeightAveraging(pl.Callback):
     """
 
     loads_raw_weights = True
-    """For `ExactCheckpoint`, which does it where a run no longer averages."""
+    """Tells `ExactCheckpoint` not to load the trained weights, since this callback does."""
 
     def __init__(self, ema: float) -> None:
         check_ranges(ema=(ema, Range(0, 1, above=True, below=True)))
@@ -139,7 +143,7 @@ class WeightAveraging(pl.Callback):
 
     def _forget(self) -> None:
         self.samples = 0
-        """How many weights the average is of."""
+        """Number of samples in the average."""
         self._average: _Average | None = None
         self._loaded: dict[str, Any] | None = None
         self._updated = False
@@ -149,32 +153,33 @@ class WeightAveraging(pl.Callback):
         if stage != "fit":
             return
         self._forget()
-        others = [c for c in callbacks_of(trainer) if c is not self and not isinstance(c, _FirstOfAll)]
-        for callback in others:
+        other_callbacks = [c for c in callbacks_of(trainer) if c is not self and not isinstance(c, _FirstOfAll)]
+        for callback in other_callbacks:
             if isinstance(callback, (WeightAveraging, LightningWeightAveraging, StochasticWeightAveraging)):
                 raise UserError(f"WeightAveraging and another {type(callback).__name__}: a run has one average")
             if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
                 raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
-        # Other callbacks find what was evaluated after a validation, and no score of weights that are no average.
+        # This callback is the last one, so that the average is still in the module when others save after a validation.
+        # Before them, `first_of_all` refuses scores of weights that are not the average.
         first_of_all = _FirstOfAll(
             on_validation_start=self._sample, on_validation_end=self._refuse_changes, on_train_end=self._evaluate
         )
         sampling = "on_train_batch_start" if _changes_weights_last(pl_module) else "on_train_batch_end"
         setattr(first_of_all, sampling, self._sample)
-        set_callbacks(trainer, [first_of_all, *others, self])
+        set_callbacks(trainer, [first_of_all, *other_callbacks, self])
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
-            self._forget()  # What a test loads takes the place of both copies.
+            self._forget()  # The weights that a test loads replace both copies.
         self._loaded = loaded_raw_weights(pl_module, checkpoint)
 
     @property
     @override
     def state_key(self) -> str:
-        # That of Lightning's is the name of its class, too.
+        # The default key, the name of the class, is also that of Lightning's `WeightAveraging`.
         return "AveragedWeights"
 
     @override
@@ -183,7 +188,7 @@ class WeightAveraging(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Lightning asks for it before `on_save_checkpoint`, which takes the sample of the last update.
+        # Lightning calls this before `on_save_checkpoint`, which adds the sample of the last update.
         return {"samples": self.samples + self._updated}
 
     @override
@@ -241,7 +246,7 @@ class WeightAveraging(pl.Callback):
             self._average.put(in_module=True)
 
     def _train(self) -> None:
-        """Put the weights that are trained back."""
+        """Put the trained weights back into the module."""
         if self._average is not None:
             self._average.put(in_module=False)
 
@@ -263,9 +268,12 @@ class WeightAveraging(pl.Callback):
         self._sample(trainer, pl_module)
         if not self.samples:
             return
-        averaged, raw, average = checkpoint["state_dict"], self._loaded, self._average
+        averaged = checkpoint["state_dict"]
+        raw = self._loaded
+        average = self._average
         if raw is None:
-            # After training the module's buffers are others, on the CPU; a test may run another module.
+            # A test may run another module. Parameters tell, since moving the module to the CPU after training keeps
+            # them and replaces its buffers.
             if average is None or [*map(id, pl_module.parameters())] != average.parameters:
                 return
             tensors = averaged_tensors(pl_module)
@@ -275,9 +283,9 @@ class WeightAveraging(pl.Callback):
             if not average.in_module:
                 averaged, raw = raw, averaged
         checkpoint["state_dict"] = averaged
-        second = {**checkpoint, "state_dict": raw}
-        pl_module.on_save_checkpoint(second)  # Lightning calls it for the average.
-        checkpoint[RAW_WEIGHTS] = second["state_dict"]
+        raw_checkpoint = {**checkpoint, "state_dict": raw}
+        pl_module.on_save_checkpoint(raw_checkpoint)  # Lightning calls this hook for the average only.
+        checkpoint[RAW_WEIGHTS] = raw_checkpoint["state_dict"]
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -287,7 +295,7 @@ class WeightAveraging(pl.Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._release()
-        if self._average is not None:  # For a checkpoint that is saved now.
+        if self._average is not None:  # For a checkpoint that is saved after the fit, when the module is on the CPU.
             self._average.others = [other.cpu() for other in self._average.others]
 
     def _release(self) -> None:

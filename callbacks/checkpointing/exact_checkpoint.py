@@ -1,8 +1,8 @@
-"""Checkpoints at the points from which a run resumes exactly; `callbacks.checkpointing.stopping_points` lists them.
+"""Checkpoints saved only at points from which a run resumes exactly, as listed in `stopping_points`.
 
 Lightning's `ModelCheckpoint` also saves at other points: within an accumulation window, before an epoch or a validation
-has been counted, and after ``max_steps``, which cut an epoch that then counts as done. Its checkpoints hold neither the
-scores that decisions depend on nor the sums behind an epoch's means, and ReduceLROnPlateau steps after the save.
+is counted, and after ``max_steps`` has cut an epoch, which then counts as done. Its checkpoints lack the scores that
+decisions depend on and the sums behind an epoch's means, and ReduceLROnPlateau steps after the save.
 """
 
 import re
@@ -34,47 +34,56 @@ from datamodules.errors import UserError
 
 # Entries of a checkpoint.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.
-_SCORED = "scored"  # The update after which was validated last, and the names of the scores of that validation.
+_SCORED = "scored"  # Number of the update before the last validation, and the names of that validation's scores.
 _SUMS = "epoch_sums"  # The sums behind the means of the present epoch, by rank.
 
 
 def save_best_first(trainer: pl.Trainer) -> None:
-    """Call those that monitor a score before the others, whose checkpoints then hold the best score of that moment."""
+    """Move the `ExactCheckpoint` callbacks that monitor a score before those that do not.
+
+    The checkpoints of the latter then hold the best score of the same update.
+    """
     callbacks = callbacks_of(trainer)
-    ours = (callback for callback in callbacks if isinstance(callback, ExactCheckpoint))
-    ordered = iter(sorted(ours, key=lambda callback: callback.monitor is None))
-    set_callbacks(trainer, [next(ordered) if isinstance(each, ExactCheckpoint) else each for each in callbacks])
+    checkpoints = [callback for callback in callbacks if isinstance(callback, ExactCheckpoint)]
+    with_monitor = [checkpoint for checkpoint in checkpoints if checkpoint.monitor is not None]
+    without_monitor = [checkpoint for checkpoint in checkpoints if checkpoint.monitor is None]
+    ordered = iter([*with_monitor, *without_monitor])
+    reordered: list[pl.Callback] = []
+    for callback in callbacks:
+        reordered.append(next(ordered) if isinstance(callback, ExactCheckpoint) else callback)
+    set_callbacks(trainer, reordered)
 
 
 def save_interval(text: str) -> dict[str, Any]:
-    """The arguments of `ModelCheckpoint` for how often to save: by updates, epochs or time.
+    """Convert an interval in updates, epochs or time to arguments of `ModelCheckpoint`.
 
     Raises:
-        UserError: it is none of these.
+        UserError: the text is no interval.
 
     Example:
         >>> save_interval("500 steps"), save_interval("10 minutes")
         ({'every_n_train_steps': 500}, {'train_time_interval': datetime.timedelta(seconds=600)})
     """
-    wanted = f'{text!r} is no interval between two saves: write "500 steps", "2 epochs" or "10 minutes"'
-    if time := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?", text.strip().lower()):
+    message = f'{text!r} is no interval between two saves: write "500 steps", "2 epochs" or "10 minutes"'
+    time = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?", text.strip().lower())
+    if time:
         if not float(time[1]):
-            raise UserError(wanted)
+            raise UserError(message)
         return {"train_time_interval": timedelta(**{f"{time[2]}s": float(time[1])})}
     try:
         duration = Duration.parse(text)
     except UserError as error:
-        raise UserError(wanted) from error
+        raise UserError(message) from error
     if duration.unit == "%" or duration.value != int(duration.value) or not duration.value:
-        raise UserError(wanted)
+        raise UserError(message)
     return {"every_n_train_steps" if duration.unit == "steps" else "every_n_epochs": int(duration.value)}
 
 
 class ExactCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, saved only after complete updates and at the end of an epoch.
 
-    Of equal scores the later is the best. A save by the score of a validation that was made with other weights waits
-    for the next validation; the last checkpoint does not.
+    Of equal scores the later one is the best. If the weights have changed since the last validation, a save by score
+    waits for the next validation; the last checkpoint does not wait.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
     `DataLoader` over a data set with a length and a sampler of torch. With any other it resumes at an epoch's end.
@@ -87,8 +96,8 @@ class ExactCheckpoint(ModelCheckpoint):
     `on_train_start` of a resumed run. It takes the arguments of `ModelCheckpoint`.
 
     Raises:
-        UserError: `save_on_exception`, which saves wherever the exception was raised; what an order, an optimizer or a
-            decision of the run depends on is in no checkpoint; or Lightning counts no step of a module that optimises
+        UserError: `save_on_exception` is set, which saves within a batch; a state that the order, an optimizer or a
+            decision of the run depends on is in no checkpoint; or Lightning counts no step of a module that optimizes
             manually, and would save nothing.
 
     Example:
@@ -96,7 +105,7 @@ class ExactCheckpoint(ModelCheckpoint):
     """
 
     _best_model_path = ""
-    _has_looked_at_states = False
+    _has_checked_states = False
     _has_validated = False
     _loaded: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
@@ -104,12 +113,12 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint; Lightning would take the first of those with equal scores."""
+        """Path of the best checkpoint: the last one of equal scores, where Lightning takes the first."""
         path = self._best_model_path
         if path not in self.best_k_models:
             return path
-        best = self.best_k_models[path]
-        return [other for other, score in self.best_k_models.items() if score == best][-1]
+        best_score = self.best_k_models[path]
+        return [candidate for candidate, score in self.best_k_models.items() if score == best_score][-1]
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -124,8 +133,8 @@ class ExactCheckpoint(ModelCheckpoint):
             )
         if stage == "fit":
             install_update_loop(trainer)
-            # What a test or validation between two fits has loaded.
-            self._has_looked_at_states = False
+            # A test or validation between two fits may have loaded another state.
+            self._has_checked_states = False
             self._has_validated = False
             self._loaded = self._resumed = None
             save_best_first(trainer)
@@ -143,7 +152,9 @@ class ExactCheckpoint(ModelCheckpoint):
         checkpoint["devices"] = trainer.world_size
         rewind_interrupted_epoch(checkpoint["loops"]["fit_loop"])
         if trainer.interrupted or _SUMS in checkpoint:
-            return  # The other ranks may be gone, or another callback of this class has added it.
+            # After an exception the other ranks may be gone, and the sums need a collective call. With several
+            # callbacks of this class the first one has added the entries.
+            return
         means = internals.means_of_epoch(trainer) if install_update_loop(trainer).epoch_is_over else {}
         metrics = trainer.callback_metrics | means
         checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
@@ -161,29 +172,31 @@ class ExactCheckpoint(ModelCheckpoint):
                 " run from its weights"
             )
         self._scored = checkpoint.get(_SCORED, self._scored)
-        # `load_state_dict` is not called where this run saves at another interval or by another score.
+        # Kept here, since `load_state_dict` is not called if this run saves at another interval or by another score.
         self._resumed = checkpoint if trainer.state.fn == "fit" else None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self.on_fit_start(trainer, pl_module)  # Some strategies restore after it.
-        resumed, self._resumed = self._resumed, None
-        # One of the run's callbacks of this class is to put its loaders back.
-        is_first = resumed and next(e for e in callbacks_of(trainer) if isinstance(e, ExactCheckpoint)) is self
-        if resumed and is_first:
+        self.on_fit_start(trainer, pl_module)  # Again, since some strategies load the checkpoint after that hook.
+        resumed = self._resumed
+        self._resumed = None
+        # With several callbacks of this class, the first one alone completes the resume.
+        checkpoints = [callback for callback in callbacks_of(trainer) if isinstance(callback, ExactCheckpoint)]
+        if resumed and checkpoints[0] is self:
             replay.replay_epoch(trainer, resumed)
             trainer.should_stop = trainer.should_stop or replay.was_stopped_early(trainer)
             install_update_loop(trainer).drop_early_stop()
-        if resumed and is_first and (sums := resumed.get(_SUMS)) and trainer.fit_loop.restarted_mid_epoch:
-            replay.refuse_torchmetrics(trainer, sums)
-            install_update_loop(trainer).results.go_on_from(trainer, sums)
+            sums = resumed.get(_SUMS)
+            if sums and trainer.fit_loop.restarted_mid_epoch:
+                replay.refuse_torchmetrics(trainer, sums)
+                install_update_loop(trainer).results.go_on_from(trainer, sums)
         metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
 
     @override
     def on_train_batch_end(self, *args: Any) -> None:
-        """Nothing: `on_update_end` saves, after the module's own hook, a validation and schedules."""
+        """Do nothing: `on_update_end` saves, after the module's own hook, a validation and schedules."""
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -192,9 +205,9 @@ class ExactCheckpoint(ModelCheckpoint):
             self._has_validated = True
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save, unless the update is an epoch's last, after which `on_train_epoch_end` does."""
-        if not self._has_looked_at_states:
-            self._has_looked_at_states = True
+        """Save, except after an epoch's last update, when `on_train_epoch_end` saves."""
+        if not self._has_checked_states:
+            self._has_checked_states = True
             for optimizer in trainer.optimizers:
                 replay.refuse_states(trainer, optimizer)
         saves_at_interval = internals.saves_within_epochs(self)
@@ -209,7 +222,7 @@ class ExactCheckpoint(ModelCheckpoint):
             super().on_validation_end(trainer, pl_module)
 
     def _save_at_interval(self, trainer: pl.Trainer) -> None:
-        # Of manual optimisation Lightning may save the weights before the update, and after no interval of time.
+        # Under manual optimization Lightning may save the weights from before the update, and ignores a time interval.
         automatic: Any = SimpleNamespace(automatic_optimization=True)
         super().on_train_batch_end(trainer, automatic, None, None, trainer.fit_loop.batch_idx)
 
@@ -241,16 +254,16 @@ class ExactCheckpoint(ModelCheckpoint):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._loaded is not None:
-            # Rank 0 alone may see the files, and ranks that remember different ones would wait for each other.
-            # Names of metrics, and so of files, may hold slashes.
+            # Slashes in names of metrics, and so in names of files, make subfolders.
             levels = 1 + max(name.count("/") for name in (self.filename or "", self.CHECKPOINT_NAME_LAST))
-            found = replay.files_in(self.dirpath or ".", self._loaded, self.mode, levels)
-            super().load_state_dict(trainer.strategy.broadcast(found))
+            state = replay.files_in(self.dirpath or ".", self._loaded, self.mode, levels)
+            # Rank 0 alone may see the files, and ranks with different states would wait for each other.
+            super().load_state_dict(trainer.strategy.broadcast(state))
             self._loaded = None
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._resumed is not None:  # `on_train_start` was not called.
+        if self._resumed is not None:  # `on_train_start`, which clears it, was not called: nothing was left to train.
             replay.end_finished_run(trainer)
 
     @override
@@ -264,9 +277,9 @@ class ExactCheckpoint(ModelCheckpoint):
         if self.monitor in scores and update != trainer.global_step:
             internals.save_after_validation(self)
             return False
-        # The score is the same on every rank, so all of them decide alike.
-        equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
-        return equal or super().check_monitor_top_k(trainer, current)
+        # The score is the same on all ranks, so all of them decide alike without a collective call.
+        is_equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
+        return is_equal or super().check_monitor_top_k(trainer, current)
 
 
 class LastCheckpoint(ExactCheckpoint):
@@ -275,11 +288,11 @@ class LastCheckpoint(ExactCheckpoint):
     A run without epochs or steps saves the initial weights.
 
     Args:
-        folder: where it is written.
-        interval: as in "500 steps", "2 epochs" or "10 minutes". All ranks follow rank 0's clock.
+        folder: the folder of the file.
+        interval: "500 steps", "2 epochs" or "10 minutes". All ranks follow rank 0's clock.
 
     Raises:
-        UserError: `interval` is none.
+        UserError: `interval` is not an interval.
 
     Example:
         >>> LastCheckpoint("checkpoints", "500 steps").filename
@@ -293,20 +306,21 @@ class LastCheckpoint(ExactCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        # Of the other callback's, which has no monitor either where nothing is validated, and of any interval.
+        # Lightning's key contains the interval, which may change at a resume, and would equal that of a run's other
+        # callback of this class if neither has a monitor.
         return "LastCheckpoint"
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        done = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        if done or trainer.should_stop or install_update_loop(trainer).training_is_over:
+        is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+        if is_last_epoch or trainer.should_stop or install_update_loop(trainer).training_is_over:
             internals.save_now_unless_saved(self, trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_end(trainer, pl_module)
-        # Lightning calls no hook of training where nothing is left to train.
+        # Lightning calls no training hook if nothing is left to train.
         if 0 in (trainer.max_epochs, trainer.max_steps) and not trainer.global_step:
             internals.save_untrained(self, trainer)
         elif self._resumed and trainer.ckpt_path:

@@ -1,6 +1,6 @@
-"""Files of `torch.save` read without running code from them, and what is said of those that hold code.
+"""Safe loading of `torch.save` files: no code from them is run, and files that hold code are rejected.
 
-torch's own error advises to read such a file all the same; a file from somebody else must not be read like that.
+torch's own error advises to load such a file with `weights_only=False`, which is unsafe for files of other people.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from datamodules.errors import UserError
 
 
 def describe_excess(path: str | Path) -> str | None:
-    """Whether a zip archive unpacks to more than its size, which nothing that `torch.save` writes does; None if not."""
+    """Describe a zip archive that unpacks to more than its size, unlike any file of `torch.save`; None otherwise."""
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as archive:
@@ -37,14 +37,15 @@ def refuse_code(path: str | Path, error: Exception) -> None:
     """Raise an error that names the code in a file, if it holds any.
 
     Args:
-        error: what `torch.load(weights_only=True)` has raised.
+        error: the exception of `torch.load(weights_only=True)`.
 
     Raises:
         UserError: the file would import or call something when it is unpickled.
     """
-    told = re.search(r"GLOBAL (\S+?) (?:was not|whose)", str(error)) or re.search("TorchScript", str(error))
-    if told:
-        name = re.sub(r"^(posix|nt)\.", "os.", told[told.lastindex or 0])
+    match = re.search(r"GLOBAL (\S+?) (?:was not|whose)", str(error)) or re.search("TorchScript", str(error))
+    if match:
+        # A pickle names `os.system` by the module that defines it: posix or nt.
+        name = re.sub(r"^(posix|nt)\.", "os.", match[match.lastindex or 0])
         raise UserError(
             f"{path} holds code ({name}) and not only weights, and reading it would run that code; it is not read:"
             " pass a file of weights alone, such as .safetensors or what torch.save(model.state_dict(), FILE) writes"
@@ -52,7 +53,7 @@ def refuse_code(path: str | Path, error: Exception) -> None:
 
 
 def _numpy_numbers() -> list[Any]:
-    """What makes a NumPy number from its bytes, and nothing else, under the names of NumPy 1 and 2."""
+    """Return the globals that unpickle a NumPy number, and nothing else, under the names of NumPy 1 and 2."""
     kinds = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]
     scalar = np.float64(0).__reduce__()[0]
     names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
@@ -60,25 +61,25 @@ def _numpy_numbers() -> list[Any]:
 
 
 def load_plain(path: str | Path) -> Any:
-    """What `torch.save` wrote, on the CPU, without running code; large files are mapped into memory.
+    """Load a file of `torch.save` on the CPU without running code; large files are mapped into memory.
 
-    The arguments of a command line, which many published files hold, are an `argparse.Namespace` of plain values; NumPy
-    numbers, as among scores, are read as they are.
+    NumPy numbers are allowed, and `argparse.Namespace`: many published files hold the arguments of a command line.
 
     Raises:
         UserError: the file holds code, or unpacks to more than its size.
-        Exception: of any other kind, where it is damaged.
+        Exception: the file is damaged.
     """
     if _is_torchscript(path):
         raise UserError(
             f"{path} is a TorchScript file, which holds code; pass its weights alone, as"
             " torch.save(torch.jit.load(FILE).state_dict(), OTHER) writes them"
         )
-    if problem := describe_excess(path):
+    problem = describe_excess(path)
+    if problem:
         raise UserError(f"{path} is refused: {problem}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace, *_numpy_numbers()]):
-            if Path(path).suffix == ".safetensors":  # By which torch would choose another format.
+            if Path(path).suffix == ".safetensors":  # torch chooses the format by this suffix, so it gets a stream.
                 with Path(path).open("rb") as stream:
                     return torch.load(stream, map_location="cpu", weights_only=True)
             # Files of torch before 1.6 are no zip archives, and cannot be mapped into memory.

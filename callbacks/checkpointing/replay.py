@@ -1,11 +1,11 @@
-"""What Lightning leaves out where a run resumes, done before its first batch, or refused.
+"""Steps of a resume that Lightning leaves out, and checks for runs that cannot be resumed exactly.
 
-Lightning goes on in an epoch with the first batches of a loader that saves no position (#19764), which is refused here,
-and begins the epoch after a resume in the order of epoch 0 (#18780). A `DataLoader` whose sampler is torch's has a
-position: `UpdateLoop` deals its samples by their numbers.
+Lightning resumes within an epoch with the first batches of a loader that saves no position (#19764), which is refused
+here. It starts the epoch after a resume in the order of epoch 0 (#18780). A `DataLoader` with a sampler of torch has a
+position, since `UpdateLoop` distributes its samples by their numbers.
 
-A checkpoint may come from somebody else: `ModelCheckpoint` deletes the worst of its best checkpoints by the path that
-stands in its state, and that can be any file of the user's.
+A checkpoint may come from somebody else. `ModelCheckpoint` deletes the worst of its best checkpoints by the path in its
+state, which could be any file of the user.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
@@ -34,18 +32,19 @@ from datamodules.loading.resumable import ResumableLoader
 from datamodules.notes import warn
 
 RAW_WEIGHTS = "current_model_state"
-"""The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""
+"""Checkpoint entry of the weights that are not averaged; the name is that of Lightning's `WeightAveraging`."""
 
 _STOPS_OF_PATIENCE = (EarlyStoppingReason.NOT_STOPPED, EarlyStoppingReason.PATIENCE_EXHAUSTED)
 
 
 def loaded_raw_weights(pl_module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The weights that are not averaged as the module's `on_load_checkpoint` makes them; None where there are none."""
+    """Return the weights that are not averaged, after the module's `on_load_checkpoint`; None if there are none."""
     if RAW_WEIGHTS not in checkpoint:
         return None
-    second = {**checkpoint, "state_dict": checkpoint[RAW_WEIGHTS]}
-    pl_module.on_load_checkpoint(second)
-    weights: dict[str, Any] = second["state_dict"]
+    raw_checkpoint = {**checkpoint, "state_dict": checkpoint[RAW_WEIGHTS]}
+    # Lightning calls this hook for the averaged weights only.
+    pl_module.on_load_checkpoint(raw_checkpoint)
+    weights: dict[str, Any] = raw_checkpoint["state_dict"]
     return weights
 
 
@@ -55,13 +54,13 @@ def _without_position(trainer: pl.Trainer) -> list[Any]:
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """What lists the samples of an epoch."""
+    """Return the sampler of a loader, or None."""
     batches: Any = loader.batch_sampler
     return loader.sampler if batches is None else getattr(batches, "sampler", None)
 
 
-def _moves_on(loader: Any) -> str:
-    """The state of a `DataLoader` that persists between epochs, not in checkpoints, and the fix, or an empty text."""
+def _unsaved_state(loader: Any) -> str:
+    """Describe the state of a `DataLoader` that persists between epochs and is in no checkpoint, with the fix."""
     if not isinstance(loader, DataLoader):
         return ""
     if getattr(_sampler(loader), "generator", None) or (loader.num_workers and loader.generator):
@@ -72,10 +71,10 @@ def _moves_on(loader: Any) -> str:
 
 
 def _check_position(trainer: pl.Trainer) -> None:
-    """Refuse to resume within an epoch where the loaders do not go on from where the run was saved.
+    """Check that the loaders resume within the epoch at the position of the checkpoint.
 
     Raises:
-        UserError: a loader saves no position.
+        UserError: a loader saves no position, or the checkpoint was saved within a batch.
     """
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -86,13 +85,12 @@ def _check_position(trainer: pl.Trainer) -> None:
     if not done:
         return
     advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
-    without = _without_position(trainer)
-    if len(loaders) > 1 or without:
-        name = (
-            "several loaders"
-            if len(loaders) > 1
-            else f"this {type(getattr(without[0], 'loader', without[0])).__name__}"
-        )
+    unpositioned = _without_position(trainer)
+    if len(loaders) > 1 or unpositioned:
+        if len(loaders) > 1:
+            name = "several loaders"
+        else:
+            name = f"this {type(getattr(unpositioned[0], 'loader', unpositioned[0])).__name__}"
         raise UserError(
             f"the run was saved within an epoch, and the order of {name} cannot be repeated, only that of one stock"
             f" DataLoader over a data set with a length, with a sampler of torch: {advice}"
@@ -100,12 +98,12 @@ def _check_position(trainer: pl.Trainer) -> None:
 
 
 def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None:
-    """Refuse a resume within an epoch whose mean a torchmetrics object holds, if it is monitored; else warn.
+    """Refuse a resume within an epoch if a monitored mean is a torchmetrics object; warn of others.
 
     Args:
-        sums: those of the epoch by rank, and None for the objects, which no checkpoint holds.
+        sums: sums of the epoch by rank; None for torchmetrics objects, which no checkpoint holds.
     """
-    names = {key.partition(".")[2] for by_key in sums for key, value in by_key.items() if value is None}
+    names = {key.partition(".")[2] for rank_sums in sums for key, value in rank_sums.items() if value is None}
     monitors = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer)}
     monitors |= {config.monitor for config in trainer.lr_scheduler_configs}
     for name in sorted(names):
@@ -116,13 +114,13 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
 
 
 def refuse_states(trainer: pl.Trainer, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state no checkpoint brings back; for the first update's end.
+    """Refuse an optimizer whose state checkpoints do not restore; for the first update's end, when it has a state.
 
     Raises:
-        UserError: it holds tensors of a class of their own, or leaves out what an optimizer that it wraps holds.
+        UserError: the state holds tensors of a subclass, or leaves out the state of an optimizer that it wraps.
     """
     states: Any = trainer.strategy.optimizer_state(optimizer).get("state", {}).values()
-    saved = {name for state in states for name in state}
+    saved_names = {name for state in states for name in state}
     for value in (value for state in states for value in state.values() if isinstance(value, Tensor)):
         if type(value) not in (Tensor, Parameter):
             raise UserError(
@@ -130,48 +128,58 @@ def refuse_states(trainer: pl.Trainer, optimizer: Optimizer) -> None:
                 " tensors from checkpoints: pass an optimizer with ordinary tensors"
             )
     for inner in optimizer_layers(optimizer)[1:]:
-        held = {name for state in inner.state.values() for name in state}
-        if left_out := held - saved:
+        unsaved = {name for state in inner.state.values() for name in state} - saved_names
+        if unsaved:
             raise UserError(
-                f"{type(optimizer).__name__}.state_dict() leaves out {min(left_out)} of the {type(inner).__name__} that"
+                f"{type(optimizer).__name__}.state_dict() leaves out {min(unsaved)} of the {type(inner).__name__} that"
                 " it wraps, so that a resumed run goes on without: have it save the state of both"
             )
 
 
 def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Load again what torch casts to a parameter's dtype as an optimiser is loaded, such as NAdam's float32 product."""
-    weights, saved = trainer.lightning_module.state_dict(), checkpoint.get("state_dict", {})
-    if any(isinstance(v, Tensor) and v.dtype != getattr(saved.get(n, v), "dtype", None) for n, v in weights.items()):
-        return  # Another precision is asked for.
+    """Load optimizer state again in its saved dtype, where torch has cast it to the dtype of a parameter.
+
+    An example is the float32 product of NAdam beside bfloat16 weights.
+    """
+    weights = trainer.lightning_module.state_dict()
+    saved_weights = checkpoint.get("state_dict", {})
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor) and weight.dtype != getattr(saved_weights.get(name, weight), "dtype", None):
+            return  # The resumed run has another precision.
     for optimizer, state in zip(trainer.optimizers, checkpoint.get("optimizer_states", ())):
         for group, saved_group in zip(optimizer.param_groups, state["param_groups"]):
             for parameter, number in zip(group["params"], saved_group["params"]):
                 for name, value in state["state"].get(number, {}).items():
-                    # To ask without `get` creates an entry.
-                    holders = [each.state.get(parameter, {}) for each in optimizer_layers(optimizer)]
-                    for loaded in holders:
+                    # By `get`: indexing a defaultdict would create an entry, which the next checkpoint would hold.
+                    loaded_states = [layer.state.get(parameter, {}) for layer in optimizer_layers(optimizer)]
+                    for loaded in loaded_states:
                         if isinstance(value, Tensor) and name in loaded and value.dtype != loaded[name].dtype:
                             loaded[name] = value.to(loaded[name].device)
 
 
 def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Do what Lightning leaves out; for `on_train_start` of a resumed run.
+    """Complete a resume by the steps that Lightning leaves out; for `on_train_start` of a resumed run.
 
     Args:
-        checkpoint: the one that was loaded.
+        checkpoint: the loaded checkpoint.
 
     Raises:
-        UserError: the order of the epoch or the state of a loader cannot be repeated, the data are others, or a
-            callback of Lightning unfreezes layers.
+        UserError: the order of the epoch or the state of a loader cannot be repeated, the data differ, or a callback
+            of Lightning unfreezes layers.
     """
-    within_epoch, module = trainer.fit_loop.restarted_mid_epoch, trainer.lightning_module
+    within_epoch = trainer.fit_loop.restarted_mid_epoch
+    module = trainer.lightning_module
     loads = [isinstance(c, WeightAveraging) or getattr(c, "loads_raw_weights", False) for c in callbacks_of(trainer)]
-    if not any(loads) and (raw := loaded_raw_weights(module, checkpoint)) is not None:
-        module.load_state_dict(raw, strict=module.strict_loading)
+    if not any(loads):
+        # The run no longer averages: it continues from the weights that were trained, not from their average.
+        raw_weights = loaded_raw_weights(module, checkpoint)
+        if raw_weights is not None:
+            module.load_state_dict(raw_weights, strict=module.strict_loading)
     _restore_dtypes(trainer, checkpoint)
-    # Lightning does not load the states of loaders at an epoch's end, where other data are to be refused, too.
-    with_state = [each for each in CombinedLoader(trainer.train_dataloader).flattened if hasattr(each, "state_dict")]
-    for loader, state in zip(with_state, unused_loader_states(trainer)):
+    # At an epoch's end Lightning does not load the states of loaders, so their data are checked here.
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    stateful_loaders = [loader for loader in loaders if hasattr(loader, "state_dict")]
+    for loader, state in zip(stateful_loaders, unused_loader_states(trainer)):
         if isinstance(loader, ResumableLoader):
             loader.check_data(state)
     for callback in callbacks_of(trainer):
@@ -181,13 +189,16 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
                 " use FreezeLayers"
             )
         if isinstance(callback, StochasticWeightAveraging) and within_epoch:
-            callback.on_train_epoch_start(trainer, module)
-    without = _without_position(trainer)
-    for loader in without:
-        if trainer.current_epoch > 0 and (found := _moves_on(loader)):
-            raise UserError(f"the state of the DataLoader is in no checkpoint, since it has {found}")
+            callback.on_train_epoch_start(trainer, module)  # Lightning calls no such hook when it resumes mid-epoch.
+    unpositioned = _without_position(trainer)
+    for loader in unpositioned:
+        unsaved_state = _unsaved_state(loader)
+        if trainer.current_epoch > 0 and unsaved_state:
+            raise UserError(f"the state of the DataLoader is in no checkpoint, since it has {unsaved_state}")
     untyped: Any = trainer
-    every, epoch = untyped.reload_dataloaders_every_n_epochs, trainer.current_epoch
+    every = untyped.reload_dataloaders_every_n_epochs
+    epoch = trainer.current_epoch
+    # Lightning would make the loaders of this epoch, not those of the last multiple (#21492).
     if every and epoch % every:
         raise UserError(
             f"with reload_dataloaders_every_n_epochs={every} the loaders of epoch {epoch + 1} are those that were made"
@@ -195,14 +206,14 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         )
     if within_epoch:
         _check_position(trainer)
-    elif without:
-        install_update_loop(trainer).loaded.iterates_anew = True
+    elif unpositioned:
+        install_update_loop(trainer).loaded.restarts_iterators = True
 
 
 def end_finished_run(trainer: pl.Trainer) -> None:
     """Put the mean of `StochasticWeightAveraging` into the module of a run that was saved after its last update.
 
-    Lightning calls no hook of training where nothing is left to train.
+    Lightning calls no training hook if nothing is left to train.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging):
@@ -210,7 +221,7 @@ def end_finished_run(trainer: pl.Trainer) -> None:
 
 
 def was_stopped_early(trainer: pl.Trainer) -> bool:
-    """Whether `EarlyStopping` had asked for the end when the run was saved; Lightning would train another epoch."""
+    """Whether `EarlyStopping` had requested a stop when the run was saved; Lightning would train another epoch."""
     epoch = trainer.current_epoch - (not trainer.fit_loop.restarted_mid_epoch)
     # A patience that was exhausted may be longer now.
     return any(
@@ -221,24 +232,26 @@ def was_stopped_early(trainer: pl.Trainer) -> bool:
     )
 
 
-def _found(path: Any, old: Any, folder: Path, levels: int) -> str:
-    """The path in the folder as it is now; empty where that is no checkpoint in it, also after links are followed.
+def _path_in_folder(path: Any, old_folder: Any, folder: Path, levels: int) -> str:
+    """Return the present path of a checkpoint in a folder that may have moved; empty if it is no checkpoint in it.
 
     Example:
-        >>> _found("old/../thesis.tex", "old", Path("checkpoints"), levels=1)
+        >>> _path_in_folder("old/../thesis.tex", "old", Path("checkpoints"), levels=1)
         ''
     """
     try:
-        name = Path(path).relative_to(old)
-        real = (folder / name).resolve(strict=True)
-    except (TypeError, ValueError, OSError, RuntimeError):  # No path in that folder, or no file is there.
+        name = Path(path).relative_to(old_folder)
+        real_path = (folder / name).resolve(strict=True)
+    except (TypeError, ValueError, OSError, RuntimeError):  # Not a path in the folder, or the file is missing.
         return ""
-    is_in_folder = real.is_relative_to(folder.resolve()) and ".." not in name.parts and len(name.parts) <= levels
-    return str(folder / name) if is_in_folder and real.is_file() and real.suffix == name.suffix == ".ckpt" else ""
+    # Links are followed: one in the folder could lead to any file, which ModelCheckpoint would then delete.
+    is_in_folder = real_path.is_relative_to(folder.resolve()) and ".." not in name.parts and len(name.parts) <= levels
+    is_checkpoint = real_path.is_file() and real_path.suffix == name.suffix == ".ckpt"
+    return str(folder / name) if is_in_folder and is_checkpoint else ""
 
 
 def _score(value: Any) -> Tensor | None:
-    """A score as a tensor of one number; None for what is none."""
+    """Return a score as a scalar tensor; None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         return None
     if isinstance(value, Tensor) and (value.dim() or value.is_complex() or value.is_meta):
@@ -248,27 +261,34 @@ def _score(value: Any) -> Tensor | None:
 
 
 def files_in(folder: str | Path, state: Mapping[str, Any], mode: str, levels: int = 1) -> dict[str, Any]:
-    """The state of a `ModelCheckpoint` with those of its checkpoints that lie in a folder, under their paths there.
+    """Return the state of a `ModelCheckpoint` with only its checkpoints in a folder, under their present paths.
 
-    What Lightning derives from the scores, the best checkpoint and the worst of those that are kept, is derived again.
+    The best checkpoint and the worst kept one, which Lightning derives from the scores, are derived again.
 
     Args:
-        folder: where the callback saves now; a run may have been moved.
-        state: its ``state_dict`` in a checkpoint.
-        mode: "min" or "max", which of its scores is the best.
-        levels: how deep its files lie in the folder at most; 1 is directly in it.
+        folder: the folder where the callback saves now; a run may have been moved.
+        state: the callback's ``state_dict`` in a checkpoint.
+        mode: "min" or "max", which score is the best.
+        levels: maximum depth of the files in the folder; 1 is directly in it.
     """
-    home, old = Path(folder), state.get("dirpath") or "."
-    here = {name: _found(state.get(name), old, home, levels) for name in ("best_model_path", "last_model_path")}
-    saved = state.get("best_k_models")
+    old_folder = state.get("dirpath") or "."
+    saved_scores = state.get("best_k_models")
+    if not isinstance(saved_scores, Mapping):
+        saved_scores = {}
     scores: dict[str, Tensor] = {}
-    for path, value in saved.items() if isinstance(saved, Mapping) else ():
-        if (found := _found(path, old, home, levels)) and (score := _score(value)) is not None:
-            scores[found] = score
-    files: dict[str, Any] = {"dirpath": folder, **here, "best_k_models": scores, "best_model_score": None}
+    for saved_path, value in saved_scores.items():
+        path = _path_in_folder(saved_path, old_folder, Path(folder), levels)
+        score = _score(value)
+        if path and score is not None:
+            scores[path] = score
+    files: dict[str, Any] = {"dirpath": folder, "best_k_models": scores, "best_model_score": None}
+    for name in ("best_model_path", "last_model_path"):
+        files[name] = _path_in_folder(state.get(name), old_folder, Path(folder), levels)
     if scores:
-        best, worst = (min, max) if mode == "min" else (max, min)
-        first, last = best(scores, key=lambda path: scores[path]), worst(scores, key=lambda path: scores[path])
-        files |= {"best_model_path": first, "best_model_score": scores[first]}
-        files |= {"kth_best_model_path": last, "kth_value": scores[last]}
+        select_best = min if mode == "min" else max
+        select_worst = max if mode == "min" else min
+        best_path = select_best(scores, key=lambda path: scores[path])
+        worst_path = select_worst(scores, key=lambda path: scores[path])
+        files |= {"best_model_path": best_path, "best_model_score": scores[best_path]}
+        files |= {"kth_best_model_path": worst_path, "kth_value": scores[worst_path]}
     return files

@@ -1,6 +1,6 @@
-"""When a run may be saved so that Lightning resumes it exactly: one table, and where a Trainer is in it.
+"""Points of a run at which it may be saved so that Lightning resumes it exactly.
 
-`RULES` says for each place whether a save may happen there, and which counters of Lightning's loops are moved in the
+`RULES` states for each point whether a save is allowed, and which counters of Lightning's loops are changed in the
 checkpoint.
 """
 
@@ -16,7 +16,7 @@ Place = str
 
 
 class Rule(NamedTuple):
-    """Whether a run may be saved at a place, which counters are moved so that it goes on there, and why."""
+    """Rule of a point: whether a save is allowed, which counters are changed for the resume, and the reason."""
 
     saves: bool
     moves: Literal["", "validation", "epoch"]
@@ -36,50 +36,51 @@ RULES: Mapping[Place, Rule] = {
     "run end": Rule(True, "epoch", "it goes on with the next epoch; the counters say that it has begun"),
     "evaluation": Rule(False, "", "nothing is trained, as in a sanity check"),
 }
-"""In the order in which a run comes by; an evaluation is one outside of training."""
+"""Rules in the order of a run; "evaluation" is one outside of training."""
 
 
 def move_counters(loops: dict[str, Any], place: Place) -> None:
-    """Make Lightning resume from a place as if the run had not been interrupted there.
+    """Change the counters of a checkpoint so that Lightning resumes at the point where it is saved.
 
     Args:
-        loops: the checkpoint's entry of that name; changed in place.
-        place: where it is being saved.
+        loops: the checkpoint's entry "loops"; changed in place.
+        place: the point of the save.
     """
-    fit, moves = loops["fit_loop"], RULES[place].moves
+    fit = loops["fit_loop"]
+    moves = RULES[place].moves
     if moves == "validation":
-        # One batch begun and none done: Lightning enters the validation again, and starts it from the beginning.
+        # One batch started and none processed: Lightning enters the validation again, and starts it from its beginning.
         progress = fit["epoch_loop.val_loop.batch_progress"]
         progress["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
         progress["current"] |= {"ready": 0, "started": 0, "processed": 0, "completed": 0}
         progress["is_last_batch"] = False
     elif moves == "epoch":
-        # As where ModelCheckpoint saves: the last epoch is processed and not completed, and the next not yet ready.
+        # As when ModelCheckpoint saves: the last epoch is processed and not completed, and the next one not yet ready.
         for counters in (fit["epoch_progress"]["total"], fit["epoch_progress"]["current"]):
             counters |= {"ready": counters["processed"], "completed": counters["processed"] - 1}
 
 
 def rewind_interrupted_epoch(loop: dict[str, Any]) -> None:
-    """Take back that an epoch which `max_steps` has ended early counts as done, so that a run resumes within it.
+    """Mark an epoch that `max_steps` has cut as not processed, so that a run resumes within it.
 
     Args:
         loop: the state of the fit loop; changed in place.
     """
     epoch = loop["epoch_progress"]
     batch = loop["epoch_loop.batch_progress"]
-    counted = epoch["current"]["processed"] == epoch["current"]["started"]
-    if counted and not batch["is_last_batch"] and batch["current"]["completed"]:
+    is_processed = epoch["current"]["processed"] == epoch["current"]["started"]
+    if is_processed and not batch["is_last_batch"] and batch["current"]["completed"]:
         epoch["total"]["processed"] -= 1
         epoch["current"]["processed"] -= 1
 
 
 def place_after_update(trainer: pl.Trainer) -> Place:
-    """The place in `on_update_end`."""
+    """Return the key of `RULES` for `on_update_end`."""
     if trainer.is_last_batch:
         return "before epoch end"
     return "within update" if may_hold_gradients(trainer) else "update"
 
 
 def trains(trainer: pl.Trainer) -> bool:
-    """Whether a run trains: its validations are no sanity check, and no evaluation of its own."""
+    """Whether a Trainer trains, and its validation is neither a sanity check nor outside of training."""
     return trainer.state.fn == "fit" and not trainer.sanity_checking

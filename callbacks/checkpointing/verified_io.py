@@ -1,7 +1,7 @@
-"""Checkpoints that are valid or absent: written to a temporary file, flushed, read back, renamed.
+"""Verified checkpoint files: written to a temporary file, flushed, read back and renamed, so they are valid or absent.
 
-Lightning writes to the system's folder for temporary files. On another disk the last step is then a copy, which a kill
-cuts short (#21253). A full disk ends the run. A flipped bit is loaded without an error.
+Lightning writes to the system's folder for temporary files. From another disk the last step is a copy, which a kill
+cuts short (#21253). A full disk ends the run, and a flipped bit is loaded without an error.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
     scalars numbers. Any other object becomes a text that names it.
 
     Args:
-        lost: takes the places, such as ``"hyper_parameters.act"``, where only a text is left.
-        name: the place of `value` itself.
+        lost: list to which the names of replaced objects are added, such as ``"hyper_parameters.act"``.
+        name: the name of `value` itself.
 
     Example:
         >>> as_plain({"folder": PurePath("data"), "sizes": np.arange(2), "act": max}, lost := [])
@@ -56,16 +56,16 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
     lost = [] if lost is None else lost
     if type(value) in _ATOMS:
         return value
-    lead = f"{name}." if name else ""
+    prefix = f"{name}." if name else ""
     if isinstance(value, Mapping):
         pairs = [
-            (as_plain(key, lost, f"{lead}key"), as_plain(item, lost, f"{lead}{key}")) for key, item in value.items()
+            (as_plain(key, lost, f"{prefix}key"), as_plain(item, lost, f"{prefix}{key}")) for key, item in value.items()
         ]
-        same = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
-        # A state dict is an OrderedDict with an attribute, so it is kept rather than copied.
-        return value if same and type(value) in (dict, OrderedDict, Counter) else dict(pairs)
+        is_plain = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
+        # Kept rather than copied: a state dict is an OrderedDict whose attribute `_metadata` a copy would lose.
+        return value if is_plain and type(value) in (dict, OrderedDict, Counter) else dict(pairs)
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [as_plain(item, lost, f"{lead}{i}") for i, item in enumerate(value)]
+        items = [as_plain(item, lost, f"{prefix}{i}") for i, item in enumerate(value)]
         if type(value) in (list, tuple, set) and all(new is old for new, old in zip(items, value, strict=True)):
             return value
         if isinstance(value, (set, frozenset)):
@@ -76,7 +76,7 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
 
 
 def _plain_object(value: Any, lost: list[str], name: str) -> Any:
-    """The plain form of what is no container."""
+    """Convert a value that is not a container."""
     if isinstance(value, enum.Enum):
         return as_plain(value.value, lost, name)
     if isinstance(value, PurePath):
@@ -90,10 +90,10 @@ def _plain_object(value: Any, lost: list[str], name: str) -> Any:
         return as_plain(fields, lost, name)
     if isinstance(value, Tensor):
         return value.detach().as_subclass(Tensor)
-    kinds: tuple[Any, ...] = (int, float, str, bytes, bytearray)
-    for kind in kinds:
-        if isinstance(value, kind):
-            return kind(value)
+    base_types: tuple[Any, ...] = (int, float, str, bytes, bytearray)
+    for base_type in base_types:
+        if isinstance(value, base_type):
+            return base_type(value)
     lost.append(name)
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)[:200]
 
@@ -106,7 +106,8 @@ def describe_damage(path: str | Path) -> str | None:
     if not path.stat().st_size:
         return "it is empty"
     try:
-        if excess := describe_excess(path):
+        excess = describe_excess(path)
+        if excess:
             return excess
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
@@ -114,13 +115,16 @@ def describe_damage(path: str | Path) -> str | None:
         if "not a zip file" in str(error):
             return "it was cut off or overwritten, or is another kind of file"
         return f"it is damaged ({error})"
-    except Exception as error:  # What a damaged header makes of the reader is anything.
+    except Exception as error:  # A damaged header can raise any exception.
         return f"it is damaged ({type(error).__name__}: {error})"
     return f"it is damaged (the checksum of {record} is wrong)" if record else None
 
 
 class _Sink:
-    """A file that keeps its error instead of raising it into torch's writer, which would lose or end the process."""
+    """File that keeps a write error instead of raising it into torch's writer.
+
+    That writer would lose the exception or end the process.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -135,35 +139,35 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """Does nothing: the file is flushed where it was opened."""
+        """Do nothing: `write_checkpoint` flushes the file."""
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether the file is ours alone now, until it is closed or its process ends, however that ends."""
+    """Lock a file exclusively until it is closed or its process ends; return whether that succeeded."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # Another's, or a file system without locks.
+    except OSError:  # Another process holds the lock, or the file system has none.
         return False
     return True
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the half-written files of writers that have died; one that still writes holds a lock on its file."""
-    for part in folder.glob(f".*.ckpt.{'[0-9a-f]' * 8}.part"):
-        with suppress(OSError), part.open("rb+") as file:
+    """Remove the half-written files of writers that have died; a living writer holds a lock on its file."""
+    for leftover in folder.glob(f".*.ckpt.{'[0-9a-f]' * 8}.part"):
+        with suppress(OSError), leftover.open("rb+") as file:
             if _lock(file):
-                part.unlink()
+                leftover.unlink()
 
 
 def write_checkpoint(checkpoint: Any, path: Path) -> None:
-    """Write a file that is either the old one or the complete new one, whenever the process or the machine stops.
+    """Write a checkpoint so that the file is always the old or the complete new one, even after a power loss.
 
     Raises:
-        OSError: it could not be written, or did not read back as written; the old one is as it was.
+        OSError: the file could not be written, or did not read back as written; the old one is unchanged.
     """
     remove_leftovers(path.parent)
-    with atomic_write(path) as part:
-        with part.open("xb") as file:
+    with atomic_write(path) as temporary_path:
+        with temporary_path.open("xb") as file:
             _lock(file)
             sink = _Sink(file)
             torch.save(checkpoint, sink)  # type: ignore[arg-type]
@@ -171,7 +175,8 @@ def write_checkpoint(checkpoint: Any, path: Path) -> None:
                 raise sink.error
             file.flush()
             os.fsync(file.fileno())
-        if problem := describe_damage(part):
+        problem = describe_damage(temporary_path)
+        if problem:
             raise OSError(errno.EIO, f"what was written does not read back: {problem}")
 
 
@@ -193,7 +198,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         super().__init__()
         self._on_saved = on_saved
         self.failures: dict[str, str] = {}
-        """Why a file could not be written, by its path, until it is written or removed."""
+        """Reasons of failed writes by path, until the file is written or removed."""
         self._last_failed = False
         self._lost: set[str] = set()
 
@@ -204,12 +209,16 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             return
         lost: list[str] = []
         plain = as_plain(checkpoint, lost)
-        if new := [name for name in lost if name not in self._lost]:
-            self._lost.update(new)
-            log.warning("warning: checkpoints hold only the names of %s, which are no plain values", ", ".join(new))
+        newly_lost = [name for name in lost if name not in self._lost]
+        if newly_lost:
+            self._lost.update(newly_lost)
+            log.warning(
+                "warning: checkpoints hold only the names of %s, which are no plain values", ", ".join(newly_lost)
+            )
         try:
             write_checkpoint(plain, Path(path))
         except OSError as error:
+            # Training continues: another save may succeed, and `CheckpointGuard` fails the run at its end otherwise.
             self.failures[str(path)] = error.strerror or str(error)
             self._last_failed = True
             kept = "the old one stays" if Path(path).exists() else "there is none yet"
@@ -227,9 +236,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint.
 
         Raises:
-            UserError: it is damaged, or holds code.
+            UserError: the file is damaged or holds code.
         """
-        if Path(path).is_file() and (problem := describe_damage(path)):
+        problem = describe_damage(path) if Path(path).is_file() else None
+        if problem:
             raise UserError(f'{path} cannot be read: {problem}; pass another checkpoint, or resume="auto"')
         try:
             return super().load_checkpoint(path, *args, **kwargs)
@@ -239,7 +249,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        # Any `ModelCheckpoint` removes what its state in a received checkpoint names, if that begins with its folder.
+        # A `ModelCheckpoint` removes any path in its folder that its state names, and a received checkpoint sets it.
         if Path(path).suffix != ".ckpt" or ".." in Path(path).parts:
             log.warning("warning: %s is not removed, since it is no checkpoint of this run", path)
         elif not self._last_failed:
@@ -250,7 +260,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 class CheckpointGuard(pl.Callback):
     """Rejects ranks that resume from different checkpoints, and fails a run whose last save failed.
 
-    Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_end`.
+    Runs on: `setup`, where it compares the checkpoint of all ranks; `on_train_end`.
 
     Args:
         resumed: the checkpoint that this rank resumes from.
@@ -267,22 +277,24 @@ class CheckpointGuard(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or trainer.world_size == 1:
             return
-        wanted = trainer.strategy.broadcast(self.resumed)
-        if not trainer.strategy.reduce_boolean_decision(wanted == self.resumed):
+        expected = trainer.strategy.broadcast(self.resumed)
+        if not trainer.strategy.reduce_boolean_decision(expected == self.resumed):
             raise UserError(
-                f"rank 0 resumes from {wanted or 'nothing'}, rank {trainer.global_rank} found"
+                f"rank 0 resumes from {expected or 'nothing'}, rank {trainer.global_rank} found"
                 f" {self.resumed or 'nothing'}: pass a `run_dir` that all nodes share, or a file to `resume`"
             )
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        io, problem = trainer.strategy.checkpoint_io, None
+        io = trainer.strategy.checkpoint_io
+        problem = None
         if isinstance(io, VerifiedCheckpointIO) and io.failures:
             files = "; ".join(f"{path}: {reason}" for path, reason in io.failures.items())
             problem = (
                 f"the training is done, and its checkpoints could not be saved ({files}); make room, and repeat from"
                 " the last one that was saved with `resume`"
             )
-        # On all ranks: one rank that ends alone leaves the others waiting.
-        if problem := trainer.strategy.broadcast(problem):
+        # All ranks raise the error of rank 0: a rank that ends alone leaves the others waiting.
+        problem = trainer.strategy.broadcast(problem)
+        if problem:
             raise RunFailedError(problem)

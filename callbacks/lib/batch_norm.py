@@ -1,8 +1,8 @@
-"""Running statistics of batch normalisation: their moments, their buffers under DDP, and their order.
+"""Running statistics of batch normalisation: moments, buffers under DDP, and a fixed order of the moving average.
 
-The running mean and variance of a layer are a moving average over micro-batches, so their bits depend on the order, and
-each rank of DDP sees only its own micro-batches. Here each micro-batch's statistics are kept; at the update's end the
-ranks exchange them, and each rank computes the moving average over all, in order.
+The running mean and variance are a moving average over micro-batches, so their bits depend on the order, and a rank of
+DDP sees only its own micro-batches. `OrderedStatistics` keeps the statistics of each micro-batch. At the update's end
+the ranks exchange them, and each rank computes the moving average over all of them in order.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count of a whole from those of its parts (Chan, Golub and LeVeque, 1979).
+    """Combine the moments of parts into mean, biased variance and count of the whole (Chan et al., 1979).
 
     Args:
         parts: (part, 2 * channels + 1): means, biased variances and the number of values. Parts may be empty.
@@ -35,7 +35,7 @@ def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def local_moments(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What one process adds to `combine_moments`, in float64 so that combining adds no rounding."""
+    """Return the moments of one process for `combine_moments`, in float64 so that combining adds no rounding."""
     channels = x.shape[1]
     if x.numel() == 0:
         return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -48,8 +48,10 @@ def local_moments(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """The running mean, the running variance and the number of batches of a layer that tracks them."""
-    mean, variance, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    """Return the running mean, the running variance and the number of batches of a layer that tracks them."""
+    mean = layer.running_mean
+    variance = layer.running_var
+    batches = layer.num_batches_tracked
     assert mean is not None
     assert variance is not None
     assert batches is not None
@@ -57,18 +59,19 @@ def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def is_synchronised(layer: nn.Module) -> bool:
-    """Whether a layer is BatchNorm over all processes: torch's and those of `sync_batchnorm` have a `process_group`."""
+    """Whether a layer is BatchNorm over all processes."""
+    # torch's SyncBatchNorm and the layers of `sync_batchnorm` have a `process_group`.
     return isinstance(layer, _BatchNorm) and hasattr(layer, "process_group")
 
 
 @contextlib.contextmanager
 def stand_in(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Has synchronised layers normalise without the samples of this process, which only keeps up with the others.
+    """Let synchronised layers normalise without the samples of this process, and take part in the collective calls.
 
-    An update's micro-batches may be one fewer here than on another process, and its layers wait in each of them.
+    This process may have one micro-batch fewer than another, whose layers wait for all processes in each micro-batch.
 
     Args:
-        layers: those that `callbacks.sync_batchnorm` has made; torch's have no such state.
+        layers: layers of `callbacks.sync_batchnorm`; torch's SyncBatchNorm has no such state.
     """
     for layer in layers:
         vars(layer)["is_stand_in"] = True
@@ -80,44 +83,46 @@ def stand_in(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def own_batch_layers(module: nn.Module) -> list[_BatchNorm]:
-    """The BatchNorm layers of a module that normalise over one process's batch."""
+    """Return the BatchNorm layers of a module that normalise over one process's batch."""
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and not is_synchronised(layer)]
 
 
 def running_buffers(module: nn.Module) -> list[Tensor]:
-    """Running statistics and counters of batch normalisation."""
+    """Return the running statistics and counters of batch normalisation."""
     layers = (layer for layer in module.modules() if isinstance(layer, _BatchNorm))
     return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
 
 def other_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are none of `running_buffers`, by name."""
-    running = {id(buffer) for buffer in running_buffers(module)}
-    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in running}
+    """Return the buffers by name, without `running_buffers`."""
+    running_ids = {id(buffer) for buffer in running_buffers(module)}
+    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in running_ids}
 
 
 def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
-    """Replaces tensors by those of rank 0, with one broadcast for each data type."""
+    """Replace tensors with those of rank 0, by one broadcast per data type."""
+    # A dict keeps the order of the types, which must be the same on all ranks.
     for dtype in {tensor.dtype: None for tensor in tensors}:
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
         dist.broadcast(flat, 0)
-        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        sizes = [tensor.numel() for tensor in same_dtype]
+        for tensor, values in zip(same_dtype, flat.split(sizes), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
-    """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
-    others = other_buffers(ddp.module).keys()
-    if others <= ddp.parameters_to_ignore:
-        # One broadcast less at every step, and torch fails on an empty list of buffers.
+    """Keep DDP from replacing running statistics with those of rank 0 before each forward pass."""
+    broadcast_names = other_buffers(ddp.module).keys()
+    if broadcast_names <= ddp.parameters_to_ignore:
+        # One broadcast less per step, and torch fails on an empty list of buffers.
         ddp.broadcast_buffers = False
     else:
-        ddp.parameters_to_ignore |= {name for name, _ in ddp.module.named_buffers()} - others
+        ddp.parameters_to_ignore |= {name for name, _ in ddp.module.named_buffers()} - broadcast_names
 
 
 class OrderedStatistics:
-    """The running statistics of BatchNorm layers over an update.
+    """Running statistics of BatchNorm layers over an update, averaged in the order of the micro-batches.
 
     `GradientSum.micro_batch` calls these methods: `begin` before a micro-batch's forward pass, `collect` after it,
     `restore` after its backward pass, and `finish` after the update's last micro-batch. If a layer is called several
@@ -150,7 +155,10 @@ class OrderedStatistics:
         self._is_open = self._is_within = False
 
     def begin(self) -> None:
-        """Before the forward pass of a micro-batch; the layers that train in the first of an update count in all."""
+        """Prepare the layers for the forward pass of a micro-batch.
+
+        The layers in training mode at an update's first micro-batch are averaged in the whole update.
+        """
         if not self._is_open:
             self._layers = [layer for layer in self._candidates if layer.training and layer.track_running_stats]
             statistics = [running_statistics(layer) for layer in self._layers]
@@ -158,28 +166,33 @@ class OrderedStatistics:
             self._counters = [counter for _, _, counter in statistics]
             self._counts = [counter.clone() for counter in self._counters]
             self._sizes = [buffer.numel() for buffer in self._buffers]
-            wide = any(buffer.dtype == torch.float64 for buffer in self._buffers)
-            self._dtype = torch.float64 if wide else torch.float32
-            self._running, self._collected, self._is_open = self._flat(), [], True
-        self._momenta, self._is_within = [layer.momentum for layer in self._layers], True
+            has_float64 = any(buffer.dtype == torch.float64 for buffer in self._buffers)
+            self._dtype = torch.float64 if has_float64 else torch.float32
+            self._running = self._flat_buffers()
+            self._collected = []
+            self._is_open = True
+        self._momenta = [layer.momentum for layer in self._layers]
+        self._is_within = True
         for layer in self._layers:
-            vars(layer)["momentum"] = 1.0  # After a forward pass the buffers hold the statistics of its micro-batch.
+            # With a momentum of 1 the buffers hold the statistics of this micro-batch alone after the forward pass.
+            # Written past torch's `__setattr__`, which searches parameters and buffers.
+            vars(layer)["momentum"] = 1.0
 
-    def _flat(self) -> Tensor:
-        # In float32 at least, where layers are in half precision.
+    def _flat_buffers(self) -> Tensor:
+        # At least float32: a moving average in half precision loses small changes.
         return torch.cat([buffer.to(self._dtype) for buffer in self._buffers]) if self._buffers else torch.zeros(0)
 
     def collect(self) -> None:
-        """Take the statistics of a micro-batch, after its forward pass; not to be called for a stand-in."""
-        self._collected.append(self._flat())
+        """Keep the statistics of a micro-batch after its forward pass; not to be called for a stand-in."""
+        self._collected.append(self._flat_buffers())
 
     def repeated(self) -> list[_BatchNorm]:
-        """The layers that were called more than once since the update began; for its first micro-batch."""
+        """Return the layers called more than once since the update began; for its first micro-batch."""
         calls = zip(self._layers, self._counters, self._counts, strict=True)
-        return [layer for layer, now, before in calls if int(now) > int(before) + 1]
+        return [layer for layer, counter, count in calls if int(counter) > int(count) + 1]
 
     def restore(self) -> None:
-        """Give the layers back what they had before the micro-batch; outside of one, do nothing."""
+        """Restore the momenta and buffers from before the micro-batch; do nothing outside of one."""
         if not self._is_within:
             return
         self._is_within = False
@@ -193,28 +206,29 @@ class OrderedStatistics:
             torch._foreach_copy_(self._counters, self._counts)
 
     def send(self, steps: int) -> None:
-        """Begin to hand an update's statistics round, after its last forward pass; `finish` does so otherwise.
+        """Start to gather an update's statistics after its last forward pass; `finish` does so otherwise.
 
         Args:
-            steps: the most micro-batches of a rank in the update.
+            steps: the largest number of micro-batches of a rank in the update.
         """
         if not self._buffers:
             return
-        surplus = steps - len(self._collected)
-        mine = torch.stack(self._collected + [self._running] * surplus)
-        # Beside them 1, or 0 where this rank has a micro-batch less.
-        is_real = (torch.arange(steps, device=mine.device) < steps - surplus).to(mine.dtype)
-        mine = torch.cat((mine, is_real.unsqueeze(1)), 1)
-        self._by_rank, self._work = [mine], None
+        # An all-gather needs equal sizes: a rank with one micro-batch fewer adds a row, marked by 0 in the last column.
+        padding = steps - len(self._collected)
+        rows = torch.stack(self._collected + [self._running] * padding)
+        is_real = (torch.arange(steps, device=rows.device) < steps - padding).to(rows.dtype)
+        rows = torch.cat((rows, is_real.unsqueeze(1)), 1)
+        self._by_rank = [rows]
+        self._work = None
         if self.world_size > 1:
-            self._by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
-            self._work = dist.all_gather(self._by_rank, mine, async_op=True)
+            self._by_rank = [torch.empty_like(rows) for _ in range(self.world_size)]
+            self._work = dist.all_gather(self._by_rank, rows, async_op=True)
 
     def finish(self, steps: int) -> None:
-        """Make the moving average over the micro-batches of an update, in the order of ranks and of each one's steps.
+        """Compute the moving average over an update's micro-batches, in the order of ranks and of their micro-batches.
 
         Args:
-            steps: the most micro-batches of a rank in the update.
+            steps: the largest number of micro-batches of a rank in the update.
         """
         self._is_open = False
         if not self._buffers:
@@ -223,16 +237,21 @@ class OrderedStatistics:
             self.send(steps)
         if self._work is not None:
             self._work.wait()
-        weights = None if None in self._momenta else self._weights()
+        # A momentum of None means the mean over all batches, whose weights change with each row.
+        constant_weights = None if None in self._momenta else self._weights()
         for row in itertools.chain(*self._by_rank):
-            statistics, is_real = row[:-1], row[-1]
+            statistics = row[:-1]
+            is_real = row[-1]
             torch._foreach_add_(self._counts, [is_real.long()] * len(self._counts))
-            self._running.lerp_(statistics, (self._weights() if weights is None else weights) * is_real)
-        self._collected, self._by_rank = [], []
+            weights = self._weights() if constant_weights is None else constant_weights
+            # A weight of 0 leaves out the rows of padding without a wait for the device.
+            self._running.lerp_(statistics, weights * is_real)
+        self._collected = []
+        self._by_rank = []
         self._write()
 
     def _weights(self) -> Tensor:
-        """How much of the newest statistics each value takes: the momentum of its layer, or the mean of all so far."""
+        """Return the weight of the newest statistics in each moving average, by momentum or by number of batches."""
         shares = []
         for layer, momentum, count in zip(self._layers, self._momenta, self._counts, strict=True):
             share = 1 / count.to(self._dtype) if momentum is None else self._running.new_full((), momentum)

@@ -1,4 +1,4 @@
-"""Lengths of time that carry their unit: ``"500 steps"``, ``"2 epochs"``, ``"5%"``, or an int of steps."""
+"""Durations of training with a unit: ``"500 steps"``, ``"2 epochs"``, ``"5%"``, or an int of steps."""
 
 import math
 import re
@@ -12,12 +12,12 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(steps?|epochs?|%)?")
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training in optimiser steps, epochs or per cent of the run.
+    """Length of training in optimizer steps, epochs or per cent of the run.
 
     Args:
-        value: how many of the unit.
-        unit: a step is one update of the weights, whatever the number of micro-batches it was accumulated from, and of
-            optimisers: where a module optimises by hand, which of each steps once in each batch.
+        value: the number of units.
+        unit: a step is one update of the weights, however many micro-batches it accumulates. Under manual optimization
+            each trained batch is a step, whatever the number of optimizers.
     """
 
     value: float
@@ -28,10 +28,10 @@ class Duration:
         """Read a duration as users write it.
 
         Args:
-            what: what it is the duration of, for the errors.
+            what: name of the setting, for errors.
 
         Raises:
-            UserError: it is neither an int of steps nor a number with a unit.
+            UserError: `text` is neither an int of steps nor a number with a unit.
 
         Example:
             >>> Duration.parse("2 epochs")
@@ -44,7 +44,8 @@ class Duration:
         match = _PATTERN.fullmatch(str(text).strip().lower()) if type(text) in (int, str) else None
         if match is None:
             raise UserError(f'{what} {text!r} cannot be read: write "500 steps", "2 epochs", "5%" or 500 (steps)')
-        value, unit = float(match[1]), (match[2] or "steps")[:4]
+        value = float(match[1])
+        unit = (match[2] or "steps")[:4]
         if unit == "%":
             if value > 100:
                 raise UserError(f"{what} {text!r} is longer than the run: expected 0% to 100%")
@@ -56,11 +57,11 @@ class Duration:
         return cls(value, "epochs")
 
     def to_steps(self, steps_per_epoch: float, total_steps: float) -> int:
-        """The duration in steps, rounded up, so that only a duration of zero has no step.
+        """Convert to steps, rounded up, so that only a duration of zero has no step.
 
         Args:
-            steps_per_epoch: updates of an epoch; infinite where the loader has no length.
-            total_steps: updates of the run; infinite where nothing ends it.
+            steps_per_epoch: updates of an epoch; infinite if the loader has no length.
+            total_steps: updates of the run; infinite if nothing ends it.
 
         Raises:
             UserError: the unit has no length in this run.

@@ -1,11 +1,11 @@
-"""Sums of floating-point numbers that are equal to the bit on any number of ranks.
+"""Sums of floating-point numbers that are bit-identical on any number of ranks.
 
-A float32 is a whole number times a power of two. Written as the digits of a long whole number, in int64, numbers are
-added without rounding: with ``+``, ``sum`` or an all-reduce.
+Scalars: a float32 is a whole number times a power of two. Written as digits of a long whole number, in int64, numbers
+are added without rounding, by ``+``, ``sum`` or an all-reduce.
 
-That would make gradients 17 times as large. Their sum over micro-batches [a, b) is defined by the micro-batches'
-numbers: ``S(a, b) = S(a, m) + S(m, b)``, where m - a is the largest power of two below b - a. A rank adds up the
-largest nodes of this tree in its range; the ranks exchange these nodes and add them in the order of the tree.
+Gradients would become 17 times as large, so their order of addition is fixed instead, by the micro-batches' numbers:
+``S(a, b) = S(a, m) + S(m, b)``, where m - a is the largest power of two below b - a. A rank adds up the largest nodes
+of this tree in its range; the ranks exchange these nodes and add them in the order of the tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ from datamodules.loading.sampling import range_of_rank
 
 _BITS = 16
 DIGITS = 17
-"""Whole numbers that stand for a floating-point number: 16 digits of base 2**16, and one if it is not finite."""
+"""Whole numbers that represent a floating-point number: 16 digits of base 2**16, and one if it is not finite."""
 
 
 def to_whole_numbers(values: Tensor) -> Tensor:
-    """The whole numbers of each value, int64 of shape (\\*values.shape, 17).
+    """Return the whole numbers of each value, int64 of shape (\\*values.shape, 17).
 
-    2**23 values can be added up before an int64 overflows. The device is not waited for, and needs no float64.
+    2**23 values can be added before an int64 overflows. The function does not wait for the device or need float64.
 
     Args:
         values: of any shape and floating-point type, finite or not. Of float64 the first 48 bits count.
@@ -49,18 +49,19 @@ def _digits(values: Tensor) -> Tensor:
     number = (mantissa << (power % _BITS)) * (1 - 2 * (bits < 0).long())
     is_finite = exponent < 255
     number = torch.where(is_finite, number, 1)
-    place = torch.where(is_finite, power // _BITS, DIGITS - 1)
-    return number.unsqueeze(-1) * (place.unsqueeze(-1) == torch.arange(DIGITS, device=values.device))
+    # A mantissa shifted by up to 15 bits needs no second digit: an int64 digit may exceed the base.
+    digit = torch.where(is_finite, power // _BITS, DIGITS - 1)
+    return number.unsqueeze(-1) * (digit.unsqueeze(-1) == torch.arange(DIGITS, device=values.device))
 
 
 def from_whole_numbers(whole: Sequence[int]) -> float:
-    """The number that a sum of `to_whole_numbers` stands for, rounded once; NaN if a value was NaN or infinite.
+    """Return the number that a sum of `to_whole_numbers` represents, rounded once; NaN if a value was not finite.
 
     Args:
         whole: 17 integers, such as a tensor's ``tolist()``.
     """
     *digits, not_finite = whole
-    total = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
+    total = sum(digit << (_BITS * position) for position, digit in enumerate(digits))
     return float("nan") if not_finite else total / 2**149
 
 
@@ -75,7 +76,7 @@ def _is_node(first: int, stop: int, count: int | None) -> bool:
 
 
 def tree_nodes(first: int, stop: int, count: int) -> list[Node]:
-    """The largest nodes of the tree over [0, count) that lie within [first, stop), from left to right.
+    """Return the largest nodes of the tree over [0, count) within [first, stop), from left to right.
 
     Example:
         >>> tree_nodes(2, 5, count=5)
@@ -90,10 +91,10 @@ def tree_nodes(first: int, stop: int, count: int) -> list[Node]:
 
 
 class TreeSum:
-    """Adds lists of tensors in the order of the tree. It holds log2(count) + 1 of them at most.
+    """Sum of lists of tensors in the order of the tree. It holds log2(count) + 1 of them at most.
 
     Args:
-        count: micro-batches of the update, on all ranks; None where it is known at the end only, see `end`.
+        count: micro-batches of the update on all ranks; None if it is only known at the end, see `end`.
 
     Example:
         >>> total = TreeSum(3)
@@ -106,15 +107,15 @@ class TreeSum:
     def __init__(self, count: int | None = None) -> None:
         self.count = count
         self.nodes: list[tuple[Node, list[Tensor]]] = []
-        """What was added so far, in as few nodes as the tree allows."""
+        """Sums so far, in as few nodes as the tree allows."""
 
     def add(self, node: Node, tensors: list[Tensor]) -> None:
-        """Add the sum over a node, which follows those added before; the tensors are changed in place."""
+        """Add the sum over the node after the present ones; the tensors are changed in place."""
         self.nodes.append((node, tensors))
         self._join()
 
     def end(self, count: int) -> None:
-        """Say how many micro-batches there were, where that was not known."""
+        """Set the number of micro-batches, if it was unknown so far."""
         self.count = count
         self._join()
 
@@ -128,10 +129,10 @@ class TreeSum:
 
     @property
     def total(self) -> list[Tensor]:
-        """The sum over all micro-batches.
+        """Sum over all micro-batches.
 
         Raises:
-            ValueError: some are missing.
+            ValueError: micro-batches are missing.
         """
         if len(self.nodes) != 1 or self.nodes[0][0] != (0, self.count):
             raise ValueError(f"found {[node for node, _ in self.nodes]}, expected all of 0 to {self.count}")
@@ -139,7 +140,7 @@ class TreeSum:
 
 
 def nodes_by_rank(count: int, world_size: int) -> list[list[Node]]:
-    """The nodes that each rank adds up.
+    """Return the nodes that each rank adds up.
 
     Example:
         >>> nodes_by_rank(5, world_size=2)
@@ -151,33 +152,34 @@ def nodes_by_rank(count: int, world_size: int) -> list[list[Node]]:
 def total_over_ranks(
     own: Sequence[Tensor], nodes: Sequence[Sequence[Node]], like: Tensor, group: Any = None
 ) -> Callable[[], Tensor]:
-    """Gather the sums over the nodes of each rank; to be called on all ranks.
+    """Start to gather the sums over the nodes of each rank; a collective call.
 
     Returns:
-        A function that waits for them and adds them up to the sum over all micro-batches.
+        A function that waits for the sums and adds them up to the sum over all micro-batches.
 
     Args:
         own: this rank's sums, one for each of its nodes.
-        nodes: of all ranks.
+        nodes: the nodes of each rank.
         like: a tensor of the shape, type and device of a sum.
         group: the ranks' process group; by default all processes.
     """
-    count, most = max(stop for of_rank in nodes for _, stop in of_rank), max(map(len, nodes))
+    count = max(stop for rank_nodes in nodes for _, stop in rank_nodes)
     total = TreeSum(count)
-    found: Any = [list(own)]
+    sums_by_rank: Any = [list(own)]
     work: Any = None
     if len(nodes) > 1:
-        mine = like.new_zeros((most, *like.shape))
-        for place, value in enumerate(own):
-            mine[place] = value
-        found = [torch.empty_like(mine) for _ in nodes]
-        work = dist.all_gather(found, mine, group=group, async_op=True)
+        # An all-gather needs equal sizes: ranks with fewer nodes send zeros, which are not added.
+        padded = like.new_zeros((max(map(len, nodes)), *like.shape))
+        for index, value in enumerate(own):
+            padded[index] = value
+        sums_by_rank = [torch.empty_like(padded) for _ in nodes]
+        work = dist.all_gather(sums_by_rank, padded, group=group, async_op=True)
 
     def add_up() -> Tensor:
         if work is not None:
             work.wait()
-        for of_rank, values in zip(nodes, found, strict=True):
-            for node, value in zip(of_rank, values):
+        for rank_nodes, sums in zip(nodes, sums_by_rank, strict=True):
+            for node, value in zip(rank_nodes, sums):
                 total.add(node, [value])
         return total.total[0]
 

@@ -1,6 +1,6 @@
-"""Values and flags between the ranks.
+"""Collective calls for values and flags of the ranks.
 
-A rank that acts on a flag of its own leaves the others waiting: all take part in an all-reduce of it, and act alike.
+A rank that acts on a flag alone leaves the others waiting, so all ranks all-reduce the flag and act alike.
 """
 
 from datetime import timedelta
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, by rank; to be called on all of them."""
+    """Return the values of all ranks, by rank; a collective call."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -20,24 +20,24 @@ def gather(value: Any) -> list[Any]:
 
 
 class FlagAllReduce:
-    """Whether a flag is set on any rank, over gloo, so that no device is waited for.
+    """All-reduce of flags over gloo, which does not wait for the device.
 
-    The ranks have to call the same methods in the same order. On one process the flag is its own.
+    All ranks must call the same methods in the same order. A single process returns its own flags.
 
     Args:
         world_size: the number of ranks.
-        timeout: how long to wait for the others; by default half an hour.
+        timeout: how long to wait for the other ranks; by default half an hour.
     """
 
     def __init__(self, world_size: int, timeout: timedelta | None = None) -> None:
         self._single = world_size == 1
-        # A group of its own: what others reduce, on devices or in another order, does not interfere.
+        # In a group of its own, this call does not interfere with other collective calls and their order.
         self._group: Any = None if self._single else dist.new_group(backend="gloo", timeout=timeout)
         self._flags = torch.zeros(1, dtype=torch.int64)
         self._pending: dist.Work | None = None
 
     def start(self, flag: bool) -> bool:
-        """Starts the all-reduce of a flag, and returns the result of the one before, which costs no waiting."""
+        """Start the all-reduce of a flag, and return the result of the previous one, which needs no waiting."""
         if self._single:
             return flag
         result = self.wait()
@@ -46,7 +46,7 @@ class FlagAllReduce:
         return result
 
     def wait(self) -> bool:
-        """Whether any rank set the flag in the last all-reduce; False when called again."""
+        """Return whether any rank set the flag in the last all-reduce; False when called again."""
         if self._pending is None:
             return False
         self._pending.wait()
@@ -54,8 +54,8 @@ class FlagAllReduce:
         return bool(self._flags.item())
 
     def maximum(self, *values: float) -> list[float]:
-        """The largest of each value over the ranks."""
-        found = torch.tensor(values, dtype=torch.float64)
+        """Return the largest of each value over the ranks."""
+        maxima = torch.tensor(values, dtype=torch.float64)
         if not self._single:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return list(found.tolist())
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
+        return list(maxima.tolist())

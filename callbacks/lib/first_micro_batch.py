@@ -1,4 +1,4 @@
-"""What the first micro-batch of a fit shows: why bits depend on the number of devices."""
+"""Warnings after the first micro-batch of a fit: properties that make bits depend on the number of devices."""
 
 from typing import Any
 
@@ -11,36 +11,39 @@ from datamodules.notes import warn
 
 
 class FirstMicroBatch:
-    """Looks at a module before and after the first forward pass of a fit.
+    """Comparison of a module's buffers before and after the first forward pass of a fit.
 
     Args:
-        trainer: one whose updates are sums over micro-batches; before the forward pass.
+        trainer: a Trainer whose updates are sums over micro-batches.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.module = trainer.lightning_module
         for parameter in self.module.parameters():
-            parameter.grad = None  # Left from before the fit; the update begins with none.
+            parameter.grad = None  # Gradients from before the fit would be added to the update's.
+        # Copied only where the bits can differ: on several devices.
         buffers = other_buffers(self.module) if trainer.world_size > 1 else {}
         self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
 
     def finish(self, statistics: OrderedStatistics) -> None:
-        """Warn of what the forward pass has shown."""
+        """Warn of repeated BatchNorm layers, changed buffers, and loaders without numbers."""
         repeated = statistics.repeated()
         if repeated:
             warn(
                 f"note: {len(repeated)} {type(repeated[0]).__name__} layers are called more than once in a"
                 " training_step: their running statistics follow the last call"
             )
-        now = other_buffers(self.module)
-        changed = [name for name, value in self.buffers.items() if not torch.equal(now.get(name, value), value)]
-        if changed:
-            warn(f"note: {changed[0]} changes in each forward pass: the bits depend on the number of devices")
+        buffers = other_buffers(self.module)
+        changed_names = [
+            name for name, value in self.buffers.items() if not torch.equal(buffers.get(name, value), value)
+        ]
+        if changed_names:
+            warn(f"note: {changed_names[0]} changes in each forward pass: the bits depend on the number of devices")
         if self.trainer.world_size > 1:
-            self._warn_of_other_bits()
+            self._warn_of_device_dependence()
 
-    def _warn_of_other_bits(self) -> None:
+    def _warn_of_device_dependence(self) -> None:
         loader = self.trainer.train_dataloader
         if not resumable_loaders(loader):
             name = type(getattr(loader, "loader", loader)).__name__

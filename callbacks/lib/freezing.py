@@ -1,6 +1,7 @@
-"""Freeze layers exactly, in any training loop.
+"""Exact freezing of layers, in any training loop.
 
-``requires_grad=False`` alone lets running statistics drift and dropout act, and any ``train()`` undoes an ``eval()``.
+With ``requires_grad=False`` alone, running statistics drift and dropout stays active. ``eval()`` is undone by any
+``train()``.
 """
 
 from collections.abc import Collection, Iterable
@@ -18,9 +19,9 @@ from datamodules.errors import UserError
 
 
 def names_before(module: nn.Module, until: str | None) -> set[str]:
-    """All that is defined before the submodule `until`, whose name may be written from its end; nothing without it.
+    """Return the names of modules and parameters defined before the submodule `until`; none if it is None.
 
-    That includes the earlier children and the own parameters of the modules around it, but not these modules.
+    They include the earlier children and the direct parameters of the modules around `until`, but not these modules.
 
     Raises:
         UserError: the name is unknown or ambiguous.
@@ -43,12 +44,12 @@ def names_before(module: nn.Module, until: str | None) -> set[str]:
 
 
 def mode_of(layer: nn.Module) -> tuple[bool, float | None]:
-    """What `set_frozen_mode` changes: the mode, and the dropout of a recurrent layer."""
+    """Return the settings that `set_frozen_mode` changes: the mode, and the dropout of a recurrent layer."""
     return layer.training, layer.dropout if isinstance(layer, nn.RNNBase) else None
 
 
 def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
-    """Puts back what `mode_of` returned."""
+    """Restore the settings that `mode_of` returned."""
     layer.training, dropout = mode
     if dropout is not None:
         layer.dropout = dropout  # type: ignore[assignment]
@@ -57,11 +58,11 @@ def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
 def set_frozen_mode(layer: nn.Module, _: Any = None) -> None:
     """Put one layer into evaluation mode; a recurrent layer stays in training mode without dropout.
 
-    cuDNN computes no backward pass through an RNN, GRU or LSTM in evaluation mode, and a frozen one may stand between
-    layers that train. As a forward pre-hook it acts after ``train()``, too; a function of a module and no closure, so
-    that copies and pickles of the module work.
+    As a forward pre-hook it also acts after ``train()``. It is a function of the module file and not a closure, so that
+    copies and pickles of the layer work.
     """
     if isinstance(layer, nn.RNNBase):
+        # cuDNN has no backward pass through an RNN, GRU or LSTM in evaluation mode, which a layer before it may need.
         layer.dropout = 0.0
     elif layer.training:
         layer.training = False
@@ -70,9 +71,9 @@ def set_frozen_mode(layer: nn.Module, _: Any = None) -> None:
 def frozen_objects(
     module: nn.Module, frozen: Collection[str], unfrozen: Collection[str]
 ) -> tuple[set[nn.Module], set[Parameter]]:
-    """The modules and parameters inside `frozen` names and outside `unfrozen` ones.
+    """Return the modules and parameters inside `frozen` names and outside `unfrozen` ones.
 
-    What is shared under several names is frozen if all of them are: no owner that trains is held back.
+    One that is shared under several names is frozen only if all of them are, so that no owner that trains loses it.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -82,11 +83,14 @@ def frozen_objects(
     """
 
     def select(named: Iterable[tuple[str, Any]]) -> set[Any]:
-        chosen: set[Any] = set()
-        others: set[Any] = set()
+        frozen_items: set[Any] = set()
+        training_items: set[Any] = set()
         for name, item in named:
-            (chosen if inside(name, frozen) and not inside(name, unfrozen) else others).add(item)
-        return chosen - others
+            if inside(name, frozen) and not inside(name, unfrozen):
+                frozen_items.add(item)
+            else:
+                training_items.add(item)
+        return frozen_items - training_items
 
     return (
         select((n, m) for n, m in module.named_modules(remove_duplicate=False) if n),
@@ -95,36 +99,39 @@ def frozen_objects(
 
 
 class FrozenLayers:
-    """The frozen layers of a module, until `unfreeze` or `restore`; returned by `freeze_layers`.
+    """Frozen layers of a module, until `unfreeze` or `restore`; returned by `freeze_layers`.
 
     Args:
-        module: it is changed in place.
-        names: of the modules and parameters to freeze, in full.
-        train_bn: False keeps the running statistics of all batch normalisation, unfrozen layers too.
+        module: the module; it is changed in place.
+        names: full names of the modules and parameters to freeze.
+        train_bn: False keeps the running statistics of all batch normalisation, including unfrozen layers.
     """
 
     def __init__(self, module: nn.Module, names: Collection[str], train_bn: bool = True) -> None:
-        self.module, self.names, self.train_bn = module, frozenset(names), train_bn
+        self.module = module
+        self.names = frozenset(names)
+        self.train_bn = train_bn
         self._requires_grad = {parameter: parameter.requires_grad for parameter in module.parameters()}
-        self._kept: dict[nn.Module, tuple[RemovableHandle, tuple[bool, float | None]]] = {}
+        self._frozen_modes: dict[nn.Module, tuple[RemovableHandle, tuple[bool, float | None]]] = {}
         self._unfrozen: frozenset[str] = frozenset()
 
     def freeze(self) -> None:
-        """Freeze everything of those names that is not unfrozen."""
+        """Freeze the modules and parameters of `names`, except unfrozen ones."""
         modules, _ = frozen_objects(self.module, self.names, self._unfrozen)
         if not self.train_bn:
             modules |= {module for module in self.module.modules() if isinstance(module, _BatchNorm)}
         self.freeze_parameters()
-        self._keep(modules)
+        self._set_frozen_modules(modules)
 
     def freeze_parameters(self) -> None:
-        """Freeze parameters only; modules keep their modes, which Lightning looks at when it begins to train."""
-        frozen = frozen_objects(self.module, self.names, self._unfrozen)[1]
-        for parameter, before in self._requires_grad.items():
-            parameter.requires_grad_(before and parameter not in frozen)
+        """Freeze parameters only; modules keep their modes, which Lightning checks when training starts."""
+        _, frozen_parameters = frozen_objects(self.module, self.names, self._unfrozen)
+        for parameter, required_grad in self._requires_grad.items():
+            # A parameter that the user has frozen stays frozen.
+            parameter.requires_grad_(required_grad and parameter not in frozen_parameters)
 
     def unfreeze(self, *names: str) -> None:
-        """Let modules or parameters train again, with everything inside them.
+        """Unfreeze modules or parameters, with everything inside them.
 
         Args:
             names: full names, or ends of them; ``"*"`` is everything that was frozen.
@@ -137,33 +144,34 @@ class FrozenLayers:
         self.freeze()
 
     def restore(self) -> None:
-        """Give every parameter and module back what it had when it was frozen."""
-        for parameter, before in self._requires_grad.items():
-            parameter.requires_grad_(before)
-        self._keep(set())
+        """Restore every parameter and module as it was before it was frozen."""
+        for parameter, required_grad in self._requires_grad.items():
+            parameter.requires_grad_(required_grad)
+        self._set_frozen_modules(set())
 
     def counts(self) -> tuple[int, int]:
-        """The number of parameters that train, and of all."""
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self._requires_grad]
-        return sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
+        """Return the number of parameters that train, and of all parameters."""
+        training = sum(parameter.numel() for parameter in self._requires_grad if parameter.requires_grad)
+        return training, sum(parameter.numel() for parameter in self._requires_grad)
 
-    def _keep(self, modules: set[nn.Module]) -> None:
+    def _set_frozen_modules(self, modules: set[nn.Module]) -> None:
         """Keep these modules, and no others, in evaluation mode."""
-        for module in self._kept.keys() - modules:
-            handle, mode = self._kept.pop(module)
+        for module in self._frozen_modes.keys() - modules:
+            handle, mode = self._frozen_modes.pop(module)
             handle.remove()
             set_mode(module, mode)
         for module in modules:
-            if module not in self._kept:
-                self._kept[module] = module.register_forward_pre_hook(set_frozen_mode), mode_of(module)
+            if module not in self._frozen_modes:
+                handle = module.register_forward_pre_hook(set_frozen_mode)
+                self._frozen_modes[module] = (handle, mode_of(module))
             set_frozen_mode(module)
 
 
 def init_momentum_buffers(optimizers: Iterable[Optimizer]) -> None:
-    """Let parameters of a fused SGD begin to train beside others of their group that have a momentum.
+    """Give newly trained parameters of a fused SGD a momentum of zero, if others of their group have a momentum.
 
-    torch's kernel takes a first step of all of a group or of none, and raises a TypeError otherwise (2.15). A momentum
-    of zero gives the same first step, unless there is dampening.
+    The fused kernel of torch 2.15 raises a TypeError if only some parameters of a group have one. A momentum of zero
+    gives the same first step as none, except with dampening.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
@@ -180,14 +188,14 @@ def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = 
 
     A frozen layer gets no gradient, and stays in evaluation mode after every ``train()``: BatchNorm keeps its running
     statistics, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout. Layers before the first
-    that trains need no backward pass. Names match from the right: ``layer3`` matches ``network.layer3``; of several
+    trained one need no backward pass. Names match from the right: ``layer3`` matches ``network.layer3``; of several
     matches the least nested one counts.
 
     Freeze after ``zero_grad()``, because an optimizer uses existing gradients, and before DDP wraps the module, because
     DDP reduces only parameters that require a gradient then.
 
     Args:
-        until: freeze what is defined before this submodule; it trains, and what follows.
+        until: freeze all layers defined before this submodule; it and the following ones train.
         train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
 
     Raises:
@@ -211,24 +219,25 @@ def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = 
 def check_freezing(
     module: nn.Module, frozen: Collection[str], unfrozen: Collection[str], optimizers: Iterable[Optimizer]
 ) -> list[str]:
-    """Refuses a freezing under which training cannot begin or continue as asked, and returns notes for the user.
+    """Check that a run can start and unfreeze with these names, and return notes for the user.
 
     Args:
         frozen: names that are frozen at the start.
-        unfrozen: names that are unfrozen at some time.
+        unfrozen: names that are unfrozen during the run.
 
     Raises:
-        UserError: nothing trains at the start, or the optimisers lack a parameter that is to train later.
+        UserError: nothing trains at the start, or the optimizers lack a parameter that is unfrozen later.
     """
-    at_first = frozen_objects(module, frozen, ())[1]
-    later = at_first - frozen_objects(module, frozen, unfrozen)[1]
-    if not any(p.requires_grad and p not in at_first for p in module.parameters()):
+    _, frozen_at_start = frozen_objects(module, frozen, ())
+    _, frozen_at_end = frozen_objects(module, frozen, unfrozen)
+    unfrozen_later = frozen_at_start - frozen_at_end
+    if not any(p.requires_grad and p not in frozen_at_start for p in module.parameters()):
         raise UserError(
             "FreezeLayers leaves nothing to train at the start of the run: every parameter is frozen; freeze fewer"
             " layers, or let one out of `unfreeze`"
         )
-    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    missing = later - held
+    optimized = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = unfrozen_later - optimized
     left_out = [name for name, p in module.named_parameters() if p in missing and p.requires_grad]
     if left_out:
         raise UserError(
@@ -238,5 +247,5 @@ def check_freezing(
     return [
         f"{name} trains: it is shared with a layer that is not frozen"
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter not in at_first and inside(name, frozen)
+        if parameter not in frozen_at_start and inside(name, frozen)
     ]

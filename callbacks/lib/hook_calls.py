@@ -1,8 +1,9 @@
-"""Calls of Lightning's hooks without what costs time around them; beside `lightning_internals` private names.
+"""Fast calls of Lightning's hooks, in Lightning's order.
 
-Lightning 2.6 opens a profiler's context, formats a debug message and sets an attribute through torch's search for
-parameters and buffers, around each of the 16 hooks of a step and each hook of a callback; and it inspects the signature
-of `training_step` each time. For a small network that takes longer than the arithmetic.
+Around each of the 16 hooks of a step, and each hook of a callback, Lightning 2.6 opens a profiler's context, formats a
+debug message and sets a module attribute through torch's search for parameters and buffers. In each step it inspects
+the signature of `training_step`. For a small network this takes longer than the arithmetic. Like `lightning_internals`,
+this file uses private names of Lightning.
 """
 
 import logging
@@ -30,10 +31,10 @@ _STEP = ("training_step",)
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 _ZEROING = ("optimizer_zero_grad",)
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""Methods that are not called, as long as they are Lightning's own."""
+"""Methods whose work is done here, as long as they are Lightning's own."""
 
 _PRECISIONS = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
-"""Those that add nothing to a step but a GradScaler."""
+"""Precision plugins that add nothing to a step but a GradScaler."""
 
 _HOOKS = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
@@ -46,17 +47,17 @@ _STOCK = {
     for name in {*_UPDATE, *_STRATEGY, *_STEP, *_CLIPPING, *_ZEROING, *_TRANSFERS}
     if hasattr(kind, name)
 }
-"""They do what is done here, where there is no GradScaler."""
+"""Lightning's own implementations of these methods, which this file replaces if there is no GradScaler."""
 
 
 def _has_stock(owner: Any, names: tuple[str, ...]) -> bool:
-    """Whether these methods are Lightning's own: no subclass overrides one, and none was set on the object."""
+    """Whether an object's methods are Lightning's own: not overridden in a subclass nor set on the object."""
     is_stock = all(getattr(type(owner), name, None) in _STOCK for name in names)
     return is_stock and vars(owner).keys().isdisjoint(names)
 
 
 def _has_plain_zeroing(optimizer: Any) -> bool:
-    """Whether an optimizer's `zero_grad` is torch's."""
+    """Whether an optimizer's `zero_grad` is torch's own."""
     return getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
@@ -66,15 +67,15 @@ def _call_hook(owner: Any, name: str, *args: Any) -> Any:
 
 
 class HookCalls:
-    """Calls hooks in Lightning's order, with its contexts.
+    """Caller of hooks in Lightning's order, with Lightning's contexts.
 
-    What it does not know is left to Lightning's own functions: a profiler, logging at the level DEBUG, a GradScaler,
-    and strategies, precisions and optimizers with methods of their own for what is done here. It looks once an epoch,
-    and when the list of callbacks has changed. So does it for which hooks of callbacks and of the module's class do
-    nothing.
+    It checks once per epoch, and when the list of callbacks changes, which hooks of callbacks and of the module's class
+    do nothing, and whether the run is ordinary (`is_lean`). Other runs use Lightning's own functions: those with a
+    profiler, logging at the level DEBUG, a GradScaler, or a strategy, precision plugin or optimizer that overrides a
+    method of `_STOCK`.
 
     Args:
-        trainer: its epoch loop is the one that calls.
+        trainer: a Trainer whose epoch loop is the caller.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -84,37 +85,37 @@ class HookCalls:
         self.precision: Any = None
         self.optimizers: list[Any] = []
         self.world_size = 1
-        """Those of the running epoch."""
+        """Module, strategy, precision, optimizers and ranks of the running epoch."""
         self.is_lean = False
-        """Whether nothing in the running epoch is unknown here."""
+        """Whether the running epoch needs none of Lightning's own functions."""
         self.after_update: list[Any] = []
         """The ``on_update_end`` of callbacks that have one."""
         self.callbacks: list[pl.Callback] = []
-        """Those of the Trainer when `hooked` was made."""
+        """Callbacks of the Trainer when `hooked` was made."""
         self.hooked: dict[str, list[tuple[int, Callable[..., Any]]]] = {}
-        """The hooks of their own that they have, by name, with their places in the list."""
-        self.own_hooks: set[str] = set()
-        """The names of those that the module's class has."""
+        """Hooks that callbacks override, by name, with the index of each callback."""
+        self.module_hooks: set[str] = set()
+        """Names of the hooks that the module's class overrides."""
         self.attributes: dict[str, Any] = {}
-        """Those of the module."""
+        """The module's ``__dict__``, which is read and written without torch's `__setattr__`."""
         self.schedulers: list[Any] = []
-        """The configurations of learning-rate schedulers that step with updates."""
+        """Configurations of the learning-rate schedulers that step once per update."""
         self.moves_batches = False
-        """Whether a hook, or a precision, takes part in moving a batch to the device."""
+        """Whether a hook or the precision plugin takes part in moving a batch to the device."""
         self.has_clipping = False
-        """Whether the module clips gradients in its own way."""
+        """Whether the module overrides the clipping of gradients."""
         self.has_zeroing = False
-        """Whether the module's own method says when gradients are zeroed."""
+        """Whether the module overrides the zeroing of gradients."""
         self.zeroes_plainly = False
-        """Whether gradients are zeroed as torch does it."""
+        """Whether gradients are set to None as torch's `zero_grad` does."""
         self.step: Any = None
-        """The `training_step` of which is known whether it takes ``batch_idx``."""
+        """The `training_step` for which `takes_index` was determined."""
         self.takes_index = True
         self.calls_step = False
-        """Whether `Strategy.training_step` has no context around the module's."""
+        """Whether `Strategy.training_step` adds no context around the module's."""
 
     def begin_epoch(self) -> None:
-        """Look at what takes part in the epoch that begins."""
+        """Read which objects and hooks take part in the epoch that begins."""
         self.module = self.trainer.lightning_module
         self.strategy = self.trainer.strategy
         self.precision = self.trainer.precision_plugin
@@ -123,10 +124,10 @@ class HookCalls:
         self.attributes = vars(self.module)
         self.is_lean = self._is_ordinary()
         configs = self.trainer.lr_scheduler_configs
-        self.schedulers = [each for each in configs if each.interval == "step" and not each.reduce_on_plateau]
+        self.schedulers = [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
         data = self.trainer.datamodule
-        stock = _has_stock(self.module, _TRANSFERS) and (data is None or _has_stock(data, _TRANSFERS))
-        self.moves_batches = not (self.is_lean and stock)
+        is_stock = _has_stock(self.module, _TRANSFERS) and (data is None or _has_stock(data, _TRANSFERS))
+        self.moves_batches = not (self.is_lean and is_stock)
         self.calls_step = type(self.precision) is Precision and _has_stock(self.strategy, _STEP)
         self.has_clipping = not _has_stock(self.module, _CLIPPING)
         self.has_zeroing = not _has_stock(self.module, _ZEROING)
@@ -153,20 +154,20 @@ class HookCalls:
         )
 
     def _find_hooks(self) -> None:
-        """Look which callbacks have hooks of their own; one that is set on an object later counts from here on."""
+        """Find the hooks that callbacks and the module override, or that were set on these objects."""
         self.callbacks = list(self.trainer.callbacks)
-        self.after_update = [each.on_update_end for each in self.callbacks if hasattr(each, "on_update_end")]
+        self.after_update = [member.on_update_end for member in self.callbacks if hasattr(member, "on_update_end")]
         for name in _HOOKS:
             hooks = [
-                (place, getattr(each, name))
-                for place, each in enumerate(self.callbacks)
-                if not is_idle(each, name, pl.Callback)
+                (index, getattr(callback, name))
+                for index, callback in enumerate(self.callbacks)
+                if not is_idle(callback, name, pl.Callback)
             ]
-            self.hooked[name] = [(place, hook) for place, hook in hooks if callable(hook)]
-        self.own_hooks = {name for name in _HOOKS if not is_idle(self.module, name, pl.LightningModule)}
+            self.hooked[name] = [(index, hook) for index, hook in hooks if callable(hook)]
+        self.module_hooks = {name for name in _HOOKS if not is_idle(self.module, name, pl.LightningModule)}
 
     def hook(self, name: str, *args: Any) -> Any:
-        """A hook of all callbacks and then of the module, whose answer is returned."""
+        """Call a hook of all callbacks and then of the module, and return the module's result."""
         if not self.is_lean:
             call._call_callback_hooks(self.trainer, name, *args)
             return call._call_lightning_module_hook(self.trainer, name, *args)
@@ -176,32 +177,33 @@ class HookCalls:
         if callbacks != self.callbacks:
             self._find_hooks()
         hooked = self.hooked[name]
-        has_own = name in self.own_hooks or name in attributes
-        if not hooked and not has_own:
+        has_module_hook = name in self.module_hooks or name in attributes
+        if not hooked and not has_module_hook:
             return None
-        before = attributes[RUNNING_HOOK]
+        outer_hook = attributes[RUNNING_HOOK]
         attributes[RUNNING_HOOK] = name
-        for place, hook in hooked:
+        for index, hook in hooked:
             hook(self.trainer, module, *args)
-            if callbacks != self.callbacks:  # As Lightning goes on, by places, where a hook has changed the list.
-                for other in islice(callbacks, place + 1, None):
-                    _call_hook(other, name, self.trainer, module, *args)
+            # If a hook changes the list, Lightning's loop over it continues at the next index of the changed list.
+            if callbacks != self.callbacks:
+                for callback in islice(callbacks, index + 1, None):
+                    _call_hook(callback, name, self.trainer, module, *args)
                 break
-        answer = _call_hook(module, name, *args) if has_own else None
-        attributes[RUNNING_HOOK] = before
-        return answer
+        result = _call_hook(module, name, *args) if has_module_hook else None
+        attributes[RUNNING_HOOK] = outer_hook
+        return result
 
     def named(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function as the hook of this name."""
+        """Call a function as the running hook of this name, which decides how `log` logs."""
         attributes = self.attributes
-        before = attributes[RUNNING_HOOK]
+        outer_hook = attributes[RUNNING_HOOK]
         attributes[RUNNING_HOOK] = name
-        answer = function(*args)
-        attributes[RUNNING_HOOK] = before
-        return answer
+        result = function(*args)
+        attributes[RUNNING_HOOK] = outer_hook
+        return result
 
     def profile(self, action: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function within the profiler's context of an action, where there is a profiler."""
+        """Call a function within the profiler's context of an action, if there is a profiler."""
         if self.is_lean:
             return function(*args)
         with self.trainer.profiler.profile(action):
@@ -215,11 +217,11 @@ class HookCalls:
             hook(self.trainer, self.module)
 
     def scheduler_steps(self, updates: int, progress: Any) -> None:
-        """Steps of the learning-rate schedulers after an update, but for ReduceLROnPlateau.
+        """Step the learning-rate schedulers after an update, except ReduceLROnPlateau.
 
         Args:
-            updates: those of the epoch so far.
-            progress: Lightning's counter of the steps.
+            updates: number of updates of the epoch so far.
+            progress: Lightning's counter of the schedulers' steps.
         """
         for config in self.schedulers:
             if updates % config.frequency == 0:
@@ -228,23 +230,23 @@ class HookCalls:
                 progress.increment_completed()
 
     def module_hook(self, name: str, *args: Any) -> Any:
-        """A method of the module, as the hook of its name."""
+        """Call a method of the module as the hook of its name."""
         if not self.is_lean:
             return call._call_lightning_module_hook(self.trainer, name, *args)
         return self.named(name, getattr(self.module, name), *args)
 
     def zero_gradients(self, batch_idx: int, optimizer: Any) -> None:
-        """The module's `optimizer_zero_grad`."""
+        """Zero the gradients as the module's `optimizer_zero_grad` does."""
         if not self.zeroes_plainly:
             self.module_hook("optimizer_zero_grad", self.trainer.current_epoch, batch_idx, optimizer)
             return
-        # `Optimizer.zero_grad`, whose entry in a profile takes longer.
+        # As `Optimizer.zero_grad`, whose `record_function` takes longer than this loop.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def strategy_hook(self, name: str, *args: Any) -> Any:
-        """A hook of the strategy."""
+        """Call a hook of the strategy."""
         if not self.is_lean:
             return call._call_strategy_hook(self.trainer, name, *args)
         hook = getattr(self.strategy, name)
@@ -252,24 +254,24 @@ class HookCalls:
         return None if is_idle else hook(*args)
 
     def to_device(self, batch: Any) -> Any:
-        """A batch on the device, as Lightning and the module's hooks bring it there."""
+        """Move a batch to the device, with the module's hooks."""
         if type(self.precision) not in (Precision, MixedPrecision):
-            batch = self.precision.convert_input(batch)  # Those two leave it as it is.
+            batch = self.precision.convert_input(batch)  # The two others return it unchanged.
         if self.moves_batches:
             batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
             return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
         device = self.strategy.root_device
         if type(batch) not in (tuple, list):
             return move_data_to_device(batch, device)
-        for part in batch:
-            if type(part) is not Tensor or part.device != device:
+        for element in batch:
+            if type(element) is not Tensor or element.device != device:
                 return move_data_to_device(batch, device)
-        # On the CPU nothing moves, and visiting the parts takes longer than all else here.
+        # All tensors are there already, as on the CPU: Lightning's visit of each element would take longer than this.
         return type(batch)(batch)
 
     def step_arguments(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Those of the module's `training_step`, which need not take ``batch_idx``."""
-        # Its signature is inspected once and not, as Lightning does it, at each step.
+        """Return the arguments of the module's `training_step`, which need not take ``batch_idx``."""
+        # The signature is inspected once; Lightning inspects it in each step.
         step = self.module.training_step
         function = getattr(step, "__func__", step)
         if function is not self.step:
@@ -278,7 +280,7 @@ class HookCalls:
         return {"batch": batch, "batch_idx": batch_idx} if self.takes_index else {"batch": batch}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the module's `training_step` returns, through the strategy."""
+        """Call the module's `training_step` through the strategy, and return its output."""
         args = self.step_arguments(batch, batch_idx).values()
         strategy = self.strategy
         if self.is_lean and self.calls_step and strategy.model is self.module:
@@ -290,9 +292,9 @@ class HookCalls:
         return output
 
     def backward(self, loss: Any, optimizer: Any) -> None:
-        """The backward pass from a micro-batch's loss, with the hooks before it.
+        """Run the backward pass of a micro-batch, with the hooks before it.
 
-        `on_after_backward` is called once in an update, when all its gradients are there.
+        `on_after_backward` is called once per update, when all its gradients are summed.
         """
         if self.is_lean:
             self.hook("on_before_backward", loss)
@@ -308,7 +310,7 @@ class HookCalls:
             strategy.post_backward(scaled.detach())
 
     def stock_backward(self, loss: Any, optimizer: Any) -> None:
-        """Lightning's, of an update that is one micro-batch: with `on_after_backward`."""
+        """Run Lightning's backward pass, with `on_after_backward`, for an update that is one micro-batch."""
         if self.is_lean:
             self.backward(loss, optimizer)
             self.hook("on_after_backward")
@@ -316,7 +318,7 @@ class HookCalls:
             call._call_strategy_hook(self.trainer, "backward", loss, optimizer)
 
     def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
-        """The module's `optimizer_step`, whose optimizer calls the closure."""
+        """Call the module's `optimizer_step`, whose optimizer calls the closure."""
         trainer = self.trainer
         progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         progress.increment_ready()
@@ -329,13 +331,13 @@ class HookCalls:
         progress.increment_completed()
 
     def _run_optimizer(self, optimizer: Any, closure: Callable[[], Any]) -> None:
-        """`LightningModule.optimizer_step`."""
+        """Step the optimizer as `LightningModule.optimizer_step` does: clip the gradients within its closure."""
         trainer = self.trainer
         module = self.module
         value = trainer.gradient_clip_val
         algorithm = trainer.gradient_clip_algorithm
 
-        def gradients() -> Any:
+        def clipped_closure() -> Any:
             loss = closure()
             self.hook("on_before_optimizer_step", optimizer)
             if value is not None or self.has_clipping:
@@ -344,4 +346,4 @@ class HookCalls:
                 self.named("configure_gradient_clipping", clip)
             return loss
 
-        optimizer.step(closure=gradients)
+        optimizer.step(closure=clipped_closure)

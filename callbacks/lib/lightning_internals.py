@@ -1,7 +1,7 @@
-"""Lightning's private names: beside the update loop and what it is made of, no other file touches them.
+"""Access to Lightning's private names. Only the update loop and its parts use such names outside of this file.
 
-Each function does one thing that Lightning has no public name for. `tests/callbacks/lib/test_lightning_internals.py`
-holds a test for each, so that a release of Lightning that renames one fails there.
+Each function does one thing for which Lightning has no public name. `tests/callbacks/lib/test_lightning_internals.py`
+tests each of them, so a release of Lightning that renames one fails there.
 """
 
 import traceback
@@ -22,9 +22,9 @@ from torch import Tensor
 # Hooks
 
 RUNNING_HOOK = "_current_fx_name"
-"""The entry of a LightningModule's ``__dict__`` with the name of the running hook, which decides how `log` logs.
+"""Key in a LightningModule's ``__dict__`` of the name of the running hook, which decides how `log` logs.
 
-A name and no function: `callbacks.lib.hook_calls` writes it several times in each step.
+A key and not a function, since `callbacks.lib.hook_calls` writes the entry several times in each step.
 """
 
 
@@ -32,79 +32,81 @@ A name and no function: `callbacks.lib.hook_calls` writes it several times in ea
 
 
 def unused_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """The states of the training loaders in a checkpoint, where Lightning does not load them: at an epoch's end."""
+    """Return the loader states of a checkpoint saved at an epoch's end, which Lightning does not load."""
     loop: Any = trainer.fit_loop
     states: list[dict[str, Any]] = loop._combined_loader_states_to_load
     return states
 
 
 def resume_max_steps_at_epoch_end(trainer: pl.Trainer) -> None:
-    """Resumes a run with `max_steps` from an epoch's end as one with `max_epochs`.
+    """Resume a run with `max_steps` from an epoch's end like one with `max_epochs`.
 
-    Lightning takes that place for the middle of the epoch and repeats the epoch's last hook.
+    Lightning would take that point for the middle of the epoch and repeat `on_train_epoch_end`.
     """
     loop: Any = trainer.fit_loop
     loop._iteration_based_training = lambda: False
 
 
 def restore_modes(trainer: pl.Trainer) -> None:
-    """Puts the module back into training mode where a validation was interrupted, as the validation's end does."""
+    """Restore the module's training mode after an interrupted validation, as the validation's end does."""
     if trainer.validating and trainer.state.fn == "fit":
         trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
 
 
 def validation_scores(trainer: pl.Trainer) -> list[str]:
-    """The names of what the last validation of a fit has logged; for `on_validation_end`."""
+    """Return the names of the metrics that the last validation of a fit has logged; for `on_validation_end`."""
     results: Any = trainer.fit_loop.epoch_loop.val_loop._results
-    # As in `callback_metrics`: with the number of the loader, where there are several.
+    # The names of `callback_metrics`: with several loaders they have the number of the loader as suffix.
     return sorted(
         {results._forked_name(metric, on_step=False)[1] for metric in results.values() if not metric.has_reset}
     )
 
 
 def epoch_sums(trainer: pl.Trainer) -> dict[str, list[Tensor] | None]:
-    """What ``log(on_epoch=True)`` has summed up in this epoch on this rank: its sum and weight, by key.
+    """Return sum and weight of each ``log(on_epoch=True)`` of this epoch on this rank, by key.
 
-    None for an object of torchmetrics, which holds a state of its own.
+    None for a torchmetrics object, which has its own state.
     """
-    return {
-        key: [metric.value.clone().cpu(), getattr(metric, "cumulated_batch_size", metric.value).clone().cpu()]
-        if metric.is_tensor
-        else None
-        for key, metric in _epoch_metrics(trainer)
-    }
+    sums: dict[str, list[Tensor] | None] = {}
+    for key, metric in _epoch_metrics(trainer):
+        if metric.is_tensor:
+            weight = getattr(metric, "cumulated_batch_size", metric.value)
+            sums[key] = [metric.value.clone().cpu(), weight.clone().cpu()]
+        else:
+            sums[key] = None
+    return sums
 
 
 def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
-    """The key and the state of each number that is logged for the epoch, and was in this one."""
+    """Yield key and state of each metric that was logged with ``on_epoch=True`` in this epoch."""
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
         if metric.meta.on_epoch and not metric.has_reset:
             yield key, metric
 
 
 def means_of_epoch(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """What ``log(on_epoch=True)`` gives for the epoch so far; to be called on all ranks."""
-    found = {}
+    """Return the values of ``log(on_epoch=True)`` for the epoch so far; a collective call."""
+    means = {}
     for _, metric in _epoch_metrics(trainer):
         if metric.is_tensor:
-            found[str(metric.meta.forked_name(on_step=False))] = metric.compute()
-            metric._computed = None
-    return found
+            means[str(metric.meta.forked_name(on_step=False))] = metric.compute()
+            metric._computed = None  # Otherwise Lightning would return this cached value at the epoch's end.
+    return means
 
 
 def process_training_loader(trainer: pl.Trainer, loader: Any) -> Any:
-    """A training loader as Lightning prepares it: with a `DistributedSampler` on several devices, say."""
+    """Prepare a training loader as Lightning does, for example with a `DistributedSampler` on several devices."""
     return _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
 
 
 def uses_distributed_sampler(trainer: pl.Trainer) -> bool:
-    """Whether Lightning shares the samples of a loader out to several devices."""
+    """Whether Lightning distributes the samples of a loader over several devices."""
     connector: Any = trainer._accelerator_connector
     return bool(connector.use_distributed_sampler)
 
 
 def set_sampler_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of a loader which epoch begins."""
+    """Set the epoch of a loader's samplers."""
     _set_sampler_epoch(loader, epoch)
 
 
@@ -112,26 +114,26 @@ def set_sampler_epoch(loader: Any, epoch: int) -> None:
 
 
 def keep_signal_handlers(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keeps Lightning from installing signal handlers; returns how to undo it."""
+    """Keep Lightning from installing signal handlers; return a function to undo it."""
     connector: Any = trainer._signal_connector
-    connector.register_signal_handlers = lambda: None
+    connector.register_signal_handlers = lambda: None  # On the instance, so that undoing it is a deletion.
     return lambda: vars(connector).pop("register_signal_handlers", None)
 
 
 def collective_timeout(strategy: Strategy) -> timedelta | None:
-    """How long a rank waits for the others in a collective call; None where the strategy has no such setting."""
+    """Return how long a rank waits for the others in a collective call; None if the strategy has no such setting."""
     timeout: timedelta | None = getattr(strategy, "_timeout", None)
     return timeout
 
 
 def set_collective_timeout(strategy: Strategy, timeout: timedelta) -> None:
-    """Sets it before the processes connect. Lightning takes it only in the constructor of each strategy."""
+    """Set the timeout before the processes connect; Lightning takes it only in the constructor of each strategy."""
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timeout
 
 
 def set_writer(logger: TensorBoardLogger | CSVLogger, writer: Any) -> None:
-    """Replaces what the logger's `experiment` returns; with None it makes a new one."""
+    """Replace the writer that the logger's `experiment` returns; after None it makes a new one."""
     logger._experiment = writer
 
 
@@ -139,37 +141,37 @@ def set_writer(logger: TensorBoardLogger | CSVLogger, writer: Any) -> None:
 
 
 def raised_by_restoring(error: BaseException) -> bool:
-    """Whether an exception was raised while a checkpoint was restored, by Lightning or by what it has called."""
+    """Whether an exception was raised while Lightning restored a checkpoint, by it or by code that it called."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == checkpoint_connector.__name__ for frame, _ in frames)
 
 
 def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
-    """Whether it saves after a number of updates or at an interval of time."""
+    """Whether a checkpoint callback saves after a number of updates or at an interval of time."""
     return checkpoint._every_n_train_steps >= 1 or checkpoint._train_time_interval is not None
 
 
 def saves_after_validation(checkpoint: ModelCheckpoint) -> bool:
-    """Whether a save of its best waits for the next validation."""
+    """Whether a save by score waits for the next validation."""
     return bool(checkpoint._defer_save_until_validation)
 
 
 def save_after_validation(checkpoint: ModelCheckpoint, waits: bool = True) -> None:
-    """Makes a save of its best wait for the next validation, or not."""
+    """Let a save by score wait for the next validation, or not."""
     checkpoint._defer_save_until_validation = waits
 
 
 def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Saves its ``last.ckpt`` now."""
+    """Save ``last.ckpt`` now."""
     checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
 
 
 def save_untrained(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Saves before the first update, which Lightning takes for saved."""
+    """Save before the first update, which Lightning would skip as already saved."""
     checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
 
 
 def save_now_unless_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Saves as at the end of its interval, unless it has saved after this update or must not save at all."""
+    """Save as at the end of the interval, unless the update is saved already or the callback must not save."""
     if not checkpoint._should_skip_saving_checkpoint(trainer):
         checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))

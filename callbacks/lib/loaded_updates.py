@@ -1,4 +1,7 @@
-"""The updates that training loaders give, and their positions; beside `lightning_internals` private names."""
+"""Updates from the items of any training loader, and the loaders' positions for checkpoints.
+
+Like `lightning_internals`, this file uses private names of Lightning.
+"""
 
 import copy
 from typing import Any
@@ -13,32 +16,32 @@ from datamodules.loading.updates import Update, join_updates
 
 
 class LoadedUpdates:
-    """Makes an `Update` of what a Trainer's training loaders yield, whichever these are.
+    """Converter from the items of a Trainer's training loaders, of any kind, to `Update` objects.
 
     Args:
-        trainer: its epoch loop is an `UpdateLoop`.
+        trainer: a Trainer whose epoch loop is an `UpdateLoop`.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.trainer: Any = trainer
-        self.iterates_anew = False
-        """Whether loaders without a position are iterated over again in the epoch in which a run resumes."""
-        self.look_at(None)
+        self.restarts_iterators = False
+        """Whether loaders without a position get new iterators in the epoch in which a run resumes."""
+        self.inspect_loader(None)
 
-    def look_at(self, loader: Any) -> None:
-        """Keep what is asked of the training loader in each update."""
+    def inspect_loader(self, loader: Any) -> None:
+        """Read once per epoch the properties of the training loader that each update needs."""
         loaders = [] if loader is None else flattened(loader)
-        numbered = [each for each in loaders if hasattr(each, "first_number")]
-        self._has_numbers = bool(loaders) and len(numbered) == len(loaders)
-        self._loader = numbered[0] if numbered else loader
-        divisions = {getattr(each, "division", None) for each in loaders}
-        self._joins_updates = any(getattr(each, "gives_updates", False) for each in loaders)
-        # Several loaders together are one micro-batch, if they are dealt alike.
+        numbered_loaders = [candidate for candidate in loaders if hasattr(candidate, "first_number")]
+        self._has_numbers = bool(loaders) and len(numbered_loaders) == len(loaders)
+        self._loader = numbered_loaders[0] if numbered_loaders else loader
+        divisions = {getattr(member, "division", None) for member in loaders}
+        self._joins_updates = any(getattr(member, "gives_updates", False) for member in loaders)
+        # The batches of several loaders form one micro-batch, which needs one division of the updates for all of them.
         self.division: Division | None = divisions.pop() if len(divisions) == 1 else None
-        """How the ranks share the updates of an epoch; None where micro-batches have no numbers."""
+        """Division of the epoch's updates among the ranks; None if micro-batches have no numbers."""
 
     def first_number(self, batch_idx: int) -> int:
-        """The number of this rank's first micro-batch in the update of that number of the epoch."""
+        """Return the number of this rank's first micro-batch in an update of the epoch."""
         if self._has_numbers:
             loader: Any = self._loader
             return int(loader.first_number(batch_idx))
@@ -46,14 +49,14 @@ class LoadedUpdates:
         return number
 
     def as_update(self, item: Any, batch_idx: int, number: int, world_size: int) -> Update[Any]:
-        """The update behind an item of the loaders.
+        """Return an item of the loaders as an `Update`.
 
         Args:
-            number: of this rank's first micro-batch.
+            number: number of this rank's first micro-batch in the epoch.
         """
         if type(item) is Update:
             if item.count is None:
-                # A loader that goes on within an epoch counts from where it goes on.
+                # A stateful loader that resumes within an epoch counts from its position, not from the epoch's start.
                 item.numbers = range(number, number + len(item) * world_size, world_size)
             return item
         if self._joins_updates:
@@ -64,39 +67,43 @@ class LoadedUpdates:
         return Update([item], [share.first], share.total, share.is_stand_in)
 
     def resume(self, data_fetcher: Any, progress: Any) -> None:
-        """Go on within the epoch in which a run was saved.
+        """Resume within an epoch: check that the loader's position agrees with Lightning's counters.
 
         Args:
-            progress: Lightning's counters of its updates.
+            progress: Lightning's counters of the epoch's updates.
 
         Raises:
-            UserError: the loader stands elsewhere than the counters.
+            UserError: the loader is at another update than the counters.
         """
         fit_loop = self.trainer.fit_loop
         if fit_loop._combined_loader_states_to_load:
-            # These loaders were made before the checkpoint was restored, as where `configure_optimizers` asks for
-            # ``estimated_stepping_batches`` (Lightning #20550).
+            # Lightning restores positions only as it makes the loaders. If `configure_optimizers` reads
+            # ``estimated_stepping_batches``, they are made before the checkpoint is restored (Lightning #20550).
             fit_loop._load_combined_loader_states()
             iter(data_fetcher)
         loader: Any = self.trainer.train_dataloader
-        done = progress.current.ready
-        # A loader that has given an epoch's last batch is at the start of the next.
-        if not isinstance(loader, ResumableLoader) or progress.is_last_batch or loader.updates_done == done:
+        counted = progress.current.ready
+        # After an epoch's last batch a loader is at the start of the next epoch, where the counters are not yet.
+        if not isinstance(loader, ResumableLoader) or progress.is_last_batch or loader.updates_done == counted:
             return
         raise UserError(
-            f"the run was saved within an epoch, after {done:,} updates, and with the devices and batches of now"
+            f"the run was saved within an epoch, after {counted:,} updates, and with the devices and batches of now"
             f" {loader.updates_done:,} have those samples: add GradientAccumulation, which keeps the size of an update,"
             " or resume with those of before"
         )
 
-    def begin_anew(self, data_fetcher: Any) -> None:
-        """Iterate over the loaders again, where Lightning takes the iterator of its set-up, in the order of epoch 0."""
-        if self.iterates_anew and self.trainer.current_epoch > 0:
+    def restart_iterators(self, data_fetcher: Any) -> None:
+        """Make new iterators of the loaders if `restarts_iterators` is set.
+
+        In the first epoch after a resume Lightning uses the iterators of its set-up, whose order is that of epoch 0.
+        """
+        if self.restarts_iterators and self.trainer.current_epoch > 0:
             iter(data_fetcher)
-        self.iterates_anew = False
+        self.restarts_iterators = False
 
     def keep_position(self, data_fetcher: Any) -> None:
-        """Have checkpoints hold the position after this update: of a loader without a length the next one is loaded."""
+        """Copy the loaders' positions before the next item is prefetched, for the checkpoints of this update."""
+        # Only of a loader without a length does Lightning fetch one item ahead, to find the epoch's last one.
         if data_fetcher.length is not None:
             return
         loaders = data_fetcher.combined_loader

@@ -1,4 +1,4 @@
-"""Optimizers that wrap another one, as timm's `Lookahead` and implementations of SAM do."""
+"""Access to the optimizer inside a wrapping optimizer, such as timm's `Lookahead` and implementations of SAM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from datamodules.errors import UserError
 
 
 def optimizer_layers(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """An optimizer and the one that it wraps, which has the same parameter groups, and so on."""
+    """Return an optimizer, the one that it wraps, and so on; each has the same parameter groups."""
     groups = optimizer.param_groups
-    wrapped: list[Any] = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    inner = [each for each in wrapped if each.param_groups is groups]
+    members: list[Any] = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    inner = [member for member in members if member.param_groups is groups]
     return [optimizer, *optimizer_layers(inner[0])] if inner else [optimizer]
 
 
 def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The innermost optimizer, whose step calls the hooks that are registered; that of a wrapper may not.
+    """Return the innermost optimizer, whose step calls registered hooks; the step of a wrapper may not.
 
     Raises:
-        UserError: its step calls none.
+        UserError: the step calls no hooks.
     """
     innermost = optimizer_layers(optimizer)[-1]
-    if not getattr(type(innermost).step, "hooked", False):  # So torch marks a step that calls them.
+    if not getattr(type(innermost).step, "hooked", False):  # torch marks a step that calls hooks by this attribute.
         raise UserError(
             f"{type(innermost).__name__}.step() calls no hooks, as where its constructor leaves out"
             " super().__init__(): call it there, or pass another optimizer"

@@ -1,6 +1,6 @@
-"""Gradients that a module makes or keeps itself, beside those of the losses that it returns: an update would lose them.
+"""Checks for gradients that a module computes or keeps itself, which an update would lose.
 
-Lightning loses those of a `training_step` as well where an update is one micro-batch, since it zeroes after the step.
+Lightning loses them as well in an update of one micro-batch, since it zeroes gradients after `training_step`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from datamodules.errors import UserError
 Result = TypeVar("Result")
 
 
-def _marks(parameters: Sequence[Tensor]) -> list[Any]:
-    """What any backward pass changes."""
+def _gradient_versions(parameters: Sequence[Tensor]) -> list[Any]:
+    """Return the identity and version of each gradient, of which any backward pass changes one."""
     gradients = [parameter.grad for parameter in parameters]
     return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
@@ -24,25 +24,28 @@ def _marks(parameters: Sequence[Tensor]) -> list[Any]:
 def without_backward(
     trainer: pl.Trainer, parameters: Sequence[Tensor], is_first: bool, step: Callable[..., Result], *args: Any
 ) -> Result:
-    """What a function returns that calls the module's `training_step`.
+    """Call a function that runs `training_step`, and check that it runs no backward pass.
 
     Args:
-        is_first: this is the first one. DDP's forward pass makes gradients views of its buckets, so that a look before
-            and after does not tell; hooks do, and registering them takes longer than a small step.
+        is_first: whether this is the first step of the fit. Under DDP only that step is checked.
 
     Raises:
-        UserError: it has computed gradients of the parameters.
+        UserError: the function has computed gradients of the parameters.
     """
     if isinstance(trainer.strategy.model, DistributedDataParallel):
-        return _seen_by_hooks(trainer, parameters, step, *args) if is_first else step(*args)
-    before = _marks(parameters)
+        # DDP's forward pass itself replaces gradients with views of its buckets, so versions do not tell. Hooks do, but
+        # registering them takes longer than a small step.
+        if is_first:
+            return _checked_by_hooks(trainer, parameters, step, *args)
+        return step(*args)
+    versions_before = _gradient_versions(parameters)
     result = step(*args)
-    if _marks(parameters) != before:
+    if _gradient_versions(parameters) != versions_before:
         _refuse(trainer.lightning_module)
     return result
 
 
-def _seen_by_hooks(
+def _checked_by_hooks(
     trainer: pl.Trainer, parameters: Sequence[Tensor], step: Callable[..., Result], *args: Any
 ) -> Result:
     computed: list[Tensor] = []
@@ -66,10 +69,10 @@ def _refuse(module: pl.LightningModule) -> None:
 
 
 def refuse_kept_gradients(module: pl.LightningModule, parameters: Sequence[Tensor]) -> None:
-    """Look at what the module's own `optimizer_zero_grad` has left; the device is waited for.
+    """Check that the module's own `optimizer_zero_grad` has left no gradient; waits for the device.
 
     Raises:
-        UserError: gradients of another update.
+        UserError: a parameter has a gradient of another update.
     """
     if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
         raise UserError(

@@ -1,4 +1,4 @@
-"""How fast a run goes, and when it will end."""
+"""Pace of a run: seconds per batch and the estimated time left."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from datamodules.errors import UserError
 
 
 def format_seconds(seconds: float) -> str:
-    """A time that is left.
+    """Format a remaining time.
 
     Example:
         >>> [format_seconds(seconds) for seconds in (4.6, 75, 3_700, 200_000)]
@@ -26,24 +26,24 @@ def format_seconds(seconds: float) -> str:
 
 
 class Pace:
-    """The pace of a run since it was started or resumed: seconds of a batch, and of the evaluations between them.
+    """Pace of a run since it was started or resumed: seconds per training batch, and of evaluations between batches.
 
-    The first batch is not measured: it loads, compiles and tunes.
+    The first batch is not measured, since it loads, compiles and tunes.
     """
 
     def __init__(self) -> None:
         self.batches = -1
-        """Batches that were measured."""
+        """Measured batches; -1 before the first, unmeasured one."""
         self._seconds = 0.0
         self._evaluating = 0.0
         self._batches_evaluated = 0
         self._since: float | None = None
 
     def end_batch(self, batches: int) -> None:
-        """Count batches up to now, as a line is drawn or an evaluation begins.
+        """Measure the batches up to now; called as a line is drawn or an evaluation begins.
 
         Args:
-            batches: made since the run was started or resumed.
+            batches: number of batches since the run was started or resumed.
         """
         now = time.monotonic()
         if self._since is not None and self.batches >= 0:
@@ -64,37 +64,40 @@ class Pace:
         self._batches_evaluated = batches
 
     def per_batch(self) -> float:
-        """Seconds of a batch of training; NaN before the second one."""
+        """Return the seconds per training batch; NaN before the second one."""
         return self._seconds / self.batches if self.batches > 0 else math.nan
 
     def left(self, batches: float, with_evaluations: bool) -> float:
-        """Seconds for further batches; NaN or infinite where that is not known.
+        """Return the seconds for further batches; NaN or infinite if unknown.
 
         Args:
-            batches: to come.
-            with_evaluations: count those that there were since the start for each batch.
+            batches: number of further batches.
+            with_evaluations: whether to add the time of evaluations, at the rate per batch so far.
         """
-        evaluating = self._evaluating / self._batches_evaluated if self._batches_evaluated and with_evaluations else 0.0
-        return batches * (self.per_batch() + evaluating)
+        evaluation_per_batch = 0.0
+        if with_evaluations and self._batches_evaluated:
+            evaluation_per_batch = self._evaluating / self._batches_evaluated
+        return batches * (self.per_batch() + evaluation_per_batch)
 
 
 def batches_left(trainer: pl.Trainer) -> float:
-    """Batches until the end of the run; infinite where nothing ends it, or it is not known."""
+    """Return the number of batches until the end of the run; infinite if it is unknown or nothing ends the run."""
     try:
         updates = total_updates(trainer) - updates_made(trainer)
-    except UserError:  # Lightning's schedule of accumulation changes their number.
+    except UserError:  # Under `GradientAccumulationScheduler` the number is unknown.
         return math.inf
     return max(0.0, updates) * trainer.accumulate_grad_batches
 
 
 def unit_of_batches(trainer: pl.Trainer) -> str:
-    """What `batches_left` counts: updates, but where a Trainer accumulates in its own way."""
+    """Return the unit of `batches_left`: "update", or "batch" if the Trainer accumulates gradients itself."""
     return "update" if trainer.accumulate_grad_batches == 1 else "batch"
 
 
 def limited_by_time(trainer: pl.Trainer, seconds: float) -> float:
-    """Seconds that are left, at most those that ``max_time`` allows."""
+    """Return the seconds left, at most those that ``max_time`` allows."""
     for callback in callbacks_of(trainer):
-        if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None:
-            seconds = left if math.isnan(seconds) else min(seconds, left)
+        remaining = callback.time_remaining() if isinstance(callback, Timer) else None
+        if remaining is not None:
+            seconds = remaining if math.isnan(seconds) else min(seconds, remaining)
     return seconds

@@ -1,8 +1,7 @@
-"""The learning rate of an update: one pure function, and the one place that sets it.
+"""Learning rate of an update: a pure function of its number, and the scheduler that sets it.
 
-A scheduler that multiplies the rate before it, or counts its own steps, has to be put right after a resume, a run of
-another length or a skipped step. Here the number of the update says all: lr(update) = base x batch scale x
-warm-up(update) x curve(update).
+lr(update) = base x batch scale x warm-up(update) x curve(update). A scheduler that counts its own steps, or multiplies
+the previous rate, is wrong after a resume, a skipped step or a change of the run's length.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ Rate: TypeAlias = float | Tensor
 
 
 def learning_rate(base: Rate, batch_scale: float, warmup: float, curve: float) -> Rate:
-    """The learning rate of an update.
+    """Return the learning rate of an update.
 
     Args:
         base: peak rate of the parameter group, at the base batch size.
@@ -34,7 +33,7 @@ def learning_rate(base: Rate, batch_scale: float, warmup: float, curve: float) -
         >>> learning_rate(0.1, batch_scale=2.0, warmup=0.5, curve=0.75)
         0.07500000000000001
     """
-    # The order decides the last bit.
+    # The order of the products decides the last bit.
     return (base * curve) * (warmup * batch_scale)
 
 
@@ -47,16 +46,16 @@ def _no_scale() -> float:
 
 
 class UpdateSchedule(LRScheduler):
-    """Sets the learning rates of an optimiser from the number of the update, which is the Trainer's.
+    """Scheduler that sets the learning rates of an optimizer from the Trainer's number of the update.
 
-    The rates are set as the optimiser steps, so that they are right whatever happened before: a resume, another length
-    of the run, another rate in the checkpoint. `step` sets them for the update that follows, for callbacks and loggers
-    that read them in between. There is no state.
+    It sets the rates as the optimizer steps, so they are right after a resume, another length of the run, or another
+    rate in the checkpoint. `step` sets them for the next update, for callbacks and loggers that read them in between.
+    It has no state.
 
     Args:
-        optimizer: any; the rates of its groups are the peaks.
-        module: trains with the optimiser.
-        curve: the factor on the rates at an update, from its number; that of update 0 needs no Trainer.
+        optimizer: any optimizer; the rates of its groups are the peaks.
+        module: the module that trains with the optimizer.
+        curve: function from the number of an update to a factor of the rates; at 0 it must not need a Trainer.
     """
 
     def __init__(self, optimizer: Optimizer, module: pl.LightningModule, curve: Callable[[int], float]) -> None:
@@ -70,20 +69,20 @@ class UpdateSchedule(LRScheduler):
 
     @property
     def updates(self) -> int:
-        """The number of the update whose rates are set, and so of those that were made before it."""
+        """Number of updates made before the one whose rates are set."""
         return self.last_epoch
 
     def warm_up(self, warmup: Callable[[int], float], batch_scale: Callable[[], float]) -> None:
-        """Take two more factors: of the number of the update, and of the global batch."""
+        """Set two more factors: a function of the number of the update, and one of the global batch size."""
         self._warmup = warmup
         self._batch_scale = batch_scale
 
     def remove(self) -> None:
-        """Leave the factors of `warm_up` out again."""
+        """Remove the factors of `warm_up`."""
         self.warm_up(_no_warmup, _no_scale)
 
     def set_rates(self, update: int) -> None:
-        """Set the rates of the update that follows so many others."""
+        """Set the rates of the update with this number, counted from 0."""
         self.last_epoch = update
         curve = self._curve(update)
         warmup = self._warmup(update)
@@ -95,7 +94,7 @@ class UpdateSchedule(LRScheduler):
 
     def _before_step(self, *_: Any) -> None:
         trainer = attached_trainer(self._module)
-        # Lightning's Tuner puts a scheduler of its own in this one's place.
+        # Lightning's Tuner replaces this scheduler with its own, while this hook stays registered.
         if trainer is not None and any(config.scheduler is self for config in trainer.lr_scheduler_configs):
             self.set_rates(updates_made(trainer))
             self.used = self._last_lr
@@ -108,7 +107,7 @@ class UpdateSchedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the Trainer saves the number of updates."""
+        """Return nothing: the Trainer saves the number of updates."""
         return {}
 
     @override
@@ -117,7 +116,7 @@ class UpdateSchedule(LRScheduler):
 
 
 def schedule_of(optimizer: Optimizer, trainer: pl.Trainer) -> UpdateSchedule | None:
-    """The schedule that sets an optimiser's rates; None where it has another one, or none."""
+    """Return the `UpdateSchedule` of an optimizer; None if it has another scheduler or none."""
     for config in trainer.lr_scheduler_configs:
         if isinstance(config.scheduler, UpdateSchedule) and config.scheduler.optimizer is optimizer:
             return config.scheduler

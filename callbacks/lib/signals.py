@@ -1,6 +1,6 @@
-"""Handle signals with a flag instead of ending the process.
+"""Signal handlers that set a flag instead of ending the process.
 
-Lightning's own handler of SIGTERM runs a collective: a signal to one rank alone hangs the run.
+Lightning's own handler of SIGTERM runs a collective, so a signal to one rank alone hangs the run.
 """
 
 import os
@@ -12,23 +12,29 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""What schedulers and people send to end a run; a closed terminal or connection sends SIGHUP."""
+"""Signals by which schedulers and people end a run; a closed terminal or connection sends SIGHUP."""
 
 
-def _installed(signums: Iterable[int], handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Installs a handler, and returns those of before; a SIGHUP that is ignored, as under nohup, stays ignored."""
-    hung_up = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    return {signum: signal.signal(signum, handler) for signum in signums if signum not in hung_up}
+def _install_handler(signums: Iterable[int], handler: Callable[[int, Any], None]) -> dict[int, Any]:
+    """Install a handler, and return the previous handlers."""
+    previous_handlers = {}
+    for signum in signums:
+        # An ignored SIGHUP, as under nohup, stays ignored.
+        if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            continue
+        previous_handlers[signum] = signal.signal(signum, handler)
+    return previous_handlers
 
 
-def _put_back(handlers: Mapping[int, Any]) -> None:
-    """Installs handlers again; None stands for one of C code, which Python cannot install."""
+def _restore_handlers(handlers: Mapping[int, Any]) -> None:
+    """Install previous handlers again."""
     for signum, handler in handlers.items():
+        # None stands for a handler of C code, which Python cannot install.
         signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 def _leave_closed_terminal() -> None:
-    """Gives up what is written to a terminal that was closed, where each write would raise an error."""
+    """Redirect output to a closed terminal to the null device, since each write would raise an error."""
     for stream in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
@@ -36,32 +42,35 @@ def _leave_closed_terminal() -> None:
 
 
 class Preempted(SystemExit):
-    """A signal has ended the run in an orderly way.
+    """Exit exception of a run that was stopped in an orderly way after a signal.
 
     A program that does not catch it ends with 128 + the signal's number, as shells report a signal: 130 for Ctrl-C, 138
     for SIGUSR1, 143 for SIGTERM and 129 for SIGHUP (on Linux).
 
     Args:
         signum: the signal.
-        checkpoint: what was saved for it, if anything.
-        trained: whether it came as training ended, and what comes after training was left out.
-        at_once: whether this process alone has acted on it, outside of a Trainer's loops.
+        checkpoint: the checkpoint that was saved, if any.
+        trained: whether training had ended, and only the work after it was left out.
+        at_once: whether this process alone has acted on the signal, outside of a Trainer's loops.
     """
 
     def __init__(
         self, signum: int, checkpoint: str | None = None, trained: bool = False, at_once: bool = False
     ) -> None:
         super().__init__(128 + signum)
-        self.signum, self.checkpoint, self.trained, self.at_once = signum, checkpoint, trained, at_once
+        self.signum = signum
+        self.checkpoint = checkpoint
+        self.trained = trained
+        self.at_once = at_once
 
     @property
     def signal_name(self) -> str:
-        """As in SIGTERM, and Ctrl-C for SIGINT."""
+        """Name of the signal, such as SIGTERM; Ctrl-C for SIGINT."""
         return name_of(self.signum)
 
 
 def name_of(signum: int) -> str:
-    """A signal's name for people.
+    """Return the name of a signal for messages.
 
     Example:
         >>> name_of(signal.SIGINT), name_of(signal.SIGTERM)
@@ -71,34 +80,36 @@ def name_of(signum: int) -> str:
 
 
 class SignalFlag:
-    """Notes the first of `SIGNALS` to this process, from `install` to `restore`.
+    """Flag that holds the first of `SIGNALS` to this process, from `install` to `restore`.
 
-    Handlers need the main thread; elsewhere nothing is installed. A second Ctrl-C ends the process at once. Processes
-    that are forked meanwhile, such as a DataLoader's workers, leave the others to this one, and SIGTERM ends them as
-    ever.
+    Handlers need the main thread; in other threads nothing is installed. A second Ctrl-C ends the process at once. In
+    processes that are forked meanwhile, such as a DataLoader's workers, SIGTERM acts as usual and the other signals are
+    ignored.
     """
 
     def __init__(self) -> None:
         self.on_interrupt = ""
-        """What Ctrl-C prints on standard error."""
+        """Text that Ctrl-C prints on standard error."""
         self.received = 0
         self._pid = 0
-        self._previous: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Note signals from now on, and forget those of before."""
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        """Clear the flag, and set it at the first signal from now on."""
+        if self._previous_handlers or threading.current_thread() is not threading.main_thread():
             return
-        self.received, self._pid = 0, os.getpid()
-        self._previous = _installed(SIGNALS, self._note)
+        self.received = 0
+        self._pid = os.getpid()
+        self._previous_handlers = _install_handler(SIGNALS, self._set)
 
     def restore(self) -> None:
-        """Restore the handlers that were installed before."""
-        _put_back(self._previous)
-        self._previous = {}
+        """Restore the previous handlers."""
+        _restore_handlers(self._previous_handlers)
+        self._previous_handlers = {}
 
-    def _note(self, signum: int, frame: Any) -> None:
+    def _set(self, signum: int, frame: Any) -> None:
         if os.getpid() != self._pid:
+            # In a forked worker: the run's process alone decides when the run ends, and SIGTERM acts as usual.
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
@@ -106,19 +117,19 @@ class SignalFlag:
         _leave_closed_terminal()
         self.received = self.received or signum
         if signum == signal.SIGINT:
-            # By the system and not by a handler: the second one works where Python waits for other code, too.
+            # The system ends the process at the second Ctrl-C: a handler in Python would wait for running C code.
             signal.signal(signum, signal.SIG_DFL)
             if self.on_interrupt:
-                # A terminal's line of progress, behind which it shows ^C, gives way.
+                # Clears the line of progress, to which the terminal has appended ^C.
                 start = "\r\x1b[K" if os.isatty(2) else "\n"
                 os.write(2, f"{start}{self.on_interrupt}\n".encode())
 
 
 @contextmanager
 def ending_on_signals(*signums: int) -> Iterator[None]:
-    """Raises `Preempted` at once where one of the signals arrives, as Python raises KeyboardInterrupt.
+    """Raise `Preempted` at once when a signal arrives, as Python raises KeyboardInterrupt.
 
-    For the time in which nothing is to be saved: before training, and after it.
+    For the time before and after training, in which there is nothing to save.
     """
     pid = os.getpid()
 
@@ -132,8 +143,8 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = _installed(signums, end)
+    previous_handlers = _install_handler(signums, end)
     try:
         yield
     finally:
-        _put_back(previous)
+        _restore_handlers(previous_handlers)

@@ -1,6 +1,7 @@
-"""The batch job of Slurm that this process belongs to, and how it is put back into the queue.
+"""Slurm: the batch job of this process, and its requeue.
 
-Slurm itself requeues a job when a node fails. A job that was told of its end, or has lost a process, has to ask for it.
+Slurm itself requeues a job when a node fails. After a signal before its time limit, or the loss of a process, a job has
+to request the requeue.
 """
 
 import functools
@@ -14,36 +15,35 @@ from collections.abc import Mapping
 from callbacks.lib.signals import SIGNALS
 
 _SLURM_ANSWERS = 20.0  # Seconds for Slurm to reply.
-_ATTEMPTS = 3
+_ATTEMPTS = 3  # Of a command that a signal ends.
 
 
 class NotRequeued(Exception):
-    """Slurm has not put a job back into its queue, for the reason in the message."""
+    """Error: Slurm has not requeued a job, for the reason in the message."""
 
 
 class _Failed(NotRequeued):
-    """A command of Slurm failed."""
+    """Error: a command of Slurm failed."""
 
 
 def _run(*args: str, within: float) -> tuple[int, str, str]:
-    """The status, the output and the errors of ``scontrol``.
-
-    Slurm sends signals to the processes of a job that it ends or requeues, at times before the request has returned. A
-    process inherits which signals are blocked, and the program that it executes does, too; one that is ignored stays so
-    as well. In a session of its own: what ends this process with its group does not end the request.
+    """Run ``scontrol`` so that signals do not end it, and return its status, output and errors.
 
     Raises:
         subprocess.TimeoutExpired: it did not end within so many seconds.
         OSError: it cannot be started.
     """
+    # Slurm sends signals to the processes of a job that it ends or requeues, sometimes before the request has returned.
+    # A child process, and the program that it executes, inherit which signals are blocked and which are ignored.
     command = ["sh", "-c", 'trap "" TERM INT USR1; exec scontrol "$@"', "sh", *args]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
+        # In a new session, a signal to the process group of this process does not end the request.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     try:
         output, errors = process.communicate(timeout=within)
     except BaseException:
@@ -54,30 +54,30 @@ def _run(*args: str, within: float) -> tuple[int, str, str]:
 
 
 def _scontrol(*args: str, deadline: float) -> str:
-    """What ``scontrol`` prints; it is asked again where a signal has ended it."""
-    text = f"scontrol {' '.join(args)}"
+    """Return the output of ``scontrol``; run it again if a signal has ended it."""
+    command = f"scontrol {' '.join(args)}"
     for _ in range(_ATTEMPTS):
         within = max(0.1, deadline - time.monotonic())
         try:
             status, output, errors = _run(*args, within=within)
         except subprocess.TimeoutExpired as error:
-            raise _Failed(f"{text} did not end within {within:.0f} s") from error
+            raise _Failed(f"{command} did not end within {within:.0f} s") from error
         except OSError as error:
-            raise _Failed(f"{text}: {error}") from error
+            raise _Failed(f"{command}: {error}") from error
         if status >= 0:
             break
     if status:
-        raise _Failed(f"{text} ended with {status}: {errors.strip()}")
+        raise _Failed(f"{command} ended with {status}: {errors.strip()}")
     return output
 
 
-def _record(job: str, deadline: float) -> dict[str, str]:
-    """What Slurm knows of a job, by the names of ``scontrol show job``."""
+def _job_fields(job: str, deadline: float) -> dict[str, str]:
+    """Return the fields of ``scontrol show job`` by name."""
     return dict(re.findall(r"(\w+)=(\S*)", _scontrol("show", "job", job, deadline=deadline)))
 
 
-def _number(environ: Mapping[str, str]) -> str:
-    """The number of the job, with that of its task in an array."""
+def _job_id(environ: Mapping[str, str]) -> str:
+    """Return the ID of the job; in an array, the ID of the array with the number of the task."""
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ["SLURM_JOB_ID"]
@@ -86,7 +86,7 @@ def _number(environ: Mapping[str, str]) -> str:
 @functools.cache
 def _slurm_says_batch(job: str) -> bool:
     try:
-        return _record(job, time.monotonic() + _SLURM_ANSWERS).get("BatchFlag") == "1"
+        return _job_fields(job, time.monotonic() + _SLURM_ANSWERS).get("BatchFlag") == "1"
     except _Failed:
         return False
 
@@ -95,12 +95,13 @@ def is_batch_job(environ: Mapping[str, str]) -> bool:
     """Whether this is a batch job of Slurm, and not an interactive one of ``salloc`` or ``srun``."""
     if "SLURM_JOB_ID" not in environ:
         return False
-    # Slurm sets it in batch scripts, and srun passes it on, but for sbatch --export=NONE and scripts that replace it.
-    return environ.get("ENVIRONMENT") == "BATCH" or _slurm_says_batch(_number(environ))
+    # Slurm sets ENVIRONMENT in batch scripts, and srun passes it on. It is missing after sbatch --export=NONE and in
+    # scripts that set it to another value; then Slurm is asked.
+    return environ.get("ENVIRONMENT") == "BATCH" or _slurm_says_batch(_job_id(environ))
 
 
 def batch_job(environ: Mapping[str, str]) -> str | None:
-    """The number of this batch job of Slurm, as ``scontrol`` takes it; None outside of one.
+    """Return the ID of this batch job of Slurm, as ``scontrol`` takes it; None outside of one.
 
     Example:
         >>> batch_job({"SLURM_JOB_ID": "71", "ENVIRONMENT": "BATCH"})
@@ -109,11 +110,11 @@ def batch_job(environ: Mapping[str, str]) -> str | None:
         >>> batch_job({"SLURM_JOB_ID": "73", "ENVIRONMENT": "BATCH"} | array)
         '71_2'
     """
-    return _number(environ) if is_batch_job(environ) else None
+    return _job_id(environ) if is_batch_job(environ) else None
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """How often this job has been started again."""
+    """Return how often this job has been restarted."""
     text = environ.get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdigit() else 0
 
@@ -122,39 +123,40 @@ def requeue(environ: Mapping[str, str]) -> str | None:
     """Put this batch job back into Slurm's queue. Several ranks may call it.
 
     Returns:
-        The number of the job; None outside of a batch job.
+        The ID of the job; None outside of a batch job.
 
     Raises:
-        NotRequeued: with the reason.
+        NotRequeued: Slurm does not requeue the job, for the reason in the message.
     """
     job = batch_job(environ)
     if job is None:
         return None
     deadline = time.monotonic() + _SLURM_ANSWERS
-    record = _record(job, deadline)
-    if _has_been_requeued(record, environ):
+    fields = _job_fields(job, deadline)
+    if _has_been_requeued(fields, environ):
         return job
-    if record.get("Requeue") == "0":
+    if fields.get("Requeue") == "0":
         raise NotRequeued("because the job was submitted without --requeue")
-    if record.get("JobState") != "RUNNING":  # Slurm would start a job again that somebody has cancelled.
-        raise NotRequeued(f"because the job is {record.get('JobState')}")
+    if fields.get("JobState") != "RUNNING":  # Slurm would restart even a job that somebody has cancelled.
+        raise NotRequeued(f"because the job is {fields.get('JobState')}")
     try:
         _scontrol("requeue", job, deadline=deadline)
     except _Failed:
-        if not _has_been_requeued(_record(job, deadline), environ):  # By another rank at the same time.
+        # Another rank may have requeued the job at the same time.
+        if not _has_been_requeued(_job_fields(job, deadline), environ):
             raise
     return job
 
 
-def _has_been_requeued(record: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    return int(record.get("Restarts", 0)) > restarts(environ)
+def _has_been_requeued(fields: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    return int(fields.get("Restarts", 0)) > restarts(environ)
 
 
 def requeue_on(signum: int) -> str:
-    """Put this batch job back into the queue where it was SIGUSR1 that ended it; to be called on one rank.
+    """Requeue this batch job if SIGUSR1 has ended it; to be called on one rank.
 
     Returns:
-        What became of it, in words; nothing for other signals and outside of a batch job.
+        The result as a text; empty for other signals and outside of a batch job.
     """
     if signum != signal.SIGUSR1:
         return ""

@@ -1,40 +1,69 @@
-"""A micro-batch that counts for nothing: the first one, which a rank computes that has none in an update."""
+"""Contexts for stand-ins: micro-batches that a rank computes only to take part in the collective calls of an update.
+
+Such a rank computes its own first micro-batch again, or without one the first of the update. Nothing of it counts.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from callbacks.lib.batch_norm import stand_in
+
+
+@contextlib.contextmanager
+def uneven_micro_batch(
+    module: nn.Module, results: Any, synchronised_layers: Sequence[nn.Module], is_stand_in: bool
+) -> Iterator[None]:
+    """Run a micro-batch of an update of which some ranks have one micro-batch more than others.
+
+    Args:
+        results: the `UpdateResults` of the training loop.
+        synchronised_layers: the BatchNorm layers that wait for all ranks in each forward pass.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(results.uneven(is_stand_in))
+        if is_stand_in:
+            stack.enter_context(stand_in(synchronised_layers))
+            stack.enter_context(kept_metrics(module))
+        yield
+
 
 @contextlib.contextmanager
 def kept_metrics(module: nn.Module) -> Iterator[None]:
-    """Surrounds a stand-in: the metrics of torchmetrics in a module are afterwards what they were before."""
+    """Restore the torchmetrics objects of a module after a stand-in."""
     metrics = [layer for layer in module.modules() if isinstance(layer, Metric)]
-    kept = [dict(vars(metric)) for metric in metrics]
+    saved_attributes = [dict(vars(metric)) for metric in metrics]
     for metric in metrics:
-        # The stand-in changes copies, some of them in place.
+        # States are copied, since some metrics update them in place.
         for name, state in metric.metric_state.items():
             setattr(metric, name, state.detach().clone() if isinstance(state, Tensor) else list(state))
     try:
         yield
     finally:
-        for metric, attributes in zip(metrics, kept, strict=True):
+        for metric, attributes in zip(metrics, saved_attributes, strict=True):
             vars(metric).clear()
             vars(metric).update(attributes)
 
 
 @contextlib.contextmanager
 def weighted_gradients(module: nn.Module, weight: float) -> Iterator[None]:
-    """Multiplies the gradients of a module's parameters as backward passes compute them, before DDP averages them."""
+    """Multiply the gradients of a module's parameters in each backward pass, before DDP averages them."""
+
+    def scale(gradient: Tensor) -> Tensor:
+        return gradient * weight
+
     handles = []
     for parameter in module.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
-            # A module may let it learn in its `training_step` only, and a hook wants a tensor that does.
-            learns = parameter.requires_grad
+            # torch registers hooks only on tensors that require a gradient, and a module that optimizes manually may
+            # set `requires_grad` within its `training_step`.
+            requires_grad = parameter.requires_grad
             parameter.requires_grad_(True)
-            handles.append(parameter.register_hook(lambda gradient: gradient * weight))
-            parameter.requires_grad_(learns)
+            handles.append(parameter.register_hook(scale))
+            parameter.requires_grad_(requires_grad)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""One line at the bottom of a terminal that is rewritten; whatever else is printed stands above it."""
+"""Status line at the bottom of a terminal, rewritten in place; other output appears above it."""
 
 import shutil
 import sys
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def columns() -> int:
-    """The width of the terminal, by COLUMNS where it is set."""
+    """Return the width of the terminal; the variable COLUMNS overrides it."""
     return shutil.get_terminal_size().columns
 
 
-class _Above:
-    """A stream that clears the line before anything is written to it."""
+class _ClearingStream:
+    """Stream that clears the status line before each write."""
 
     def __init__(self, stream: Any, line: "StatusLine") -> None:
         self.stream = stream
@@ -27,25 +27,25 @@ class _Above:
 
 
 class StatusLine:
-    """A line on standard error, where that is a terminal.
+    """Status line on standard error, if that is a terminal.
 
-    From the first `show` to `close`, what goes to ``sys.stdout`` and ``sys.stderr`` clears the line first, so that no
-    message lands behind it; the next `show` draws it again.
+    From the first `show` to `close`, each write to ``sys.stdout`` and ``sys.stderr`` clears the line first, so that no
+    message is appended to it. The next `show` draws it again.
     """
 
     def __init__(self) -> None:
         self._shown = False
-        self._replaced: dict[str, _Above] = {}
+        self._replaced_streams: dict[str, _ClearingStream] = {}
 
     def is_possible(self) -> bool:
         """Whether standard error is a terminal."""
         return sys.stderr is not None and sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Replace the line by another one, which is cut at the terminal's width; nothing where there is no terminal."""
+        """Draw the line with a new text, cut at the terminal's width; do nothing without a terminal."""
         if not self.is_possible():
             return
-        self._guard()
+        self._replace_streams()
         stream = self._terminal()
         stream.write(f"\r\x1b[K{text[: columns() - 1]}")
         stream.flush()
@@ -60,21 +60,22 @@ class StatusLine:
             stream.flush()
 
     def close(self) -> None:
-        """Remove the line, and leave the streams as they were."""
+        """Remove the line, and restore ``sys.stdout`` and ``sys.stderr``."""
         self.clear()
-        for name, stream in self._replaced.items():
-            if getattr(sys, name) is stream:
-                setattr(sys, name, stream.stream)
-        self._replaced = {}
+        for name, replacement in self._replaced_streams.items():
+            # Another program may have replaced the stream since: then it stays.
+            if getattr(sys, name) is replacement:
+                setattr(sys, name, replacement.stream)
+        self._replaced_streams = {}
 
     def _terminal(self) -> Any:
-        return self._replaced["stderr"].stream if "stderr" in self._replaced else sys.stderr
+        return self._replaced_streams["stderr"].stream if "stderr" in self._replaced_streams else sys.stderr
 
-    def _guard(self) -> None:
-        if self._replaced:
+    def _replace_streams(self) -> None:
+        if self._replaced_streams:
             return
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is not None and stream.isatty():
-                self._replaced[name] = _Above(stream, self)
-                setattr(sys, name, self._replaced[name])
+                self._replaced_streams[name] = _ClearingStream(stream, self)
+                setattr(sys, name, self._replaced_streams[name])

@@ -1,4 +1,4 @@
-"""The number of targets behind a mean loss: what `training_step` says, else the size of the batch."""
+"""Number of targets behind a mean loss: the ``count`` that `training_step` returns, else the batch size."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ from datamodules.notes import warn
 
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:
-    """The ``count`` that a step returned beside its loss, else the number of samples in the batch.
+    """Return the ``count`` that a step returned with its loss, else the number of samples in the batch.
 
     Raises:
-        ValueError: the step gave no count, and the size of the batch is unknown.
+        ValueError: the step returned no count, and the size of the batch is unknown.
 
     Example:
         >>> count_targets({"loss": torch.tensor(0.5), "count": 7}, batch=torch.zeros(3, 10))
@@ -39,33 +39,33 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
 
 
 class TargetCounter:
-    """Counts targets by `count_targets`, and warns once in a fit where the size of a batch may be another number."""
+    """Counter by `count_targets` that warns once per fit if the batch size may not be the number of targets."""
 
     def __init__(self) -> None:
-        self._has_looked_at_labels = False
-        self._guesses = True
-        """Whether no step has returned a count, and nothing was said of it."""
+        self._has_checked_labels = False
+        self._checks_batches = True
+        """Whether no step has returned a count yet, and no warning was given."""
 
     def count(self, output: Any, batch: Any) -> int | Tensor:
-        """The targets behind a mean loss; of the first batch the device is waited for."""
-        if self._guesses:
-            self._look(output, batch)
+        """Return the number of targets behind a mean loss; the first call waits for the device."""
+        if self._checks_batches:
+            self._check(output, batch)
         return count_targets(output, batch)
 
-    def _look(self, output: Any, batch: Any) -> None:
+    def _check(self, output: Any, batch: Any) -> None:
         if _has_count(output):
-            self._guesses = False
+            self._checks_batches = False
             return
-        if not self._has_looked_at_labels:
-            self._has_looked_at_labels = True
+        if not self._has_checked_labels:
+            self._has_checked_labels = True
             warn_of_ignored_targets(output, batch)
         lengths = _lengths(batch)
         if len(set(lengths)) > 1:
-            self._guesses = False
-            others = ", ".join(map(str, sorted(set(lengths) - {lengths[0]})))
+            self._checks_batches = False
+            unequal = ", ".join(map(str, sorted(set(lengths) - {lengths[0]})))
             warn(
                 f"warning: a batch counts as {lengths[0]} samples, the length of its first tensor, and others have"
-                f' {others}: return {{"loss": loss, "count": number_of_samples}} from training_step, which weighs the'
+                f' {unequal}: return {{"loss": loss, "count": number_of_samples}} from training_step, which weighs the'
                 " mean"
             )
 
@@ -75,24 +75,26 @@ def _has_count(output: Any) -> bool:
 
 
 def _lengths(batch: Any) -> list[int]:
-    """The length of each tensor of a batch; 1 of a number."""
-    parts = batch if type(batch) in (tuple, list) else [batch]
-    if not all(type(part) is Tensor for part in parts):
-        parts = []
-        apply_to_collection(batch, Tensor, parts.append)
-    return [len(part) if part.ndim else 1 for part in parts]
+    """Return the length of each tensor of a batch; a scalar has length 1."""
+    tensors = batch if type(batch) in (tuple, list) else [batch]
+    # Most batches are flat, and Lightning's visit of nested collections takes longer.
+    if not all(type(tensor) is Tensor for tensor in tensors):
+        tensors = []
+        apply_to_collection(batch, Tensor, tensors.append)
+    return [len(tensor) if tensor.ndim else 1 for tensor in tensors]
 
 
 def warn_of_ignored_targets(output: Any, batch: Any) -> None:
-    """Warn of a step without ``count`` whose batch holds labels of -100, which torch leaves out of the mean.
-
-    The device is waited for.
-    """
+    """Warn if a step without ``count`` has labels of -100, torch's `ignore_index`; waits for the device."""
     if _has_count(output):
         return
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
-    labels = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.int64]
-    if any(bool((part == -100).any()) for part in labels):
+    values: Any = [batch]
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, (tuple, list)):
+        values = batch
+    labels = [value for value in values if isinstance(value, Tensor) and value.dtype == torch.int64]
+    if any(bool((tensor == -100).any()) for tensor in labels):
         warn(
             "warning: the first batch holds labels of -100, which cross_entropy leaves out of its mean: return"
             ' {"loss": loss, "count": (labels != -100).sum()} from training_step, to weigh as a mean over the others'
@@ -100,17 +102,17 @@ def warn_of_ignored_targets(output: Any, batch: Any) -> None:
 
 
 def micro_batch_outputs(trainer: pl.Trainer, outputs: Any) -> list[dict[str, Any]]:
-    """What `training_step` returned for each micro-batch of this rank, with the ``count`` of its targets.
+    """Return the outputs of `training_step` for each micro-batch of this rank.
 
     Args:
-        outputs: of `on_train_batch_end`. A Trainer without `UpdateLoop` has one micro-batch, and has divided its loss
-            where it accumulates; here the loss is whole.
+        outputs: argument of `on_train_batch_end`. A Trainer without `UpdateLoop` has one micro-batch.
     """
     if not isinstance(outputs, dict):
         return []
-    several: list[dict[str, Any]] | None = outputs.get("micro_batches")
-    if several is not None:
-        return several
+    micro_batches: list[dict[str, Any]] | None = outputs.get("micro_batches")
+    if micro_batches is not None:
+        return micro_batches
+    # A Trainer that accumulates by itself has divided the loss, which is undone here.
     divisor = trainer.accumulate_grad_batches
     if divisor == 1 or outputs.get("loss") is None:
         return [outputs]
@@ -118,10 +120,10 @@ def micro_batch_outputs(trainer: pl.Trainer, outputs: Any) -> list[dict[str, Any
 
 
 def joined_outputs(outputs: list[dict[str, Any]], is_stand_in: bool) -> dict[str, Any]:
-    """The outputs of several micro-batches: the mean loss over their targets, and all of them.
+    """Join the outputs of several micro-batches, with the mean loss over their targets.
 
     Args:
-        is_stand_in: whether the only micro-batch counts for nothing.
+        is_stand_in: whether the only micro-batch is a stand-in, which does not count.
     """
     trained = [output for output in outputs if output["loss"] is not None]
     loss = None

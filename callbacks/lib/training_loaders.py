@@ -1,4 +1,4 @@
-"""The training loaders of a Trainer before Lightning asks for their length."""
+"""Preparation and checks of the training loaders, before Lightning asks for their length."""
 
 import os
 from typing import Any
@@ -13,32 +13,34 @@ from datamodules.loading.numbered import NumberedDataLoader, can_be_numbered
 
 
 def number_micro_batches(loader: Any, trainer: Any, seeds: Any) -> Any:
-    """A stock `DataLoader` as one whose micro-batches are dealt by their numbers; another loader as it is.
+    """Wrap a stock `DataLoader` so that its micro-batches have numbers; return any other loader unchanged.
 
     Args:
-        seeds: the `SeedControl` of the run. Without one the order follows from ``PL_GLOBAL_SEED`` or from the seed of
-            torch's generator on rank 0, and the noise of the samples is left to the generators.
+        seeds: the `SeedControl` of the run. Without it the order follows from ``PL_GLOBAL_SEED`` or from the seed of
+            torch's generator on rank 0, and the noise of the samples from torch's generators.
     """
     if not can_be_numbered(loader):
         return loader
-    is_shared_out = trainer.world_size == 1 or isinstance(loader.sampler, DistributedSampler)
-    if not (is_shared_out or uses_distributed_sampler(trainer)):
-        return loader  # Each device has samples of its own.
+    is_distributed = trainer.world_size == 1 or isinstance(loader.sampler, DistributedSampler)
+    if not (is_distributed or uses_distributed_sampler(trainer)):
+        return loader  # With use_distributed_sampler=False each device reads its own samples, which is left as it is.
     if seeds is not None:
-        noise_seed = seed = seeds.seed
+        seed = seeds.seed
+        noise_seed = seed
     else:
         noise_seed = None
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() >> 1))
+        # All ranks need one order, and the seed of torch's generator may differ between them.
         seed = trainer.strategy.broadcast(seed)
     keeps_order = trainer.overfit_batches > 0
     return NumberedDataLoader(loader, seed, trainer.global_rank, trainer.world_size, noise_seed, keeps_order)
 
 
 def check_interval(loader: Any, trainer: Any) -> None:
-    """Refuse an interval of validations that no epoch is long enough for; Lightning speaks of batches.
+    """Reject a `val_check_interval` that is longer than an epoch; Lightning's own error would count batches.
 
     Raises:
-        UserError: it is longer than an epoch.
+        UserError: the interval is longer than an epoch.
     """
     interval = getattr(trainer, "val_check_interval", None)
     limit = trainer.limit_train_batches

@@ -1,4 +1,8 @@
-"""What is logged in training, where a run resumes within an epoch or ranks have unequal numbers of micro-batches."""
+"""Results of `self.log` in training that are exact after a resume within an epoch and on ranks of unequal updates.
+
+Lightning starts the means of an epoch again when a run resumes within it (#20652), and an all-reduce in each step hangs
+if the ranks have unequal numbers of steps.
+"""
 
 import contextlib
 import math
@@ -14,27 +18,27 @@ from typing_extensions import override
 from datamodules.errors import UserError
 
 _NEUTRAL = {"max": -math.inf, "min": math.inf}
-"""What changes no result of a reduction; 0 for others."""
+"""Neutral element of each reduction; 0 for sums and means."""
 
 
 class UpdateResults(_ResultCollection):
-    """Lightning's collection of the training loop, of which `log` and each sum of an epoch pass here."""
+    """Result collection of Lightning's training loop that continues saved sums and ignores stand-ins."""
 
     def __init__(self) -> None:
         super().__init__(training=True)
         self._is_uneven = False
         self._is_stand_in = False
         self._saved: list[dict[str, Any]] = []
-        """Sums from which those of this epoch have yet to go on, each with its weight by key."""
+        """Sums and weights of the checkpoint by key, that were not yet added to the epoch's results."""
         self._takes_sum = False
-        """Whether this rank takes over the sums of all, beside the extremes."""
+        """Whether this rank adds the saved sums; maxima and minima are taken over on every rank."""
 
     @contextlib.contextmanager
     def uneven(self, is_stand_in: bool) -> Iterator[None]:
-        """Surrounds a micro-batch of an update of which some ranks have one more than others.
+        """Run a micro-batch of an update of which some ranks have one micro-batch more than others.
 
-        No rank waits for another one's logs. A stand-in logs what changes no mean, sum or extreme: at the epoch's end
-        all ranks compute the same ones.
+        A stand-in logs neutral elements, which change no mean, sum or extreme. It logs them under the same keys as
+        the other ranks, because at the epoch's end all ranks reduce the same keys.
         """
         self._is_uneven = True
         self._is_stand_in = is_stand_in
@@ -45,15 +49,17 @@ class UpdateResults(_ResultCollection):
             self._is_stand_in = False
 
     def go_on_from(self, trainer: pl.Trainer, by_rank: Sequence[Mapping[str, Any]]) -> None:
-        """Let each sum of this epoch go on from those of a checkpoint.
+        """Continue the sums of this epoch from those of a checkpoint.
 
         Args:
-            by_rank: what `epoch_sums` gave on each rank; on another number of ranks, rank 0 takes over the sums of all.
+            by_rank: result of `epoch_sums` on each rank. On another number of ranks, rank 0 takes the sums of all.
         """
         rank = trainer.global_rank
-        has_own = len(by_rank) == trainer.world_size
-        self._saved = [dict(sums) for sums in (by_rank[rank : rank + 1] if has_own else by_rank)]
-        self._takes_sum = has_own or rank == 0
+        is_same_world = len(by_rank) == trainer.world_size
+        if is_same_world:
+            by_rank = by_rank[rank : rank + 1]
+        self._saved = [dict(sums) for sums in by_rank]
+        self._takes_sum = is_same_world or rank == 0
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,15 +77,17 @@ class UpdateResults(_ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        saved = [sums.pop(key, None) for sums in self._saved]
-        self._add_saved(self[key], [part for part in saved if part])
+        # A metric exists only once it is logged, so its saved sums wait until then.
+        saved_sums = [sums.pop(key, None) for sums in self._saved]
+        self._add_saved(self[key], [pair for pair in saved_sums if pair])
         super().update_metrics(key, value, batch_size)
 
-    def _add_saved(self, metric: Any, saved: list[Any]) -> None:
-        if not saved:
+    def _add_saved(self, metric: Any, pairs: list[Any]) -> None:
+        if not pairs:
             return
         device = metric.value.device
-        values, weights = (torch.stack(part).to(device) for part in zip(*saved, strict=True))
+        values = torch.stack([value for value, _ in pairs]).to(device)
+        weights = torch.stack([weight for _, weight in pairs]).to(device)
         if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
             metric.value = metric.meta.reduce_fx(values)
         elif self._takes_sum:
@@ -90,5 +98,5 @@ class UpdateResults(_ResultCollection):
     @override
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         if metrics is None and fx is None:
-            self._saved = []  # The epoch has ended.
+            self._saved = []  # The epoch has ended, and a key that was not logged since must not enter the next one.
         super().reset(metrics, fx)

@@ -1,6 +1,6 @@
-"""How many updates a run makes, and their samples.
+"""Counts of a run: its updates, those made so far, and the samples per update.
 
-Unlike ``trainer.estimated_stepping_batches``, which builds the loaders, the functions here read, and change nothing.
+``trainer.estimated_stepping_batches`` builds the loaders as a side effect. These functions change nothing.
 """
 
 import math
@@ -19,7 +19,7 @@ from datamodules.loading.updates import GroupedUpdates
 
 
 def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:
-    """Updates of so many epochs, not looking at `max_steps`."""
+    """Return the number of updates of some epochs, regardless of `max_steps`."""
     if trainer.train_dataloader is None:
         raise RuntimeError(
             "the number of updates was asked for before the training loader exists: ask in training, that is from"
@@ -35,11 +35,11 @@ def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:
 
 
 def total_updates(trainer: pl.Trainer) -> int | float:
-    """The number of optimiser steps at which the run will end; infinite where nothing ends it.
+    """Return the number of updates after which the run will end; infinite if nothing ends it.
 
-    Respects accumulation, `limit_train_batches`, `max_epochs` and `max_steps`. Cheap enough for every step; works from
-    the moment the training loader is built, that is from `on_train_start` on. The unit is that of `updates_made`:
-    `max_steps`, too, adds up the steps of several optimisers.
+    Respects accumulation, `limit_train_batches`, `max_epochs` and `max_steps`, and is cheap enough for every step. The
+    training loader must exist, as from `on_train_start` on. `max_steps` counts the steps of all optimizers, so with
+    several of them it is divided by their number.
 
     Raises:
         RuntimeError: the training loader is not built yet.
@@ -59,19 +59,19 @@ def _trained_batches(trainer: pl.Trainer) -> int:
 
 
 def updates_made(trainer: pl.Trainer) -> int:
-    """The updates so far, in which all callbacks count; for the hooks of training around a batch.
+    """Return the number of updates so far, in which all callbacks count; for the hooks around a training batch.
 
-    Lightning's `global_step` adds up the steps of all optimisers. Where a module optimises by hand it alone knows when
-    they step, and the updates are the batches that were trained.
+    Lightning's `global_step` adds the steps of all optimizers. Under manual optimization only the module knows when
+    they step, so each trained batch counts as an update.
     """
     automatic = trainer.lightning_module.automatic_optimization
     return trainer.global_step if automatic else _trained_batches(trainer)
 
 
 def may_hold_gradients(trainer: pl.Trainer) -> bool:
-    """Whether gradients that a module accumulates by hand may wait for a step, which no checkpoint holds.
+    """Whether a module that optimizes manually may hold accumulated gradients, which no checkpoint saves.
 
-    None do where each optimiser steps once in each batch, or no parameter has a gradient, as after ``zero_grad()``.
+    It holds none if each optimizer steps once per batch, or if no parameter has a gradient, as after ``zero_grad()``.
     """
     module = trainer.lightning_module
     if module.automatic_optimization:
@@ -82,7 +82,7 @@ def may_hold_gradients(trainer: pl.Trainer) -> bool:
 
 
 def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
-    """A duration counted from the run's start, in updates; works from `on_train_start` on.
+    """Convert a duration from the run's start to updates; works from `on_train_start` on.
 
     Raises:
         UserError: the duration is in epochs of a loader without length, or in per cent of a run without end.
@@ -95,26 +95,27 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
 
 
 def flattened(loaders: Any) -> list[Any]:
-    """The training loaders in a collection, or the one that is none."""
+    """Return the loaders of a collection as a list; a single loader as a list of one."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     return list(combined.flattened)
 
 
 def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
-    """Those of a Trainer's training loaders that deal micro-batches to the ranks by their numbers."""
+    """Return the training loaders that distribute micro-batches to the ranks by their numbers."""
     return [loader for loader in flattened(loaders) if isinstance(loader, ResumableLoader)]
 
 
 def loader_batch_size(loader: Any) -> int:
-    """Samples that a loader puts into one batch.
+    """Return the number of samples in a batch of a loader.
 
     Raises:
-        UserError: the loader does not say.
+        UserError: neither the loader nor its batch sampler has a `batch_size`.
     """
     if isinstance(loader, GroupedUpdates):
         loader = loader.loader
     for source in (loader, getattr(loader, "batch_sampler", None)):
-        if isinstance(size := getattr(source, "batch_size", None), int):
+        size = getattr(source, "batch_size", None)
+        if isinstance(size, int):
             return size
     raise UserError(
         f"cannot tell the batch size of the training loader, a {type(loader).__name__}, which `global_batch_size`"
@@ -123,7 +124,7 @@ def loader_batch_size(loader: Any) -> int:
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether a device computes several micro-batches in an update; works from `on_train_start` on."""
+    """Whether a device computes several micro-batches per update; works from `on_train_start` on."""
     loader = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
         return loader.division.micro_batches > loader.world_size
@@ -133,7 +134,7 @@ def accumulates(trainer: pl.Trainer) -> bool:
 
 
 def global_batch_size(trainer: pl.Trainer) -> int:
-    """Samples per update at present; works from `on_train_start` on."""
+    """Return the present number of samples per update; works from `on_train_start` on."""
     loader = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
         return loader.samples_per_update

@@ -1,4 +1,4 @@
-"""Files that are either complete or as they were before, and writes that a run can do without."""
+"""Atomic writes of files, and best-effort writes whose failure does not end the run."""
 
 import os
 import secrets
@@ -10,11 +10,11 @@ from datamodules.notes import log
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename survive a loss of power."""
+    """Flush a folder to disk, so that a rename in it survives a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # Some network file systems.
+    except OSError:  # Some network file systems cannot flush folders.
         pass
     finally:
         os.close(descriptor)
@@ -22,17 +22,18 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A name beside `path` that takes its place at the end, and is gone if that is never reached.
+    """Yield a temporary path beside `path`: renamed to it on success, removed on an error.
 
-    Folders that are missing are made.
+    Creates missing folders.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    # In the same folder: a rename is atomic within one file system only.
+    temporary_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        yield part
-        part.replace(path)
+        yield temporary_path
+        temporary_path.replace(path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
 
@@ -41,12 +42,12 @@ _unsaved: dict[str, str] = {}
 
 
 def unsaved() -> dict[str, str]:
-    """What could not be written in this process, and why."""
+    """Return the failed writes of this process: what was to be written, and the reason."""
     return dict(_unsaved)
 
 
 def forget_failures(what: str | None = None) -> None:
-    """Take back that something could not be written, because it was later; without a name, everything."""
+    """Remove a failure from `unsaved`, because a later write succeeded; without a name, remove all."""
     if what is None:
         _unsaved.clear()
     else:
@@ -55,12 +56,12 @@ def forget_failures(what: str | None = None) -> None:
 
 @contextmanager
 def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]:
-    """Continue after the block where it raises; the first failure is a warning, and `unsaved` holds the last one.
+    """Continue after an error in the block: the first one is logged as a warning, and `unsaved` holds the last one.
 
-    As a decorator, ``best_effort("the image")(write)``, it gives a function that returns None where `write` raises.
+    As a decorator, ``best_effort("the image")(write)`` makes a function that returns None if `write` raises.
 
     Args:
-        what: names what the block writes.
+        what: name of the block's output, for the warning.
         kinds: the exceptions after which to continue.
     """
     try:
