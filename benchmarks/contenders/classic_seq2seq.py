@@ -1,8 +1,8 @@
-"""The two forms of PyTorch's translation tutorial, rewritten, to compare the recipe with.
+"""Reimplements both forms of PyTorch's translation tutorial, as contenders of the recipe.
 
-The classic form (2017) trains on one sentence at a time, a token at a time, with plain SGD and an attention that gives
-a weight to each of the first ten positions. The present form (since 2023) trains on batches of 32 sentences, padded to
-ten tokens, still a step at a time, with Adam and additive attention. Sizes, rates, dropout and losses are theirs.
+The classic form (2017) trains on one sentence at a time, token by token, with plain SGD and an attention over the first
+ten positions. The present form (since 2023) trains on batches of 32 sentences, padded to ten tokens, also step by step,
+with Adam and additive attention. Sizes, learning rates, dropout and losses are those of the tutorial.
 """
 
 import random
@@ -19,13 +19,13 @@ __all__ = ["ClassicTranslator", "PresentTranslator", "Translator"]
 
 
 class Translator(Protocol):
-    """What both forms offer."""
+    """Interface of both forms."""
 
     def train_on(self, pairs: PackedPairs, rows: Tensor) -> None:
-        """Pass over these pairs, in this order, once."""
+        """Train on these pairs once, in this order."""
 
     def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
-        """The likeliest tokens, one after the other, without EOS."""
+        """Translate greedily, and return the token numbers without EOS."""
 
 
 class _ClassicDecoder(nn.Module):
@@ -39,7 +39,7 @@ class _ClassicDecoder(nn.Module):
         self.output = nn.Linear(hidden, tokens)
 
     def forward(self, token: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: of shape (1,), (1, 1, hidden) and (max_length, hidden)."""
+        """Decode one token from the last token (1,), the state (1, 1, hidden) and the outputs (max_length, hidden)."""
         embedded = self.dropout(self.embedding(token))
         weights = torch.softmax(self.attention(torch.cat((embedded, hidden[0]), 1)), dim=1)
         context = weights @ memory
@@ -49,7 +49,7 @@ class _ClassicDecoder(nn.Module):
 
 
 class ClassicTranslator:
-    """A sentence, a token, a step; half of the sentences with teacher forcing."""
+    """Classic form: one sentence per step, with teacher forcing for half of the sentences."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
         self.hidden, self.max_length = hidden, max_length
@@ -70,7 +70,7 @@ class ClassicTranslator:
         return memory, hidden
 
     def train_on_sentence(self, source: Tensor, target: Tensor) -> None:
-        """A step of SGD; both sides end in EOS, `target` has no SOS."""
+        """Make a step of SGD. Both sides end with EOS, and `target` has no SOS."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         memory, hidden = self._encode(source)
@@ -94,7 +94,7 @@ class ClassicTranslator:
     @torch.no_grad()
     def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
         self.decoder.eval()
-        found = []
+        translations = []
         for row in rows.tolist():
             memory, hidden = self._encode(torch.tensor(pairs.source[row]))
             token, tokens = torch.tensor([SOS]), []
@@ -104,8 +104,8 @@ class ClassicTranslator:
                 if int(token) == EOS:
                     break
                 tokens.append(int(token))
-            found.append(tokens)
-        return found
+            translations.append(tokens)
+        return translations
 
 
 class _PresentDecoder(nn.Module):
@@ -118,7 +118,7 @@ class _PresentDecoder(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, tokens: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each sentence: of shape (batch, 1), (1, batch, hidden) and (batch, time, hidden)."""
+        """Decode one token per sentence: tokens (batch, 1), state (1, batch, hidden), memory (batch, time, hidden)."""
         embedded = self.dropout(self.embedding(tokens))
         energies = self.energy(torch.tanh(self.query(hidden.transpose(0, 1)) + self.key(memory)))
         context = torch.softmax(energies.transpose(1, 2), dim=2) @ memory
@@ -127,7 +127,7 @@ class _PresentDecoder(nn.Module):
 
 
 class PresentTranslator:
-    """Batches of 32, each sentence filled up to ten tokens, which all count in the loss; always teacher forcing."""
+    """Present form: batches of 32, padded to ten tokens that all count in the loss, with teacher forcing."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
         self.max_length, self.batch_size = max_length, 32
@@ -141,7 +141,7 @@ class PresentTranslator:
         ]
 
     def _decode(self, source: Tensor, target: Tensor | None) -> Tensor:
-        """Log-probabilities of shape (batch, max_length, tokens)."""
+        """Return log-probabilities of shape (batch, max_length, tokens)."""
         memory, hidden = self.encoder(self.dropout(self.embedding(source)))
         tokens, outputs = source.new_full((len(source), 1), SOS), []
         for position in range(self.max_length):

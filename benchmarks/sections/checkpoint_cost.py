@@ -1,4 +1,4 @@
-"""How long training is blocked while a checkpoint is saved: the command line's, a plain Trainer's, torch.save."""
+"""Measures how long saving a checkpoint blocks training: by the command line, a plain Trainer and torch.save."""
 
 import statistics
 import tempfile
@@ -40,12 +40,12 @@ MOST = 2.0
 
 
 def network(width: int) -> nn.Module:
-    """Two linear layers."""
+    """Return a network of two linear layers."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 class Saves(pl.Callback):
-    """Saves in the middle of training and notes the seconds of each time."""
+    """Callback that saves several checkpoints during training and records the seconds of each."""
 
     def __init__(self, folder: Path, saves: int) -> None:
         self.folder, self.saves = folder, saves
@@ -66,7 +66,7 @@ class Saves(pl.Callback):
 
 
 def plain_save(job: Job, folder: Path, saves: int) -> float:
-    """Weights and optimiser, written where they shall be: no checksum, no fsync, no second name."""
+    """Return the seconds of torch.save of weights and optimizer, without checksum, fsync and renaming."""
     model = job.build()
     optimizer = job.optimizer(model)
     for parameter in model.parameters():
@@ -81,14 +81,14 @@ def plain_save(job: Job, folder: Path, saves: int) -> float:
 
 
 def by_trainer(job: Job, folder: Path, saves: int) -> float:
-    """A Trainer without callbacks."""
+    """Return the seconds of a save by a Trainer without callbacks."""
     saving = Saves(folder, saves)
     bare_trainer([saving]).fit(Plain(job), job)
     return statistics.median(saving.seconds)
 
 
 def by_command_line(job: Job, folder: Path, saves: int, sizes: list[int]) -> float:
-    """As a run of the recipe saves, with the state of all its callbacks; its sizes are added to `sizes`."""
+    """Return the seconds of a save by a run of the recipe, with all callbacks, and add its size to `sizes`."""
     saving = Saves(folder, saves)
     flags = f"--data-dir {folder} --dataset mnist --run-dir {folder / 'runs'} --max-epochs 1 --limit-train-batches 4"
     flags += " --limit-val-batches 1 --limit-test-batches 1 --val-fraction 0.1 --accelerator cpu --precision 32-true"
@@ -99,14 +99,14 @@ def by_command_line(job: Job, folder: Path, saves: int, sizes: list[int]) -> flo
 
 
 def goal(timings: Timings, size: str) -> Goal:
-    """Whether safety costs little."""
+    """Return the goal for the ratio of a safe save to that of a plain Trainer."""
     ratio = timings.ratio(f"{size}, {OURS}", f"{size}, {STOCK}")
     found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     return Goal(f"{size}: a save at most {MOST:.0f} times as long as a plain Trainer's", found, ratio.median <= MOST)
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Saves networks of two sizes in each way."""
+    """Measure the saves of networks of two sizes."""
     threads = pin_threads(options.threads or 1)
     saves, repeats = (2, options.repeats or 1) if options.quick else (5, options.repeats or 5)
     images, labels, _ = find_images("", 2_560)

@@ -1,7 +1,7 @@
-"""What sums in the order of the micro-batches cost: updates with `GradientSum` and `OrderedStatistics`, and PyTorch's.
+"""Measures the cost of sums in the order of the micro-batches, by `GradientSum` and `OrderedStatistics`.
 
-Both train the same network on the same batches in one process, or in two under DDP, and take turns update by update.
-PyTorch's way divides each loss by the number of micro-batches and lets DDP add the gradients up with an all-reduce.
+They are compared with PyTorch's sums, which divide each loss by the number of micro-batches and let DDP all-reduce the
+gradients. Both train the same network on the same batches in one process, or in two under DDP, and alternate by update.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ SPLITS = {1: (1, 2, 4), 2: (2, 4)}
 
 
 def resnet(quick: bool) -> Workload:
-    """A ResNet-18 at 64 px, all layers."""
+    """Return the workload of a ResNet-18 at 64 pixels, all layers."""
     count = 2 if quick else 16
     build = partial(ResNetFineTuner, num_classes=10, image_size=64, weights="none", freeze_until="none")
     return images("ResNet-18, all layers", build, count, 3, 64, 10)
@@ -47,7 +47,7 @@ WORKLOADS: dict[str, Callable[[bool], Workload]] = {"MNIST": mnist, "ResNet-18":
 
 @dataclass(frozen=True)
 class Job(scaling.Job):
-    """What one world measures: `steps` are updates, of so many micro-batches on all processes."""
+    """Measurement of one world, whose `steps` are updates of `micro_batches` micro-batches on all processes."""
 
     workload: str = "MNIST"
     micro_batches: int = 1
@@ -70,13 +70,13 @@ class Job(scaling.Job):
         return found | {HELD: [float(ways[ORDERED].held)]}
 
     def ratio(self, found: scaling.Found, suffix: str = "") -> Spread:
-        """The time of an update with sums in order over PyTorch's: the median of each round's pairs."""
+        """Return the ratio of the times of an update with ordered sums and with PyTorch's: the median of each round."""
         pairs = [a / b for a, b in zip(found[ORDERED + suffix], found[PLAIN + suffix], strict=True)]
         return Spread(tuple(statistics.median(pairs[i : i + self.steps]) for i in range(0, len(pairs), self.steps)))
 
 
 class _Way:
-    """A network that trains, in PyTorch's way or with sums in order."""
+    """Training of a network with PyTorch's sums or with ordered sums."""
 
     def __init__(self, job: Job, workload: Workload, ordered: bool) -> None:
         torch.manual_seed(1)
@@ -92,7 +92,7 @@ class _Way:
         self.statistics, self.held = OrderedStatistics(network, job.world_size), 0
 
     def update(self) -> None:
-        """Make an update."""
+        """Make one update."""
         self.optimizer.zero_grad()
         for step in range(self.steps):
             self._plain(step) if self.gradients is None else self._ordered(self.gradients)
@@ -117,9 +117,9 @@ class _Way:
 
 
 def bytes_sent(size: int, micro_batches: int, ranks: int) -> tuple[float, float]:
-    """What a rank sends at most in an update of gradients of `size` bytes: with sums in order, and in a ring.
+    """Return the greatest number of bytes that a rank sends per update, with ordered sums and in a ring all-reduce.
 
-    Sums in order send a part of each of the rank's nodes to each other rank, then the part that it has added up.
+    With ordered sums a rank sends a slice of each of its nodes to each other rank, and then the slice of the sum.
 
     Example:
         >>> bytes_sent(100, micro_batches=8, ranks=4), bytes_sent(100, micro_batches=10, ranks=4)
@@ -132,7 +132,7 @@ def bytes_sent(size: int, micro_batches: int, ranks: int) -> tuple[float, float]
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures each network, number of processes and number of micro-batches."""
+    """Measure each network, number of processes and number of micro-batches."""
     threads, precision, quick = pin_threads(options.threads or 1), resolve_precision("auto")[0], options.quick
     rounds, updates = options.repeats or (1 if quick else 5), 1 if quick else 8
     splits = {ranks: counts[-1:] if quick else counts for ranks, counts in SPLITS.items()}

@@ -1,6 +1,7 @@
-"""Seconds to 99 % on MNIST's test set: the recipe and PyTorch's example, from the process' start and the first step.
+"""Measures the seconds to 99 % on MNIST's test set, of the recipe and of PyTorch's example.
 
-Each run is a process of its own with a seed of its own. Both are tested after every epoch, which the clock leaves out.
+Seconds count from the start of the process and from the first step. Each run is a process with its own seed. Both are
+tested after every epoch, which does not count.
 """
 
 import json
@@ -26,7 +27,7 @@ FROM_STEP, FROM_START = 40, 10
 
 
 def find_folder(data_dir: str, root: Path) -> tuple[Path, str]:
-    """A folder in torchvision's layout, and what is in it: MNIST, or the bundled digits."""
+    """Write MNIST, or the bundled digits, in torchvision's layout, and return the folder and the name of the data."""
     for folder in (Path(data_dir).expanduser(), Path(data_dir).expanduser() / "mnist"):
         if files := find_files("mnist", folder):
             parts = {part: (read_idx(files[part][0], 3), read_idx(files[part][1], 1)) for part in ("train", "test")}
@@ -41,7 +42,7 @@ def find_folder(data_dir: str, root: Path) -> tuple[Path, str]:
 def seconds_to_accuracy(
     name: str, folder: Path, accuracy: float, batches: int, threads: int, answers: dict[str, list[dict[str, Any]]]
 ) -> float:
-    """Seconds from the process' start; the answer of the process is added to `answers`."""
+    """Return the seconds from the start of the process, and add its output to `answers`."""
     seed = len(answers[name]) + 1
     kind = {CLASSIC: "classic", RECIPE: "recipe"}[name]
     start = time.time()
@@ -54,11 +55,11 @@ def seconds_to_accuracy(
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Runs both with each seed."""
+    """Measure both with each seed."""
     threads = options.threads or available_cores()
     seeds = options.repeats or (1 if options.quick else 3)
     answers: dict[str, list[dict[str, Any]]] = {CLASSIC: [], RECIPE: []}
-    # Quick: a few batches, which reach next to nothing.
+    # Quick runs train on a few batches, which reach a low accuracy only.
     accuracy, batches = (0.05, 3) if options.quick else (ACCURACY, -1)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as name:
         folder, source = find_folder(options.data_dir, Path(name))
