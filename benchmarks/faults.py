@@ -280,9 +280,9 @@ class Run:
         flags = "--limit-train-batches 21 --limit-test-batches 4 --max-epochs 2 --global-batch-size 64"
         flags += f" --batch-size {64 // self.world_size} --devices {devices} --name faulty --resume auto --logger csv"
         flags += " --accelerator cpu --precision 32-true --enable-progress-bar false"
-        own = ["--save-every", f"{SAVE_EVERY} steps", "--run-dir", str(self.folder / "runs")]
+        run_flags = ["--save-every", f"{SAVE_EVERY} steps", "--run-dir", str(self.folder / "runs")]
         program = [sys.executable, "-W", "ignore", "-m", "benchmarks.faults"]
-        return [*program, *TINY_RECIPES[self.recipe].flags, *flags.split(), *own, *more]
+        return [*program, *TINY_RECIPES[self.recipe].flags, *flags.split(), *run_flags, *more]
 
     def start(self, fault: dict[str, Any], more: Sequence[str] = ()) -> list["subprocess.Popen[str]"]:
         """Start the processes of the run."""
@@ -302,13 +302,13 @@ class Run:
 
     def finish(self, processes: Sequence["subprocess.Popen[str]"]) -> Ended:
         """Wait for the first process, and kill the others, such as those of a stopped node."""
-        first, *others = processes
+        first, *other_processes = processes
         try:
             output = first.communicate(timeout=LIMIT)[0]
         except subprocess.TimeoutExpired:
             os.killpg(first.pid, signal.SIGKILL)
             output = f"{first.communicate()[0]}\nstill there after {LIMIT:.0f} s"
-        for process in others:
+        for process in other_processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
@@ -373,9 +373,9 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
         case.damage(run.last)
     if not case.restarts:
         ended = run.complete()
-    found = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
+    resumed_after = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
     finished = re.search("the run in .* has finished", ended.output)
-    repeated = 0 if finished else max(0, done - (int(found[1].replace(",", "")) if found else 0))
+    repeated = 0 if finished else max(0, done - (int(resumed_after[1].replace(",", "")) if resumed_after else 0))
     if case.lost is not None and repeated > case.lost:
         wrong.append(f"{repeated} updates lost, at most {case.lost} may be")
     if not re.search(case.resumed, ended.output):
@@ -404,14 +404,14 @@ def run_random(draw: random.Random, recipe: str, folder: Path) -> tuple[str, boo
     ended.append((broken := Run(recipe, folder / "broken", draw.choice((1, 2)))).finish(broken.start(fault, flags)))
     resumed = replace(broken, world_size=draw.choice((1, 2)))
     ended[2:] = [resumed.complete(flags)]
-    text, statuses = shlex.join(flags), [each.status for each in ended]
+    text, statuses = shlex.join(flags), [run_end.status for run_end in ended]
     if any(statuses):
         return text, statuses == [2, 2, 2], f"exit statuses {statuses}: {max(ended).tail}"
-    found = [(run.digest(), run.scores) for run in (*runs, resumed)]
-    if found[0] == found[1] == found[2]:
+    results = [(run.digest(), run.scores) for run in (*runs, resumed)]
+    if results[0] == results[1] == results[2]:
         return text, True, "equal to the bit"
     how = f"two devices, or {fault} on {broken.world_size} and a resume on {resumed.world_size}"
-    return text, False, f"other weights or scores on {how}: {found}"
+    return text, False, f"other weights or scores on {how}: {results}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,7 +38,9 @@ __all__ = ["WORKLOADS", "Workload", "images", "main"]
 
 SETTLING = 5
 """Steps before the clock starts. The first ones choose kernels, allocate memory and may compile."""
-PLAIN, RECIPE, COMPILED = "plain loop", "recipe", ", compiled"
+PLAIN = "plain loop"
+RECIPE = "recipe"
+COMPILED = ", compiled"
 
 
 def image_loss(forward: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -136,7 +138,8 @@ def plain_seconds(workload: Workload, device: torch.device, steps: int, compiled
     network = network.to(device).to(memory_format=torch.channels_last)
     optimizer = optimizer_by_name("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
     forward: Callable[..., Tensor] = torch.compile(network) if compiled else network
-    batch, start = workload.on(device), 0.0
+    batch = workload.on(device)
+    start = 0.0
     for step in range(SETTLING + steps):
         if step == SETTLING:
             start = _now(device)
@@ -152,7 +155,8 @@ class _Clock(pl.Callback):
     """Callback that records the end of the settling and of the last step."""
 
     def __init__(self, steps: int) -> None:
-        self.ends, self.times = (SETTLING, SETTLING + steps), list[float]()
+        self.ends = (SETTLING, SETTLING + steps)
+        self.times = list[float]()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -162,7 +166,8 @@ class _Clock(pl.Callback):
 
 def recipe_seconds(workload: Workload, device: torch.device, steps: int, compiled: bool) -> float:
     """Return the seconds of a step of the recipe in a Trainer with the callbacks of its command line."""
-    recipe, clock = workload.build(compile=compiled), _Clock(steps)
+    recipe = workload.build(compile=compiled)
+    clock = _Clock(steps)
     recipe.transfer_batch_to_device = lambda batch, *_: batch
     used = [callbacks.SeedControl(1), callbacks.WarmupLR(0), callbacks.GradientAccumulation()]
     used += [callbacks.FiniteWeights(), callbacks.RankConsistency(), callbacks.Preemption()]
@@ -239,8 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; --device cpu --quick shows that it runs")
-    device, console = torch.device(args.device), Console(highlight=False)
-    machine, done = measurements.describe_machine(False), dict[str, Section]()
+    device = torch.device(args.device)
+    console = Console(highlight=False)
+    machine = measurements.describe_machine(False)
+    done = dict[str, Section]()
     steps, repeats = (2, 1) if args.quick else (50, 3)
     for name in [args.only] if args.only else WORKLOADS:
         with suppress_output():

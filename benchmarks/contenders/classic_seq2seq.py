@@ -52,8 +52,10 @@ class ClassicTranslator:
     """Classic form: one sentence per step, with teacher forcing for half of the sentences."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
-        self.hidden, self.max_length = hidden, max_length
-        self.embedding, self.encoder = nn.Embedding(source_vocab_size, hidden), nn.GRU(hidden, hidden)
+        self.hidden = hidden
+        self.max_length = max_length
+        self.embedding = nn.Embedding(source_vocab_size, hidden)
+        self.encoder = nn.GRU(hidden, hidden)
         self.decoder = _ClassicDecoder(target_vocab_size, hidden, max_length)
         encoder_parameters = [*self.embedding.parameters(), *self.encoder.parameters()]
         self.optimizers = [
@@ -74,7 +76,8 @@ class ClassicTranslator:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         memory, hidden = self._encode(source)
-        loss, token = torch.zeros(()), torch.tensor([SOS])
+        loss = torch.zeros(())
+        token = torch.tensor([SOS])
         forced = self.coin.random() < 0.5
         for truth in target.split(1):
             logits, hidden = self.decoder(token, hidden, memory)
@@ -97,7 +100,8 @@ class ClassicTranslator:
         translations = []
         for row in rows.tolist():
             memory, hidden = self._encode(torch.tensor(pairs.source[row]))
-            token, tokens = torch.tensor([SOS]), []
+            token = torch.tensor([SOS])
+            tokens = []
             for _ in range(self.max_length):
                 logits, hidden = self.decoder(token, hidden, memory)
                 token = logits.argmax(1)
@@ -112,7 +116,9 @@ class _PresentDecoder(nn.Module):
     def __init__(self, tokens: int, hidden: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, hidden)
-        self.query, self.key, self.energy = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 1)
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.energy = nn.Linear(hidden, 1)
         self.recurrent = nn.GRU(2 * hidden, hidden, batch_first=True)
         self.output = nn.Linear(hidden, tokens)
         self.dropout = nn.Dropout(0.1)
@@ -130,8 +136,10 @@ class PresentTranslator:
     """Present form: batches of 32, padded to ten tokens that all count in the loss, with teacher forcing."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
-        self.max_length, self.batch_size = max_length, 32
-        self.embedding, self.dropout = nn.Embedding(source_vocab_size, hidden), nn.Dropout(0.1)
+        self.max_length = max_length
+        self.batch_size = 32
+        self.embedding = nn.Embedding(source_vocab_size, hidden)
+        self.dropout = nn.Dropout(0.1)
         self.encoder = nn.GRU(hidden, hidden, batch_first=True)
         self.decoder = _PresentDecoder(target_vocab_size, hidden)
         self.modules = nn.ModuleList((self.embedding, self.dropout, self.encoder, self.decoder))
@@ -143,7 +151,8 @@ class PresentTranslator:
     def _decode(self, source: Tensor, target: Tensor | None) -> Tensor:
         """Return log-probabilities of shape (batch, max_length, tokens)."""
         memory, hidden = self.encoder(self.dropout(self.embedding(source)))
-        tokens, outputs = source.new_full((len(source), 1), SOS), []
+        tokens = source.new_full((len(source), 1), SOS)
+        outputs = []
         for position in range(self.max_length):
             logits, hidden = self.decoder(tokens, hidden, memory)
             outputs.append(logits)
@@ -157,7 +166,8 @@ class PresentTranslator:
         self.modules.train()
         for part in rows.split(self.batch_size):
             batch = pairs.batch(part)
-            source, target = self._filled(batch.source), self._filled(batch.target[:, 1:])
+            source = self._filled(batch.source)
+            target = self._filled(batch.target[:, 1:])
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             F.nll_loss(self._decode(source, target).flatten(0, 1), target.flatten()).backward()

@@ -122,7 +122,8 @@ def gpu_search(as_lightning: bool) -> Iterator[None]:
 
 def plain_loop(job: Job) -> Laps:
     """Train in a plain PyTorch loop, the lower limit of the time."""
-    model, laps = job.build(), Laps(job.settling)
+    model = job.build()
+    laps = Laps(job.settling)
     optimizer = job.optimizer(model)
     with gpu_search(as_lightning=False):
         for images, labels in job:

@@ -33,7 +33,8 @@ def ignite_loop(job: Job, bar: bool = False) -> Laps:
     from ignite.handlers import ProgressBar
     from ignite.metrics import RunningAverage
 
-    model, laps = job.build(), Laps(job.settling)
+    model = job.build()
+    laps = Laps(job.settling)
     optimizer = job.optimizer(model)
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> float | None:

@@ -30,7 +30,7 @@ class Finish:
     """Recorder of the test accuracy after each epoch, and of the seconds since the first step without testing."""
 
     def __init__(self, target_accuracy: float) -> None:
-        self.wanted = target_accuracy
+        self.target_accuracy = target_accuracy
         self.began = time.time()
         self.testing = 0.0
         self.accuracies: list[float] = []
@@ -49,7 +49,7 @@ class Finish:
         model.train(training)
         self.accuracies.append(right / count)
         self.testing += time.time() - start
-        return self.accuracies[-1] >= self.wanted
+        return self.accuracies[-1] >= self.target_accuracy
 
     def answer(self) -> dict[str, Any]:
         """Return the start, the seconds, the accuracies and whether the accuracy was reached."""
@@ -57,7 +57,7 @@ class Finish:
             "began": self.began,
             "seconds": time.time() - self.began - self.testing,
             "accuracies": self.accuracies,
-            "reached": self.accuracies[-1] >= self.wanted,
+            "reached": self.accuracies[-1] >= self.target_accuracy,
         }
 
 

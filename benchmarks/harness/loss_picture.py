@@ -6,8 +6,11 @@ from typing import Any
 
 __all__ = ["picture"]
 
-_WIDTH, _HEIGHT = 720, 356
-_PLOT_WIDTH, _TOP, _BOTTOM = 286, 66, 226
+_WIDTH = 720
+_HEIGHT = 356
+_PLOT_WIDTH = 286
+_TOP = 66
+_BOTTOM = 226
 _LEFTS = (52, 412)
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -30,7 +33,8 @@ def picture(results: Mapping[str, Any]) -> str:
     """Draw the losses of each program beside each other, with the first digits of the SHA-256 of the final weights."""
     programs = results["programs"]
     losses = [loss for runs in programs.values() for run in runs.values() for loss in run["losses"]]
-    low, high = math.log(min(losses)), math.log(max(losses))
+    low = math.log(min(losses))
+    high = math.log(max(losses))
     updates = max(len(run["losses"]) for runs in programs.values() for run in runs.values())
 
     def position(left: float, update: int, loss: float) -> tuple[float, float]:

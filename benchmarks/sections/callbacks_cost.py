@@ -26,8 +26,12 @@ __all__ = ["run"]
 BATCH_SIZE = 256
 SETTLING = 20
 """Steps before the clock starts, since the first ones are slower."""
-PLAIN, BARE, ALL, EMPTY = "plain PyTorch loop", "bare Trainer", "all four", "four callbacks that do nothing"
-AVERAGING, MONITOR = "WeightAveraging(ema=0.999)", "TrainingMonitor"
+PLAIN = "plain PyTorch loop"
+BARE = "bare Trainer"
+ALL = "all four"
+EMPTY = "four callbacks that do nothing"
+AVERAGING = "WeightAveraging(ema=0.999)"
+MONITOR = "TrainingMonitor"
 GOALS = {ALL: 1.05, AVERAGING: 1.02, MONITOR: 1.01}
 """Greatest allowed ratios to the bare Trainer."""
 
@@ -73,7 +77,8 @@ def batches(count: int) -> Again:
 
 def plain_loop(width: int, steps: int) -> float:
     """Return the seconds of a step of a plain PyTorch loop."""
-    model, start = Classifier(width), 0.0
+    model = Classifier(width)
+    start = 0.0
     optimizer = model.configure_optimizers()
     for number, batch in enumerate(batches(SETTLING + steps), 1):
         loss = model.training_step(batch, number)
@@ -116,7 +121,8 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure each callback alone, and all together."""
     # One thread, since the framework's overhead is Python, which more threads do not shorten but make unsteady.
-    threads, steps = pin_threads(options.threads or 1), 40 if options.quick else 400
+    threads = pin_threads(options.threads or 1)
+    steps = 40 if options.quick else 400
     with suppress_output():
         width = 32 if options.quick else width_for(1e-3)
         contenders: dict[str, Callable[[], float]] = {PLAIN: partial(plain_loop, width, steps)}

@@ -34,7 +34,9 @@ from recipes.runner.run import run as run_command_line
 
 __all__ = ["run"]
 
-PLAIN, STOCK, OURS = "plain torch.save", "plain Trainer", "command line"
+PLAIN = "plain torch.save"
+STOCK = "plain Trainer"
+OURS = "command line"
 WIDTHS = {"0.8 million parameters": 1_024, "6.5 million parameters": 8_192}
 MOST = 2.0
 
@@ -48,7 +50,8 @@ class Saves(pl.Callback):
     """Callback that saves several checkpoints during training and records the seconds of each."""
 
     def __init__(self, folder: Path, saves: int) -> None:
-        self.folder, self.saves = folder, saves
+        self.folder = folder
+        self.saves = saves
         self.seconds: list[float] = []
         self.size = 0
 
@@ -101,8 +104,8 @@ def by_command_line(job: Job, folder: Path, saves: int, sizes: list[int]) -> flo
 def goal(timings: Timings, size: str) -> Goal:
     """Return the goal for the ratio of a safe save to that of a plain Trainer."""
     ratio = timings.ratio(f"{size}, {OURS}", f"{size}, {STOCK}")
-    found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-    return Goal(f"{size}: a save at most {MOST:.0f} times as long as a plain Trainer's", found, ratio.median <= MOST)
+    result = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return Goal(f"{size}: a save at most {MOST:.0f} times as long as a plain Trainer's", result, ratio.median <= MOST)
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
@@ -139,6 +142,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         columns=[Column("milliseconds a save", ".1f"), Column("times plain torch.save", ".2f")],
         rows=rows,
         goals=[goal(timings, size) for size in sizes],
-        notes=[f"{size}: {found[0] / 1e6:.1f} MB" for size, found in sizes.items()],
+        notes=[f"{size}: {size_list[0] / 1e6:.1f} MB" for size, size_list in sizes.items()],
         interrupted=timings.interrupted,
     )

@@ -38,8 +38,10 @@ __all__ = ["run"]
 SETTLING = 2
 """Steps before the clock starts. The first ones choose kernels and touch new memory."""
 GOAL = 50
-FULL, HEAD = "a step, all layers", "a step, only the head"
-EPOCH, CACHED = "an epoch, only the head", "an epoch, only the head, cached features"
+FULL = "a step, all layers"
+HEAD = "a step, only the head"
+EPOCH = "an epoch, only the head"
+CACHED = "an epoch, only the head, cached features"
 BASELINES = {HEAD: FULL, CACHED: EPOCH}
 """Contender that each contender is compared with."""
 
@@ -64,7 +66,8 @@ class Clock(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        before, self._step = self._step, time.perf_counter()
+        before = self._step
+        self._step = time.perf_counter()
         self.steps.append(self._step - before)
 
     @override
@@ -126,11 +129,12 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     batch_size, size, steps, epochs = (4, 32, 2, 2) if options.quick else (16, 224, 6, 10)
     precision, why = resolve_precision("auto", "cpu")
     with suppress_output(), tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        found = None if options.quick else find_photographs(options.data_dir)
-        folder = found or Path(scratch)
-        if found is None:
+        photographs = None if options.quick else find_photographs(options.data_dir)
+        folder = photographs or Path(scratch)
+        if photographs is None:
             write_photographs(folder, *((12, (80, 60)) if options.quick else (244, (500, 375))))
-        count, batch = count_photographs(folder), image_batch(batch_size, size)
+        count = count_photographs(folder)
+        batch = image_batch(batch_size, size)
         contenders = {
             FULL: partial(step_seconds, "none", size, precision, batch, steps),
             HEAD: partial(step_seconds, "fc", size, precision, batch, steps),
@@ -145,7 +149,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         title="fine-tuning: a frozen backbone and cached features",
         header={
             "network": f"resnet18, {size} pixels, batch {batch_size}, AdamW",
-            "data": f"{'hymenoptera' if found else 'SYNTHETIC images; pass --data-dir FOLDER with hymenoptera'}; "
+            "data": f"{'hymenoptera' if photographs else 'SYNTHETIC images; pass --data-dir FOLDER with hymenoptera'}; "
             f"{count} images an epoch, not augmented, decoded before; steps: a batch in memory",
             "threads": threads,
             "precision": f"{precision}{f' ({why})' if why else ''}",

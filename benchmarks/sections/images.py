@@ -40,11 +40,16 @@ from datamodules.images.known_sets import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["run"]
 
-SIZE, BATCH_SIZE, LONG_SIDE = 224, 32, 500
+SIZE = 224
+BATCH_SIZE = 32
+LONG_SIDE = 500
 STOCK = "torchvision, ImageFolder and DataLoader"
 DECODER = "torchvision's decoder alone"
-FIRST, LATER, UNCACHED = "first epoch", "later epochs, from the cache", "without a cache"
-TIMES_STOCK, OF_DECODER = 3.0, 1.3
+FIRST = "first epoch"
+LATER = "later epochs, from the cache"
+UNCACHED = "without a cache"
+TIMES_STOCK = 3.0
+OF_DECODER = 1.3
 
 
 def scale_photographs(source: Path, target: Path) -> None:
@@ -101,15 +106,17 @@ def decode_all(folder: Path) -> Callable[[], None]:
 
 def goals(timings: Timings) -> list[Goal]:
     """Return the goals for the speed compared with the stock loader and with the decoder."""
-    found = []
+    goal_list = []
     for name in (FIRST, LATER):
         faster = timings.ratio(STOCK, name)
         text = f"{faster.median:.2f} times ({faster.low:.2f} to {faster.high:.2f})"
-        found.append(Goal(f"{name}: {TIMES_STOCK:g} times the speed of {STOCK}", text, faster.median >= TIMES_STOCK))
+        goal_list.append(
+            Goal(f"{name}: {TIMES_STOCK:g} times the speed of {STOCK}", text, faster.median >= TIMES_STOCK)
+        )
     over = timings.ratio(FIRST, DECODER)
     text = f"{over.median:.2f} times ({over.low:.2f} to {over.high:.2f})"
-    found.append(Goal(f"{FIRST}: within {OF_DECODER} times {DECODER}", text, over.median <= OF_DECODER))
-    return found
+    goal_list.append(Goal(f"{FIRST}: within {OF_DECODER} times {DECODER}", text, over.median <= OF_DECODER))
+    return goal_list
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
@@ -118,13 +125,16 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     repeats = options.repeats or (3 if options.quick else 7)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        source, folder = find_photographs(options.data_dir), Path(temporary) / "photographs"
-        found = source is not None and not options.quick
+        source = find_photographs(options.data_dir)
+        folder = Path(temporary) / "photographs"
+        is_hymenoptera = source is not None and not options.quick
         if source is None or options.quick:
             write_photographs(folder, 12 if options.quick else 244, (500, 375))
         else:
             scale_photographs(source, folder)
-        count, fresh, kept = count_photographs(folder), Path(temporary) / "fresh", Path(temporary) / "kept"
+        count = count_photographs(folder)
+        fresh = Path(temporary) / "fresh"
+        kept = Path(temporary) / "kept"
 
         def first_epoch() -> float:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -138,7 +148,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             LATER: stopwatch(one_epoch(our_loader(folder, kept), count)),
         }
         timings = alternate(contenders, repeats, progress=progress)
-    names = "hymenoptera" if found else "SYNTHETIC images; pass --data-dir FOLDER with hymenoptera's train folder"
+    names = (
+        "hymenoptera" if is_hymenoptera else "SYNTHETIC images; pass --data-dir FOLDER with hymenoptera's train folder"
+    )
     rows = {
         name: [
             Spread(tuple(count / seconds for seconds in timings.seconds[name])),

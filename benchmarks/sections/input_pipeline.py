@@ -39,9 +39,11 @@ __all__ = ["run"]
 
 BATCH_SIZE = 256
 GOAL = 20
-STOCK, STOCK_WORKERS = "torchvision, DataLoader", "torchvision, DataLoader, 2 workers"
+STOCK = "torchvision, DataLoader"
+STOCK_WORKERS = "torchvision, DataLoader, 2 workers"
 STOCK_AUGMENTED = "torchvision, DataLoader, RandomAffine"
-OURS, OURS_PLAIN = "MNISTDataModule, augmented", "MNISTDataModule, not augmented"
+OURS = "MNISTDataModule, augmented"
+OURS_PLAIN = "MNISTDataModule, not augmented"
 
 
 def find_images(data_dir: str, count: int) -> tuple[Tensor, Tensor, str]:
@@ -52,7 +54,8 @@ def find_images(data_dir: str, count: int) -> tuple[Tensor, Tensor, str]:
     """
     folders = [Path(data_dir).expanduser(), Path(data_dir).expanduser() / "mnist"]
     for folder in folders:
-        if files := find_files("mnist", folder):
+        files = find_files("mnist", folder)
+        if files:
             images, labels = (read_idx(path, dimensions) for path, dimensions in zip(files["train"], (3, 1)))
             return images[:count], labels[:count], "MNIST"
     generator = torch.Generator().manual_seed(1)
@@ -107,8 +110,8 @@ def one_epoch(loader: Iterable[tuple[Tensor, Tensor]], count: int) -> Callable[[
 def goal(timings: Timings, stock: str, ours: str) -> Goal:
     """Return the goal for the speed of our loader compared with a stock loader."""
     faster = timings.ratio(stock, ours)
-    found = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
-    return Goal(f"{ours}: at least {GOAL} times faster than {stock}", found, faster.median >= GOAL)
+    result = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
+    return Goal(f"{ours}: at least {GOAL} times faster than {stock}", result, faster.median >= GOAL)
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:

@@ -46,8 +46,11 @@ from recipes.runner.strategies import LeanDDPStrategy
 __all__ = ["run"]
 
 GOAL = 0.9
-ALONE, BESIDE, TOGETHER = "alone", "side by side", "together"
-PLAIN_BESIDE, PLAIN_TOGETHER = "plain loop, side by side", "plain loop, together"
+ALONE = "alone"
+BESIDE = "side by side"
+TOGETHER = "together"
+PLAIN_BESIDE = "plain loop, side by side"
+PLAIN_TOGETHER = "plain loop, together"
 SETTLING = 4
 """Steps before the clock starts. DDP rebuilds its buckets in the second, and the first use of memory is slow."""
 _TIMEOUT = timedelta(minutes=5)
@@ -86,7 +89,9 @@ class _Clock:
     """Clock of the mean seconds of a step after the settling."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.done, self.times = job, 0, list[float]()
+        self.job = job
+        self.done = 0
+        self.times = list[float]()
 
     def step(self) -> None:
         """Record the end of a step."""
@@ -132,7 +137,8 @@ def _plain_loop(job: Job, device: torch.device, together: bool) -> float:
     if together:
         network = DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
-    low, clock = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(job.precision), _Clock(job)
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(job.precision)
+    clock = _Clock(job)
     for images, labels in job.batches():
         with torch.autocast(device.type, low, enabled=low is not None):
             logits = network(images.to(device, memory_format=torch.channels_last))
@@ -153,15 +159,15 @@ def _measure(job: Job, rank: int) -> Found:
         PLAIN_BESIDE: lambda: _plain_loop(job, device, together=False),
         PLAIN_TOGETHER: lambda: _plain_loop(job, device, together=True),
     }
-    found: Found = {form: [] for form in forms}
+    median_seconds: Found = {form: [] for form in forms}
     for number in range(job.rounds):
         # Every other round runs backwards, so that a machine that slows down favours no form.
         for form in list(forms)[:: 1 if number % 2 == 0 else -1]:
             dist.barrier()
             seconds: list[Any] = [None] * job.world_size
             dist.all_gather_object(seconds, forms[form]())
-            found[form].append(seconds[0] if form == ALONE else statistics.median(seconds))
-    return found
+            median_seconds[form].append(seconds[0] if form == ALONE else statistics.median(seconds))
+    return median_seconds
 
 
 def _rank(pipe: Connection, job: Job, rank: int, port: int) -> None:
@@ -192,7 +198,9 @@ def run_world(job: Job) -> Found:
         UserError: a process failed; the others are killed.
     """
     context: Any = get_context("spawn" if job.cuda else "forkserver")
-    port, pipes, processes = free_port(), list[Connection](), list[Any]()
+    port = free_port()
+    pipes = list[Connection]()
+    processes = list[Any]()
     try:
         for rank in range(job.world_size):
             receiver, sender = context.Pipe(duplex=False)
@@ -210,17 +218,17 @@ def run_world(job: Job) -> Found:
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
-    found: Found = answers[0]
-    return found
+    rank_zero: Found = answers[0]
+    return rank_zero
 
 
-def world_row(job: Job, found: Found) -> list[Spread | None]:
+def world_row(job: Job, seconds: Found) -> list[Spread | None]:
     """Return the figures of one world. Ratios are computed within each round."""
 
     def share(part: str, of: str) -> Spread:
-        return Spread(tuple(100 * a / b for a, b in zip(found[part], found[of], strict=True)))
+        return Spread(tuple(100 * a / b for a, b in zip(seconds[part], seconds[of], strict=True)))
 
-    rate = Spread(tuple(job.world_size * job.batch_size / seconds for seconds in found[TOGETHER]))
+    rate = Spread(tuple(job.world_size * job.batch_size / step_seconds for step_seconds in seconds[TOGETHER]))
     return [rate, share(ALONE, TOGETHER), share(BESIDE, TOGETHER), share(PLAIN_BESIDE, PLAIN_TOGETHER)]
 
 
@@ -238,13 +246,15 @@ def _goals(row: Sequence[Spread | None]) -> list[Goal]:
 
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure one world after the other."""
-    cuda, quick = torch.cuda.is_available(), options.quick
+    cuda = torch.cuda.is_available()
+    quick = options.quick
     most = torch.cuda.device_count() if cuda else available_cores()
     counts = options.devices or tuple(2**power for power in range(1 if quick else 0, max(2, most).bit_length()))
     counts = counts[:1] if quick else counts
     if cuda and max(counts) > most:
         raise UserError(f"--devices {max(counts)}: this node has {most} GPUs")
-    threads, precision = pin_threads(options.threads or 1), resolve_precision("auto")[0]
+    threads = pin_threads(options.threads or 1)
+    precision = resolve_precision("auto")[0]
     batch, size, steps = (2, 32, 1) if quick else (8, 224, 4)
     rounds = options.repeats or (1 if quick else 5)
     rows: dict[str, list[Spread | None]] = {}

@@ -42,15 +42,18 @@ __all__ = ["run"]
 GOAL = 50
 # The classic tutorial trains on 75,000 sentences, which are 7 epochs.
 EPOCHS = 7
-CLASSIC, PRESENT = "classic tutorial, token by token", "present tutorial, batches of 32"
-SMALL, DEFAULT, FLOAT32 = "recipe, batch 32", "recipe, batch 64", "recipe, batch 256, float32"
+CLASSIC = "classic tutorial, token by token"
+PRESENT = "present tutorial, batches of 32"
+SMALL = "recipe, batch 32"
+DEFAULT = "recipe, batch 64"
+FLOAT32 = "recipe, batch 256, float32"
 
 
 def find_pairs(data_dir: str) -> str | None:
     """Return the path of the tutorial's file, or None."""
     folder = Path(data_dir).expanduser()
-    places = [place / name for place in (folder, folder / "eng-fra") for name in ("eng-fra.txt.zip", "eng-fra.txt")]
-    return next((str(place) for place in places if place.is_file()), None)
+    paths = [place / name for place in (folder, folder / "eng-fra") for name in ("eng-fra.txt.zip", "eng-fra.txt")]
+    return next((str(place) for place in paths if place.is_file()), None)
 
 
 def make_data(file: str | None, **options: Any) -> TranslationDataModule:
@@ -65,7 +68,8 @@ class _Clock(pl.Callback):
     """Callback that adds up the seconds of the epochs and the target tokens of the batches."""
 
     def __init__(self) -> None:
-        self.seconds, self.tokens = 0.0, 0
+        self.seconds = 0.0
+        self.tokens = 0
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,7 +129,8 @@ def tutorial_contender(
     translator: Translator, data: TranslationDataModule, sentences: int, parts: int = 100
 ) -> Callable[[], float]:
     """Return a contender for the seconds per target token, on other sentences in each round."""
-    pairs, rows = data.encoded_pairs, data.rows["train"]
+    pairs = data.encoded_pairs
+    rows = data.rows["train"]
     order = rows[epoch_order(len(rows), 1, 0)]
     turns = iter(range(parts))
 
@@ -141,7 +146,9 @@ def tutorial_contender(
 
 def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: int, limit: int | None) -> float:
     """Train for some epochs, and return the BLEU on the held-out part."""
-    pairs, rows, held_out = data.encoded_pairs, data.rows["train"], data.rows["test"]
+    pairs = data.encoded_pairs
+    rows = data.rows["train"]
+    held_out = data.rows["test"]
     for epoch in range(epochs):
         translator.train_on(pairs, rows[epoch_order(len(rows), 1, epoch)][:limit])
     predicted = [data.target_vocabulary.decode(tokens) for tokens in translator.translate(pairs, held_out)]
@@ -157,13 +164,19 @@ def recipe_bleu(data: TranslationDataModule, precision: str, hidden: int, epochs
 
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure the speed in turn, and then train each contender to compare the quality."""
-    threads, quick = pin_threads(options.threads or 1), options.quick
-    repeats, hidden, epochs = options.repeats or (1 if quick else 3), 32 if quick else 256, 1 if quick else EPOCHS
+    threads = pin_threads(options.threads or 1)
+    quick = options.quick
+    repeats = options.repeats or (1 if quick else 3)
+    hidden = 32 if quick else 256
+    epochs = 1 if quick else EPOCHS
     sentences, batches = (8, 2) if quick else (200, 30)
-    file, precision = find_pairs(options.data_dir), resolve_precision("auto", "cpu")[0]
+    file = find_pairs(options.data_dir)
+    precision = resolve_precision("auto", "cpu")[0]
     mixed = f"recipe, batch 256, {precision}"
     with suppress_output():
-        data, small, large = make_data(file), make_data(file, batch_size=32), make_data(file, batch_size=256)
+        data = make_data(file)
+        small = make_data(file, batch_size=32)
+        large = make_data(file, batch_size=256)
         sizes = len(data.source_vocabulary), len(data.target_vocabulary)
         torch.manual_seed(1)
         tutorials: dict[str, Callable[[], Translator]] = {
@@ -200,7 +213,8 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         for name in contenders
     }
     missing = "" if file else ", since there is no eng-fra.txt.zip; pass --data-dir FOLDER"
-    train, test = data.sizes["train"], data.sizes["test"]
+    train = data.sizes["train"]
+    test = data.sizes["test"]
     return Section(
         title="seq2seq: training a translator",
         header={
@@ -224,9 +238,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
 
 def _goals(timings: Timings, ours: str, scores: dict[str, float]) -> list[Goal]:
     faster = timings.ratio(CLASSIC, ours)
-    found = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
+    result = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
     return [
-        Goal(f"{ours}: at least {GOAL} times faster than the {CLASSIC}", found, faster.median >= GOAL),
+        Goal(f"{ours}: at least {GOAL} times faster than the {CLASSIC}", result, faster.median >= GOAL),
         Goal(
             "a better held-out BLEU than the classic tutorial after equally many epochs",
             f"{scores[SMALL]:.1f} in batches of 32, {scores[DEFAULT]:.1f} of 64, against {scores[CLASSIC]:.1f}",

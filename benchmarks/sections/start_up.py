@@ -24,8 +24,11 @@ from benchmarks.sections.input_pipeline import find_images, write_files
 
 __all__ = ["run"]
 
-TORCH, IMPORTS, IMPORTED = "import torch", "import torch, torchvision, lightning", "the same, until they are imported"
-HELP, FIRST_STEP = "recipe, --help", "recipe, first step"
+TORCH = "import torch"
+IMPORTS = "import torch, torchvision, lightning"
+IMPORTED = "the same, until they are imported"
+HELP = "recipe, --help"
+FIRST_STEP = "recipe, first step"
 COMPARED_WITH = {TORCH: IMPORTS, HELP: IMPORTS, FIRST_STEP: IMPORTED}
 """Contender that each is compared with. Of the first step that is the time until the imports are done, since the end of
 a process takes a second.
@@ -53,8 +56,8 @@ def first_step(root: Path, runs: str, parts: dict[str, list[float]]) -> float:
 def goal(timings: Timings, name: str) -> Goal:
     """Return the goal for a start compared with the imports that it cannot avoid."""
     ratio = timings.ratio(name, COMPARED_WITH[name])
-    found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-    return Goal(f"{name}: at most {MOST[name]} times the bare imports", found, ratio.median <= MOST[name])
+    result = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return Goal(f"{name}: at most {MOST[name]} times the bare imports", result, ratio.median <= MOST[name])
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:

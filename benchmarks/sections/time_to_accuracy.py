@@ -21,20 +21,24 @@ from datamodules.images.known_sets import load_digits
 __all__ = ["run"]
 
 ACCURACY = 0.99
-CLASSIC, RECIPE = "classic example", "recipe"
+CLASSIC = "classic example"
+RECIPE = "recipe"
 EPOCHS = {CLASSIC: 14, RECIPE: 1}
-FROM_STEP, FROM_START = 40, 10
+FROM_STEP = 40
+FROM_START = 10
 
 
 def find_folder(data_dir: str, root: Path) -> tuple[Path, str]:
     """Write MNIST, or the bundled digits, in torchvision's layout, and return the folder and the name of the data."""
     for folder in (Path(data_dir).expanduser(), Path(data_dir).expanduser() / "mnist"):
-        if files := find_files("mnist", folder):
+        files = find_files("mnist", folder)
+        if files:
             parts = {part: (read_idx(files[part][0], 3), read_idx(files[part][1], 1)) for part in ("train", "test")}
             source = "MNIST"
             break
     else:
-        parts, source = load_digits(), "the bundled digits, since no MNIST was found; pass --data-dir FOLDER"
+        parts = load_digits()
+        source = "the bundled digits, since no MNIST was found; pass --data-dir FOLDER"
     write_files(root, *parts["train"], test=parts["test"])
     return root, source
 
@@ -67,7 +71,10 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             seconds_to_accuracy, folder=folder, accuracy=accuracy, batches=batches, threads=threads, answers=answers
         )
         timings = alternate({n: partial(measure, n) for n in answers}, seeds, warmup=0, progress=progress)
-    steps = {name: Spread(tuple(a["seconds"] for a in found[: timings.rounds])) for name, found in answers.items()}
+    steps = {
+        name: Spread(tuple(a["seconds"] for a in seed_answers[: timings.rounds]))
+        for name, seed_answers in answers.items()
+    }
     ratios = {
         "the first step": Spread(tuple(a / b for a, b in zip(steps[CLASSIC].values, steps[RECIPE].values))),
         "the process' start": timings.ratio(CLASSIC, RECIPE),
@@ -76,7 +83,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         name: [steps[name], timings.spread(name), *(ratios.values() if name == RECIPE else (None, None))]
         for name in answers
     }
-    reached = all(answer["reached"] for found in answers.values() for answer in found)
+    reached = all(answer["reached"] for seed_answers in answers.values() for answer in seed_answers)
     goals = [
         Goal(
             f"at least {least} times less than the {CLASSIC} from {since}",
@@ -110,11 +117,11 @@ def run(options: Options, progress: Progress | None = None) -> Section:
 
 def _notes(answers: dict[str, list[dict[str, Any]]], steps: dict[str, Spread], quick: bool) -> list[str]:
     notes = []
-    for name, found in answers.items():
-        shown = "; ".join(" ".join(f"{100 * a:.2f}" for a in answer["accuracies"]) for answer in found)
+    for name, seed_answers in answers.items():
+        shown = "; ".join(" ".join(f"{100 * a:.2f}" for a in answer["accuracies"]) for answer in seed_answers)
         values = steps[name].values
         spread = f" +- {stdev(values):.1f}" if len(values) > 1 else ""
         notes.append(f"{name}: {mean(values):.1f}{spread} s from the first step; % after each epoch: {shown}")
-    missed = [name for name, found in answers.items() if not all(answer["reached"] for answer in found)]
+    missed = [name for name, seed_answers in answers.items() if not all(answer["reached"] for answer in seed_answers)]
     notes += [f"{name} has not reached it with every seed: its seconds are those of all its epochs" for name in missed]
     return [*notes, "quick: three batches to 5 %, of no meaning"] if quick else notes

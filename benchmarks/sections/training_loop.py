@@ -39,13 +39,14 @@ from recipes.runner.machine import resolve_precision
 __all__ = ["run"]
 
 BATCH_SIZE = 256
-PLAIN, OURS, AUGMENTED = (
-    "plain PyTorch loop",
-    "recipe, not augmented",
-    "recipe, augmented",
-)
-BARE, STOCK, FABRIC = "bare Trainer", "stock Lightning", "Fabric"
-TINY, DEFAULT = "tiny", "default"
+PLAIN = "plain PyTorch loop"
+OURS = "recipe, not augmented"
+AUGMENTED = "recipe, augmented"
+BARE = "bare Trainer"
+STOCK = "stock Lightning"
+FABRIC = "Fabric"
+TINY = "tiny"
+DEFAULT = "default"
 
 Loop = Callable[[Job], Laps]
 
@@ -72,7 +73,9 @@ class Network:
     """Contenders of one network and their measurements."""
 
     def __init__(self, name: str, job: Job, root: Path, threads: int) -> None:
-        self.name, self.job, self.threads = name, job, threads
+        self.name = name
+        self.job = job
+        self.threads = threads
         self.loops = loops(root)
         if name == TINY:
             del self.loops[AUGMENTED]  # Augmentation takes as long as a tiny step.
@@ -125,13 +128,14 @@ def width_for(seconds: float, job: Callable[[int], Job], widths: range = range(3
 def goals(networks: dict[str, Network], precision: str) -> list[Goal]:
     """Return the goals for the recipe compared with other contenders."""
 
-    def goal(text: str, found: Spread, most: float, form: str = ".2f") -> Goal:
-        shown = f"{found.median:{form}} ({found.low:{form}} to {found.high:{form}})"
-        return Goal(text, shown, found.median <= most)
+    def goal(text: str, ratio: Spread, most: float, form: str = ".2f") -> Goal:
+        shown = f"{ratio.median:{form}} ({ratio.low:{form}} to {ratio.high:{form}})"
+        return Goal(text, shown, ratio.median <= most)
 
-    default, tiny = networks[DEFAULT], networks[TINY]
+    default = networks[DEFAULT]
+    tiny = networks[TINY]
     faster = Spread(tuple(-v for v in default.timings.ratio(STOCK, OURS).values))
-    found = [
+    goal_list = [
         goal(
             "default network, recipe: at most 1.03 times the plain PyTorch loop",
             default.timings.ratio(OURS, PLAIN),
@@ -147,8 +151,8 @@ def goals(networks: dict[str, Network], precision: str) -> list[Goal]:
     ]
     if precision == "bf16-mixed":
         text = "default network, recipe: at least 3 times faster than stock Lightning (shown negative)"
-        found.append(goal(text, faster, -3.0))
-    return found
+        goal_list.append(goal(text, faster, -3.0))
+    return goal_list
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
@@ -159,7 +163,8 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     cores = options.threads or available_cores()
     settling = 5 if quick else 20
     repeats = options.repeats or (1 if quick else 7)
-    pixels, targets = images.unsqueeze(1), labels.long()
+    pixels = images.unsqueeze(1)
+    targets = labels.long()
 
     def job(network: Callable[[], nn.Module], steps: int, precision: str) -> Job:
         return Job(network, pixels, targets, BATCH_SIZE, settling + steps, settling, precision)

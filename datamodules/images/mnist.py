@@ -114,8 +114,8 @@ class MNISTDataModule(ImageDataModule):
         """Whether the data set is the user's images. "auto" is, if ``data_dir`` holds images and no MNIST files."""
         if self.dataset != "auto":
             return self.dataset == "custom"
-        given = self.hparams.data_dir is not None
-        return given and idx.find_files("mnist", self._folder) is None and holds_images(self._folder)
+        has_data_dir = self.hparams.data_dir is not None
+        return has_data_dir and idx.find_files("mnist", self._folder) is None and holds_images(self._folder)
 
     @property
     @override

@@ -55,8 +55,8 @@ def _check_files(part: str, pairs: Files, source: Files, target: Files) -> None:
     """Check that a part has files of pairs or aligned files, and as many aligned files on both sides."""
     names = _FILES[part]
     if (source is None) != (target is None):
-        given, other = (names[1], names[2]) if source else (names[2], names[1])
-        raise UserError(f"`{given}` needs the file of its translations; pass `{other}` too")
+        present, missing = (names[1], names[2]) if source else (names[2], names[1])
+        raise UserError(f"`{present}` needs the file of its translations; pass `{missing}` too")
     if pairs is not None and source is not None:
         raise UserError(f"found both `{names[0]}` and `{names[1]}`; pass files of pairs, or aligned files")
     m, n = len(_listed(source)), len(_listed(target))
