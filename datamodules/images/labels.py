@@ -23,9 +23,14 @@ IGNORED = -100
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct names of classes in order: numbers by value, so that "10" follows "9", others by alphabet."""
+
+    def by_value(name: str) -> tuple[int, str]:
+        # The name as well, so that "1" and "01" have a fixed order.
+        return int(name), name
+
     distinct = set(names)
     if all(name.isascii() and name.isdigit() for name in distinct):
-        return tuple(sorted(distinct, key=lambda name: (int(name), name)))
+        return tuple(sorted(distinct, key=by_value))
     return tuple(sorted(distinct))
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def list_folder(path: Path) -> tuple[Folder, FileTable]:
         try:
             # Sorted, since the file system's order differs between machines, and sample numbers decide the random
             # numbers.
-            entries = sorted(os.scandir(folder.path), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(folder.path), key=attrgetter("name"))
         except OSError as error:
             raise UserError(f"{folder.path} cannot be listed: {error.strerror or error}") from error
         for entry in entries:

@@ -81,7 +81,10 @@ def join_updates(items: Any) -> Update[Any]:
         )
     batches = []
     for index in range(len(updates[0])):
-        batch_leaves = [leaf.batches[index] if isinstance(leaf, Update) else leaf for leaf in leaves]
+        batch_leaves = []
+        for leaf in leaves:
+            # None, of a loader that has ended, stays None.
+            batch_leaves.append(leaf.batches[index] if isinstance(leaf, Update) else leaf)
         batches.append(tree_unflatten(batch_leaves, structure))
     return Update(batches, updates[0].numbers, updates[0].count, updates[0].is_stand_in)
 

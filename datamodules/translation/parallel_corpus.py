@@ -196,12 +196,14 @@ def _by_language(table: Table) -> Table:
     """Split a column "translation" with texts by language, as in data sets of Hugging Face, into one per language."""
     if "translation" not in table.names:
         return table
-    texts = [cell if isinstance(cell, Mapping) else {} for cell in table.column(table.names.index("translation"))]
-    table.names = list(dict.fromkeys(language for text in texts for language in text))
-    table.rows = [
-        (number, [text.get(name) or "" for name in table.names])
-        for (number, _), text in zip(table.rows, texts, strict=True)
-    ]
+    index = table.names.index("translation")
+    texts: list[tuple[int, Mapping[str, Any]]] = []
+    for number, cells in table.rows:
+        cell = cells[index]
+        texts.append((number, cell if isinstance(cell, Mapping) else {}))
+    # The names of all rows: a row may lack a language.
+    table.names = list(dict.fromkeys(language for _, text in texts for language in text))
+    table.rows = [(number, [text.get(name) or "" for name in table.names]) for number, text in texts]
     return table
 
 
@@ -257,7 +259,9 @@ def read_pairs(path: Path, columns: Sequence[str] | None = None) -> SentencePair
     else:
         _refuse_other_columns([cells for _, cells in table.rows[:_LOOKED_AT]], where)
     pairs = SentencePairs(where, faults=table.faults, apart=table.apart)
-    names = [repr(name.strip()) if has_names else f"column {name}" for name in table.names]
+    names = [f"column {name}" for name in table.names]
+    if has_names:
+        names = [repr(name.strip()) for name in table.names]
     pairs.columns = (names[source], names[target])
     pairs.unused = tuple(name for index, name in enumerate(names) if index not in (source, target))
     for number, cells in table.rows:

@@ -170,7 +170,10 @@ class Vocabulary:
 
     def mark_unknown(self, sentence: str) -> str:
         """Return a normalised sentence with tokens outside the vocabulary in square brackets."""
-        return " ".join(token if token in self else f"[{token}]" for token in sentence.split())
+        marked = []
+        for token in sentence.split():
+            marked.append(token if token in self else f"[{token}]")
+        return " ".join(marked)
 
 
 def build_vocabulary(tokens: Sequence[str], counts: Sequence[int], most: int | None = None) -> Vocabulary:
