@@ -1,4 +1,4 @@
-"""The recipes compared with what a user would use instead: ``python -m benchmarks``.
+"""Benchmarks of the recipes and of their alternatives, such as plain PyTorch loops: ``python -m benchmarks``.
 
 A section is a module of `benchmarks.sections` with ``run(options, progress)``, which returns a `Section` of
 `benchmarks.harness.measurements`. `benchmarks.gpu` measures on a GPU, `benchmarks.faults` breaks runs.
@@ -20,4 +20,4 @@ SECTIONS = {
     "scaling": "throughput of more processes on this machine",
     "equal_bits": "an update with sums whose bits do not depend on the processes, compared with PyTorch's own",
 }
-"""The sections in the order in which they run, and what each measures."""
+"""Sections in the order in which they run, and what each measures."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAMES] [--json out.json] [--quick] [--compare old.json]``."""
+"""Runs benchmark sections: ``python -m benchmarks [NAMES] [--json out.json] [--quick] [--compare old.json]``."""
 
 import argparse
 import difflib
@@ -49,12 +49,12 @@ def _results(text: str) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; the sections are listed in its help."""
-    listed = "\n".join(f"  {name:16} {what}" for name, what in SECTIONS.items())
+    """Build the parser of the command line, whose help lists the sections."""
+    section_list = "\n".join(f"  {name:16} {description}" for name, description in SECTIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Compares the recipes with what a user would use instead, and prints ratios.",
-        epilog=f"sections:\n{listed}",
+        epilog=f"sections:\n{section_list}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAMES", help="sections to run; all by default")
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_names(parser: argparse.ArgumentParser, names: Sequence[str]) -> list[str]:
-    """The sections to run, each once; a wrong name ends the program with the nearest right ones."""
+    """Return the sections to run, each once. A wrong name ends the program and lists similar names."""
     for name in names:
         if name not in SECTIONS:
             near = difflib.get_close_matches(name.replace("-", "_"), SECTIONS, n=1, cutoff=0.4) or list(SECTIONS)
@@ -80,12 +80,12 @@ def check_names(parser: argparse.ArgumentParser, names: Sequence[str]) -> list[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs sections, printing and writing each as soon as it is done; returns the exit status."""
+    """Run sections, print and write the results of each as soon as it is done, and return the exit status."""
     parser = build_parser()
     args = parser.parse_args(argv)
     names = check_names(parser, args.names)
 
-    # Late, so that help and mistakes are answered at once.
+    # Imported here, so that help and errors of the command line need not wait for torch.
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from datamodules.errors import UserError
     from recipes.runner.machine import resolve_precision, tune_allocator
 
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # It keeps what is done, too.
+    # SIGTERM acts as Ctrl-C, which keeps the results of complete rounds.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     done: dict[str, Section] = {}
     interrupted = False
     for name in names:
-        # Redrawn between measurements only: a bar with its own thread would be measured too.
+        # Redrawn between measurements only, since the thread of a bar would disturb them.
         with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
             task = bar.add_task(name)
 

@@ -1,7 +1,7 @@
-"""What becomes of a run when something breaks: ``python -m benchmarks.faults`` prints a table of faults.
+"""Injects faults into small runs and checks their recovery: ``python -m benchmarks.faults`` prints a table.
 
-A fault is injected into a small run of each recipe; then the same command line is started again, and has to end with
-the weights of an undisturbed run, to the bit. With ``--random N`` runs of N random settings are ended at random places.
+After a fault, the same command line is started again. It has to end with weights that are bit-identical to those of an
+undisturbed run. With ``--random N``, runs of N random settings are ended at random moments instead.
 """
 
 import argparse
@@ -36,20 +36,20 @@ from recipes import run as run_recipe
 __all__ = ["FAULTS", "FaultCase", "Faulty", "main"]
 
 SAVE_EVERY, LIMIT = 5, 180.0
-"""Updates between two saves, and seconds that a run may take."""
+"""Updates between two saves, and the time limit of a run in seconds."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, in the process in which it does.
+    """Fault that is injected into a process of a run.
 
     Args:
-        folder: where the run writes what it has done (``updates``) and when the fault was injected (``injected``).
+        folder: folder for the files ``updates``, the number of updates done, and ``injected``, the time of the fault.
         recipe: a key of `TINY_RECIPES`.
         kind: a key of `KINDS`, disk, nan, or nothing.
         moment: start, step, update, validation or save.
-        at: the update that it happens after.
-        rank: which one it happens to; -1 is every one.
+        at: number of updates after which the fault happens.
+        rank: rank of the process; -1 is every process.
     """
 
     folder: str
@@ -64,13 +64,13 @@ KINDS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
 def limit_files(size: int) -> None:
-    """Files beyond so many bytes cannot be written, as on a disk that is full; -1 is without a limit."""
+    """Limit the size of files in bytes, which acts like a full disk; -1 removes the limit."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size < 0 else size, hard))
 
 
 class Faulty(pl.Callback):
-    """Brings a fault about, and writes down how far the run had come."""
+    """Callback that injects a fault, and records the progress of the run in files."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
@@ -137,19 +137,19 @@ class Faulty(pl.Callback):
 
 @dataclass(frozen=True)
 class FaultCase:
-    """A fault, and what has to come of it.
+    """Fault and its expected outcome.
 
     Args:
         fault: fields of `Fault`.
-        message: what the user has to read, a regular expression.
-        status: of the exit; what a shell reports of a signal is 128 + its number.
-        lost: updates that may be lost, since the last save; None for any number.
-        world_size: processes.
-        manual_launch: one command for each process, as on nodes of their own, instead of one for all.
-        damage: done to last.ckpt afterwards.
-        resumed: what the resumed run has to print, a regular expression.
-        more: further flags, for the run with the fault only.
-        restarts: how often the run's own agent may start the processes again, where nobody types the command again.
+        message: regular expression of the message that the run has to print.
+        status: expected exit status; for a signal, 128 + its number, as in a shell.
+        lost: greatest number of updates that may be lost; None for any number.
+        world_size: number of processes.
+        manual_launch: whether each process has a command of its own, as on several nodes.
+        damage: function that damages last.ckpt after the fault.
+        resumed: regular expression of what the resumed run has to print.
+        more: further flags of the run with the fault.
+        restarts: how often the run's agent may restart the processes; the command is not started again then.
     """
 
     fault: dict[str, Any]
@@ -217,7 +217,7 @@ FAULTS: dict[str, FaultCase] = {
     ),
     "NaN in the weights": FaultCase({"kind": "nan", "at": 12}, "the run has diverged: .* NaN"),
 }
-"""Everything that is brought about, by name."""
+"""All faults, by name."""
 
 
 SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -250,24 +250,24 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "seq2seq": {"--dropout": ("0", "0.3"), "--network": ("transformer",), "--subwords": ("none",)},
 }
-"""What `--random` draws from: the flags of each recipe and of one of them, with their values."""
+"""Flags and values that `--random` draws from, for all recipes ("each") and for one."""
 
 
 class Ended(NamedTuple):
-    """How a run has ended, in the words of a shell, and what its first process has printed."""
+    """Exit status of a run, as in a shell, and the output of its first process."""
 
     status: int
     output: str
 
     @property
     def tail(self) -> str:
-        """The end of the output, in one line."""
+        """End of the output, in one line."""
         return " / ".join(self.output.strip().splitlines()[-3:])[-300:]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One try: its recipe, its folder, and how it is started."""
+    """Run of a recipe in a folder, and how it is launched."""
 
     recipe: str
     folder: Path
@@ -275,17 +275,17 @@ class Run:
     manual_launch: bool = False
 
     def command(self, *more: str) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         devices = 1 if self.manual_launch else self.world_size
         flags = "--limit-train-batches 21 --limit-test-batches 4 --max-epochs 2 --global-batch-size 64"
         flags += f" --batch-size {64 // self.world_size} --devices {devices} --name faulty --resume auto --logger csv"
         flags += " --accelerator cpu --precision 32-true --enable-progress-bar false"
-        own = ["--save-every", f"{SAVE_EVERY} steps", "--run-dir", str(self.folder / "runs")]
+        run_flags = ["--save-every", f"{SAVE_EVERY} steps", "--run-dir", str(self.folder / "runs")]
         program = [sys.executable, "-W", "ignore", "-m", "benchmarks.faults"]
-        return [*program, *TINY_RECIPES[self.recipe].flags, *flags.split(), *own, *more]
+        return [*program, *TINY_RECIPES[self.recipe].flags, *flags.split(), *run_flags, *more]
 
     def start(self, fault: dict[str, Any], more: Sequence[str] = ()) -> list["subprocess.Popen[str]"]:
-        """Start its processes."""
+        """Start the processes of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         fault = {"folder": str(self.folder), "recipe": self.recipe, **fault}
         environment = os.environ | {"FAULT": json.dumps(fault), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -301,30 +301,30 @@ class Run:
         ]
 
     def finish(self, processes: Sequence["subprocess.Popen[str]"]) -> Ended:
-        """Wait for the first process, then end the others, such as a node that was stopped."""
-        first, *others = processes
+        """Wait for the first process, and kill the others, such as those of a stopped node."""
+        first, *other_processes = processes
         try:
             output = first.communicate(timeout=LIMIT)[0]
         except subprocess.TimeoutExpired:
             os.killpg(first.pid, signal.SIGKILL)
             output = f"{first.communicate()[0]}\nstill there after {LIMIT:.0f} s"
-        for process in others:
+        for process in other_processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         return Ended(128 - first.returncode if first.returncode < 0 else first.returncode, output)
 
     def complete(self, more: Sequence[str] = ()) -> Ended:
-        """Run it to its end, without a fault."""
+        """Run without a fault to the end."""
         return self.finish(self.start({}, more))
 
     @property
     def last(self) -> Path:
-        """The checkpoint that is replaced at each save."""
+        """Checkpoint that each save replaces."""
         return self.folder / "runs" / self.recipe / "faulty" / "checkpoints" / "last.ckpt"
 
     def digest(self) -> str:
-        """SHA-256 of the weights in last.ckpt."""
+        """Return the SHA-256 of the weights in last.ckpt."""
         weights, digest = torch.load(self.last, weights_only=True)["state_dict"], hashlib.sha256()
         for name in sorted(weights):
             digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
@@ -332,38 +332,38 @@ class Run:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Those of its results."""
+        """Scores in results.json."""
         scores: dict[str, float] = json.loads((self.last.parents[1] / "results.json").read_text())["scores"]
         return scores
 
 
 def undisturbed(run: Run) -> str:
-    """The digest of a run into which no fault was injected."""
+    """Return the digest of a run without a fault."""
     if (ended := run.complete()).status:
         raise SystemExit(f"the undisturbed run failed: {ended.tail}")
     return run.digest()
 
 
 class Outcome(NamedTuple):
-    """What has come of a fault."""
+    """Outcome of a fault."""
 
     wrong: list[str]
-    """What differs from the expectation."""
+    """Differences from the expectation."""
     ended_after: float
-    """Seconds from the fault until the command has ended."""
+    """Seconds from the fault to the end of the command."""
     updates_after: float
-    """Seconds from the fault to the next update, the same command typed as soon as the first has ended."""
+    """Seconds from the fault to the next update, if the command is started again as soon as it has ended."""
     repeated: int
-    """Updates that are made again."""
+    """Number of updates that are repeated."""
 
 
 def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
-    """Bring a fault about, type the command again unless the run goes on by itself, and compare."""
+    """Inject a fault, start the command again unless the run restarts by itself, and compare the weights."""
     more = (*case.more, *(("--max-restarts", str(case.restarts)) if case.restarts else ()))
     ended, wrong, at_end = run.finish(run.start(case.fault, more)), list[str](), time.time()
     if not (run.folder / "injected").exists():
         wrong.append("the fault did not happen")
-    # Where several processes train, the agent ends with 1 for a worker that was killed.
+    # With several processes, the agent exits with status 1 if a worker was killed.
     if ended.status != (1 if case.status == 137 and run.world_size > 1 else case.status):
         wrong.append(f"exit status {ended.status}")
     if not re.search(case.message, ended.output, re.DOTALL):
@@ -373,9 +373,9 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
         case.damage(run.last)
     if not case.restarts:
         ended = run.complete()
-    found = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
+    resumed_after = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
     finished = re.search("the run in .* has finished", ended.output)
-    repeated = 0 if finished else max(0, done - (int(found[1].replace(",", "")) if found else 0))
+    repeated = 0 if finished else max(0, done - (int(resumed_after[1].replace(",", "")) if resumed_after else 0))
     if case.lost is not None and repeated > case.lost:
         wrong.append(f"{repeated} updates lost, at most {case.lost} may be")
     if not re.search(case.resumed, ended.output):
@@ -388,10 +388,10 @@ def run_case(case: FaultCase, run: Run, reference: str) -> Outcome:
 
 
 def run_random(draw: random.Random, recipe: str, folder: Path) -> tuple[str, bool, str]:
-    """A run of random settings on one device, on two, and ended at a random place and resumed on any of both.
+    """Run random settings on one device, on two devices, and ended at a random moment and resumed.
 
     Returns:
-        The flags, whether all have the same weights and scores, to the bit, or are refused alike, and what was found.
+        The flags; whether all runs have bit-identical weights and scores, or the same error; and a description.
     """
     known = SETTINGS["each"] | SETTINGS[recipe]
     flags = ["--batch-size", draw.choice(("32", "23"))]
@@ -404,18 +404,18 @@ def run_random(draw: random.Random, recipe: str, folder: Path) -> tuple[str, boo
     ended.append((broken := Run(recipe, folder / "broken", draw.choice((1, 2)))).finish(broken.start(fault, flags)))
     resumed = replace(broken, world_size=draw.choice((1, 2)))
     ended[2:] = [resumed.complete(flags)]
-    text, statuses = shlex.join(flags), [each.status for each in ended]
+    text, statuses = shlex.join(flags), [run_end.status for run_end in ended]
     if any(statuses):
         return text, statuses == [2, 2, 2], f"exit statuses {statuses}: {max(ended).tail}"
-    found = [(run.digest(), run.scores) for run in (*runs, resumed)]
-    if found[0] == found[1] == found[2]:
+    results = [(run.digest(), run.scores) for run in (*runs, resumed)]
+    if results[0] == results[1] == results[2]:
         return text, True, "equal to the bit"
     how = f"two devices, or {fault} on {broken.world_size} and a resume on {resumed.world_size}"
-    return text, False, f"other weights or scores on {how}: {found}"
+    return text, False, f"other weights or scores on {how}: {results}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Bring the faults about and print a row for each; the exit status is 1 where one of them was not survived."""
+    """Inject the faults and print a row for each. The exit status is 1 if a run has not recovered as expected."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", default=[""], help="faults whose name contains one of these"
@@ -446,20 +446,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                     references[how] = undisturbed(Run(recipe, folder, case.world_size, case.manual_launch))
                 folder = Path(root, f"{recipe}-{case.world_size}-{re.sub(r'[^a-z0-9]+', '-', name.lower())}")
                 run = Run(recipe, folder, case.world_size, case.manual_launch)
-                found = run_case(case, run, references[how])
-                failed = failed or bool(found.wrong)
-                outcomes[name, recipe, case.world_size] = found
+                outcome_of_case = run_case(case, run, references[how])
+                failed = failed or bool(outcome_of_case.wrong)
+                outcomes[name, recipe, case.world_size] = outcome_of_case
                 if args.picture:
                     args.picture.write_text(picture(outcomes))
-                outcome = "; ".join(found.wrong) or "as it has to be, weights equal"
-                seconds = f"{found.ended_after:.1f}", f"{found.updates_after:.1f}"
-                cells = recipe, name, case.world_size, *seconds, found.repeated, outcome
+                outcome = "; ".join(outcome_of_case.wrong) or "as it has to be, weights equal"
+                seconds = f"{outcome_of_case.ended_after:.1f}", f"{outcome_of_case.updates_after:.1f}"
+                cells = recipe, name, case.world_size, *seconds, outcome_of_case.repeated, outcome
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
     return int(failed)
 
 
 def run_randomly(number: int, seed: int, recipes: Sequence[str]) -> int:
-    """Try random settings and print a row for each; the exit status is 1 where one made a difference."""
+    """Run random settings and print a row for each. The exit status is 1 if one of them made a difference."""
     all_alike = True
     print("| recipe | flags | outcome |\n|---|---|---|")
     for i in range(number):
@@ -472,7 +472,7 @@ def run_randomly(number: int, seed: int, recipes: Sequence[str]) -> int:
 
 
 def run_faulty(fault: Fault) -> None:
-    """The recipe's command line with the fault, in this process."""
+    """Run the command line of the recipe with the fault in this process."""
     run_recipe(*TINY_RECIPES[fault.recipe].classes(), lambda: [Faulty(fault)])
 
 

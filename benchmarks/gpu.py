@@ -1,7 +1,7 @@
 """A training step of the recipes on one GPU, beside a plain PyTorch loop: ``python -m benchmarks.gpu``.
 
-Both train the same network in bf16 on the same batch, which lies on the device, with AdamW; each with and without
-``torch.compile``. The recipe runs in a Trainer with the callbacks of its command line. Nothing is downloaded.
+Both train the same network in bf16 with AdamW on one batch on the device, with and without ``torch.compile``. The
+recipe runs in a Trainer with the callbacks of its command line. Nothing is downloaded.
 """
 
 import argparse
@@ -37,17 +37,19 @@ from recipes.seq2seq.network import target_positions
 __all__ = ["WORKLOADS", "Workload", "images", "main"]
 
 SETTLING = 5
-"""Steps before the clock starts: the first choose kernels, allocate memory and, where asked to, compile."""
-PLAIN, RECIPE, COMPILED = "plain loop", "recipe", ", compiled"
+"""Steps before the clock starts. The first ones choose kernels, allocate memory and may compile."""
+PLAIN = "plain loop"
+RECIPE = "recipe"
+COMPILED = ", compiled"
 
 
 def image_loss(forward: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean cross-entropy of images of shape (batch, channels, height, width)."""
+    """Return the mean cross-entropy of images of shape (batch, channels, height, width)."""
     return F.cross_entropy(forward(batch[0]), batch[1])
 
 
 def pairs_loss(forward: Callable[..., Tensor], batch: TranslationBatch) -> Tensor:
-    """The smoothed cross-entropy of the target tokens."""
+    """Return the label-smoothed cross-entropy of the target tokens."""
     positions = target_positions(batch.target, batch.target_lengths)
     logits = forward(batch.source, batch.source_lengths, batch.target, positions)
     return F.cross_entropy(logits.float(), batch.target[:, 1:].flatten()[positions], label_smoothing=0.1)
@@ -55,14 +57,16 @@ def pairs_loss(forward: Callable[..., Tensor], batch: TranslationBatch) -> Tenso
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, on the same batch again and again.
+    """Training of a recipe on one batch, which is repeated.
 
     Args:
-        what: network and batch, in words.
-        build: a new recipe, with the settings given to it.
-        batch: on the CPU, of so many `units`.
-        loss: of what the network computes; its arguments are the network, or its compiled form, and the batch.
-        move: copies the batch to a device.
+        what: description of network and batch.
+        build: function that returns a new recipe with the given settings.
+        batch: batch on the CPU.
+        units: number of images or target tokens in the batch.
+        unit: name of a unit.
+        loss: function that computes the loss from the network, possibly compiled, and the batch.
+        move: function that copies the batch to a device.
     """
 
     what: str
@@ -74,25 +78,27 @@ class Workload:
     move: Callable[[Any, torch.device], Any] = move_data_to_device
 
     def on(self, device: torch.device) -> Any:
-        """The batch on a device, its images in the layout that the recipes use."""
+        """Return the batch on a device, with images in the memory format of the recipes."""
         batch = self.move(self.batch, device)
-        first = batch[0]
-        return (first.contiguous(memory_format=torch.channels_last), *batch[1:]) if first.dim() == 4 else batch
+        inputs = batch[0]
+        if inputs.dim() == 4:
+            return (inputs.contiguous(memory_format=torch.channels_last), *batch[1:])
+        return batch
 
 
 def images(what: str, build: Callable[..., Any], count: int, channels: int, size: int, classes: int) -> Workload:
-    """Random images of `size` pixels in so many classes."""
+    """Return a workload of random images of shape (count, channels, size, size)."""
     pixels = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(1))
     return Workload(f"{what}, {count} images of {size} px", build, (pixels, torch.arange(count) % classes), count)
 
 
 def mnist(quick: bool) -> Workload:
-    """MNIST's default network."""
+    """Return the workload of MNIST's default network."""
     return images("MNIST's default network", MNISTClassifier, 16 if quick else 256, 1, 28, 10)
 
 
 def resnet(quick: bool) -> Workload:
-    """A ResNet-50 at 224 px; when quick, a network of 92,000 parameters."""
+    """Return the workload of a ResNet-50 at 224 pixels, or with `quick` of a network of 92,000 parameters."""
     size, count = (32, 4) if quick else (224, 128)
     options: dict[str, Any] = {"num_classes": 1000, "image_size": size, "weights": "none", "freeze_until": "none"}
     build = partial(ThinResNet, **options) if quick else partial(ResNetFineTuner, arch="resnet50", **options)
@@ -100,7 +106,7 @@ def resnet(quick: bool) -> Workload:
 
 
 def translator(quick: bool) -> Workload:
-    """The translator at its defaults, on a batch of the bundled sentences."""
+    """Return the workload of the translator at its defaults on a batch of the bundled sentences."""
     count, hidden = (8, 16) if quick else (256, 256)
     data = TranslationDataModule(batch_size=count)
     data.setup("fit")
@@ -119,20 +125,21 @@ WORKLOADS: dict[str, Callable[[bool], Workload]] = {"mnist": mnist, "resnet50": 
 
 
 def _now(device: torch.device) -> float:
-    """The time at which the device has done what it was given."""
+    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def plain_seconds(workload: Workload, device: torch.device, steps: int, compiled: bool) -> float:
-    """Seconds of a step of a plain PyTorch loop."""
+    """Return the seconds of a step of a plain PyTorch loop."""
     torch.manual_seed(1)
     network: Any = workload.build().network
     network = network.to(device).to(memory_format=torch.channels_last)
     optimizer = optimizer_by_name("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
     forward: Callable[..., Tensor] = torch.compile(network) if compiled else network
-    batch, start = workload.on(device), 0.0
+    batch = workload.on(device)
+    start = 0.0
     for step in range(SETTLING + steps):
         if step == SETTLING:
             start = _now(device)
@@ -145,10 +152,11 @@ def plain_seconds(workload: Workload, device: torch.device, steps: int, compiled
 
 
 class _Clock(pl.Callback):
-    """The times at which the settling and the last step have ended."""
+    """Callback that records the end of the settling and of the last step."""
 
     def __init__(self, steps: int) -> None:
-        self.ends, self.times = (SETTLING, SETTLING + steps), list[float]()
+        self.ends = (SETTLING, SETTLING + steps)
+        self.times = list[float]()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -157,8 +165,9 @@ class _Clock(pl.Callback):
 
 
 def recipe_seconds(workload: Workload, device: torch.device, steps: int, compiled: bool) -> float:
-    """Seconds of a step of the recipe in a Trainer with the callbacks of its command line."""
-    recipe, clock = workload.build(compile=compiled), _Clock(steps)
+    """Return the seconds of a step of the recipe in a Trainer with the callbacks of its command line."""
+    recipe = workload.build(compile=compiled)
+    clock = _Clock(steps)
     recipe.transfer_batch_to_device = lambda batch, *_: batch
     used = [callbacks.SeedControl(1), callbacks.WarmupLR(0), callbacks.GradientAccumulation()]
     used += [callbacks.FiniteWeights(), callbacks.RankConsistency(), callbacks.Preemption()]
@@ -176,19 +185,20 @@ def recipe_seconds(workload: Workload, device: torch.device, steps: int, compile
 
 
 def measure(workload: Workload, device: torch.device, steps: int, repeats: int, compiled: bool) -> Section:
-    """A table of the plain loop and the recipe; what fails is left out, and said so."""
+    """Measure the plain loop and the recipe. A contender that fails is left out, with a note."""
     peaks: dict[str, float] = {}
 
     def contender(seconds: Callable[..., float], name: str, compiled: bool) -> float:
-        torch.compiler.reset()  # Else a later network would be compiled anew until torch gives up.
+        # Otherwise torch counts the compilations of all networks together, and gives up at its limit.
+        torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        found = seconds(workload, device, steps, compiled)
+        step_seconds = seconds(workload, device, steps, compiled)
         if device.type == "cuda":
             peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30
-        return found
+        return step_seconds
 
     contenders: dict[str, Callable[[], float]] = {}
     notes: list[str] = []
@@ -225,7 +235,7 @@ def measure(workload: Workload, device: torch.device, steps: int, repeats: int, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures each workload, printing and writing its table as soon as it is done; returns the exit status."""
+    """Measure each workload, print and write its table as soon as it is done, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=WORKLOADS, help="one of them, in place of all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu shows that it runs")
@@ -234,8 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; --device cpu --quick shows that it runs")
-    device, console = torch.device(args.device), Console(highlight=False)
-    machine, done = measurements.describe_machine(False), dict[str, Section]()
+    device = torch.device(args.device)
+    console = Console(highlight=False)
+    machine = measurements.describe_machine(False)
+    done = dict[str, Section]()
     steps, repeats = (2, 1) if args.quick else (50, 3)
     for name in [args.only] if args.only else WORKLOADS:
         with suppress_output():

@@ -28,18 +28,21 @@ EPOCHS = 6
 MICRO_BATCH = 32
 MICRO_BATCHES = 4
 STOP = 30
-"""Updates after which the fourth run is stopped, within an epoch."""
+"""Number of updates after which the fourth run is stopped, within an epoch."""
 
 RUNS = {"1 process": (1, None), "2 processes": (2, None), "4 processes": (4, None), "2, stopped, then 4": (2, 4)}
-"""The processes of a run, and those on which it is resumed."""
+"""Number of processes of each run, and of its resumption."""
 
 
 def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) -> dict[str, Any]:
-    """Train on this rank: the loss on held-out digits after each update, and the SHA-256 of all weights and buffers.
+    """Train on this rank, and return the held-out loss after each update and the SHA-256 of weights and buffers.
 
     Args:
-        stop: end after `STOP` updates, with a checkpoint in `folder`.
-        resume: go on from that checkpoint.
+        ours: whether to use our callbacks instead of stock Lightning.
+        processes: number of processes.
+        folder: folder of the checkpoint.
+        stop: whether to stop after `STOP` updates, with a checkpoint.
+        resume: whether to resume from that checkpoint.
     """
     import lightning.pytorch as pl
     import torch
@@ -116,16 +119,16 @@ def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) ->
 
 
 def _launched(ours: bool, processes: int, folder: Path, *options: str) -> dict[str, Any]:
-    """What rank 0 of a run on so many processes prints."""
+    """Run the training on several processes, and return the output of rank 0."""
     program = ["-m", "benchmarks.same_weights", "--train", str(processes), "--folder", str(folder), *options]
     if processes > 1:
         program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *program]
-    found: dict[str, Any] = answer_of(*program, *(["--ours"] if ours else []), OMP_NUM_THREADS="1")
-    return found
+    result: dict[str, Any] = answer_of(*program, *(["--ours"] if ours else []), OMP_NUM_THREADS="1")
+    return result
 
 
 def measure() -> dict[str, Any]:
-    """Train all runs of both programs."""
+    """Train all runs of both programs, and return losses and hashes."""
     import lightning.pytorch as pl
     import torch
 
@@ -154,9 +157,9 @@ def main() -> None:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        found = train(args.ours, args.train, args.folder, args.stop, args.resume)
-        if found.pop("rank") == 0:
-            sys.stdout.write(json.dumps(found) + "\n")
+        result = train(args.ours, args.train, args.folder, args.stop, args.resume)
+        if result.pop("rank") == 0:
+            sys.stdout.write(json.dumps(result) + "\n")
         return
     if not args.draw:
         RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""Data modules, shuffle order, random numbers and loaders that do not depend on how a run is split over processes.
+"""Data modules and loaders whose batches, shuffle order and random numbers do not depend on the number of processes.
 
-Names are imported when they are used, so that a callback that needs a random number loads no data set.
+Names are imported on first use. A callback that only needs random numbers therefore imports no data set.
 """
 
 from lazy_loader import attach_stub

@@ -1,4 +1,4 @@
-"""What the data modules of this package share: the contract, and what they ask of their Trainer."""
+"""Base class of all data modules: the data contract, and access to rank, world size and device of the Trainer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ from datamodules.notes import inform
 
 
 class BaseDataModule(pl.LightningDataModule, DataContract):
-    """Without a Trainer it serves a plain PyTorch loop on one CPU."""
+    """Base class of the data modules. Without a Trainer it acts as rank 0 of 1 on the CPU, for a plain PyTorch loop."""
 
-    hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+    hparams: Any  # Lightning's annotation has no attribute access, its object does.
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class BaseDataModule(pl.LightningDataModule, DataContract):
 
     @property
     def _shuffles(self) -> bool:
-        """Over-fitting repeats the same few batches."""
-        # Trainer sets this attribute where mypy does not see it.
+        """Whether training batches are shuffled. ``overfit_batches`` turns shuffling off to repeat the same batches."""
+        # Trainer sets this attribute in a helper, where mypy does not see it.
         return not getattr(self.trainer, "overfit_batches", 0)
 
     def _note(self, text: str, log: Callable[[str], None] = inform) -> None:
-        """Log a text once: callbacks may make further loaders."""
+        """Log a text the first time only, since callbacks may build the same loader again."""
         if text not in self._noted:
             self._noted.add(text)
             log(text)

@@ -1,8 +1,7 @@
-"""What recipes, callbacks and the command line may ask of a data module.
+"""Defines the attributes and methods that recipes, callbacks and the command line use of a data module.
 
-A data module of this package inherits from `DataContract` and overrides what applies to it. Any other
-LightningDataModule is asked through `data_contract`: its own attributes and hyper-parameters of these
-names are used, and defaults for the rest.
+A data module of this package inherits from `DataContract` and overrides what applies to it. `data_contract` adapts any
+other LightningDataModule: it uses the module's attributes and hyper-parameters of these names, and defaults otherwise.
 """
 
 import inspect
@@ -17,20 +16,20 @@ from datamodules.errors import UserError
 _T = TypeVar("_T")
 
 Free = Annotated[_T, "free"]
-"""A parameter of a constructor that does not make the experiment: a run may be resumed with another value."""
+"""Marks a constructor parameter that does not affect results: a run may be resumed with another value."""
 
 OneCall = Annotated[_T, "one call"]
-"""A parameter of a constructor that belongs to one call, such as a file to write, and is not saved with a run."""
+"""Marks a constructor parameter of a single call, such as an output file. It is not saved with a run."""
 
 Rare = Annotated[_T, "rare"]
-"""A parameter of a constructor whose flag ``--help-all`` shows, and ``--help`` does not."""
+"""Marks a constructor parameter whose flag is listed by ``--help-all`` only."""
 
 USUALLY_FREE = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
-"""Parameters of any data module that do not make the experiment; others are marked with `Free`."""
+"""Parameters of any data module that do not affect results. Others are marked with `Free`."""
 
 
 def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
-    """The parameters of a constructor, and of those of its bases, that are annotated with `Free`, `OneCall` or `Rare`.
+    """Return the constructor parameters, also of base classes, that are annotated with `Free`, `OneCall` or `Rare`.
 
     Example:
         >>> class Mine:
@@ -38,131 +37,137 @@ def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
         >>> marked_parameters(Mine, Free), marked_parameters(Mine, OneCall)
         (frozenset({'bins'}), frozenset())
     """
-    found = set()
-    for kind in cls.__mro__:
-        if "__init__" in vars(kind) and inspect.isfunction(vars(kind)["__init__"]):
-            hints = get_type_hints(vars(kind)["__init__"], include_extras=True)
-            found |= {name for name, hint in hints.items() if mark.__metadata__[0] in getattr(hint, "__metadata__", ())}
-    return frozenset(found)
+    label = mark.__metadata__[0]
+    parameters = set()
+    for base in cls.__mro__:
+        constructor = vars(base).get("__init__")
+        if not inspect.isfunction(constructor):
+            continue
+        hints = get_type_hints(constructor, include_extras=True)
+        for name, hint in hints.items():
+            if label in getattr(hint, "__metadata__", ()):
+                parameters.add(name)
+    return frozenset(parameters)
 
 
 class DataContract(Protocol):
-    """What may be asked of a data module, with defaults."""
+    """Interface of a data module, with defaults for every member."""
 
     place_parameter: ClassVar[str] = "data_dir"
-    """The parameter that says where the data are: `recipes.fit` passes the path that it is given."""
+    """Name of the parameter for the path of the data, which `recipes.fit` sets."""
 
     tokens_parameter: ClassVar[str | None] = None
-    """The parameter that, where it is given, limits a batch by tokens in place of ``batch_size``."""
+    """Name of the parameter that limits a batch by tokens and replaces ``batch_size``, if there is one."""
 
     @property
     def title(self) -> str:
-        """What the data set is called."""
+        """Name of the data set, for messages."""
         return type(self).__name__
 
     @property
     def seed(self) -> int:
-        """The seed of the split, the shuffling and the augmentation."""
+        """Seed of the split, the shuffling and the augmentation."""
         return 0
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Samples in each part that has been set up: "train", "val", "test"."""
+        """Number of samples in each part that has been set up: "train", "val", "test"."""
         return {}
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """What was read and is not used, such as files or lines: how many, by reason."""
+        """Number of files or lines that were read and not used, by reason."""
         return {}
 
     @property
     def num_classes(self) -> int | None:
-        """How many classes there are; None where there are none or it is not known."""
+        """Number of classes, or None if there are none or the number is not known."""
         return None
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The name of each class, in the order of the labels; empty where they are not known."""
+        """Names of the classes in the order of the labels. Empty if they are not known."""
         return ()
 
     @property
     def class_weights(self) -> Tensor | None:
-        """Weights of the classes in the training loss, float32 of shape (classes,); None where all weigh 1."""
+        """Class weights of the training loss, float32 of shape (classes,), or None if all are 1."""
         return None
 
     @property
     def image_size(self) -> int | None:
-        """The side of the images, in pixels."""
+        """Side length of the images in pixels."""
         return None
 
     @property
     def photographs(self) -> bool:
-        """Whether the images are photographs, as those are that published weights were trained on."""
+        """Whether the images are photographs, as those that published weights were trained on."""
         return True
 
     @property
     def validates(self) -> bool:
-        """Whether there is a part to validate on."""
+        """Whether there is a validation part."""
         return True
 
     @property
     def prediction_names(self) -> Sequence[str]:
-        """The name of each sample that `predict_dataloader` yields, such as its file."""
+        """Name of each sample of `predict_dataloader`, such as its file."""
         return ()
 
     def sample_names(self, part: str) -> Sequence[str]:
-        """The names of the samples of "val" or "test", such as files, by their numbers; empty where they have none.
+        """Return the names, such as files, of the samples of "val" or "test" by sample number, or an empty sequence.
 
-        Numbers are those of the loaders of `datamodules.loading`, or the places in the data set of a `DataLoader`.
+        Sample numbers are those of the loaders of `datamodules.loading`, or indices into the data set of a
+        `DataLoader`.
         """
         return ()
 
     @property
     def unreadable_inputs(self) -> Mapping[int, str]:
-        """Why inputs of `prediction_names` cannot be read, by their place; known once all have been predicted."""
+        """Reasons why inputs cannot be read, by index in `prediction_names`. Complete after prediction."""
         return {}
 
     @property
     def unclear_inputs(self) -> Mapping[int, str]:
-        """What is unclear about inputs of `prediction_names`, by their place; some of them may have no prediction."""
+        """Remarks on doubtful inputs, by index in `prediction_names`. Some of these inputs may have no prediction."""
         return {}
 
     def take_inputs(self, inputs: Any) -> None:
-        """Take the inputs of `predict` from Python, in place of those of the predict command."""
+        """Set the inputs of `predict` from Python. They replace those of the predict command."""
         raise UserError(f"{self.title} takes no inputs to predict")
 
     def preprocessing(self) -> nn.Module | None:
-        """What maps uint8 images of the data set's form to the network's inputs; None where the inputs are no images.
+        """Return the module that maps uint8 images to the network's inputs, or None if the inputs are not images.
 
-        It is known once the data set is: after `setup`, or after `load_state_dict`.
+        It may depend on the data set, so call it after `setup` or `load_state_dict`.
         """
         return None
 
     def take_samples(self, samples: Any) -> None:
-        """Take samples in memory in place of files, before `setup`: those that `recipes.fit` is given.
+        """Use samples in memory instead of files. `recipes.fit` calls this before `setup`.
 
         Raises:
-            UserError: this data module takes none.
+            UserError: this data module has no support for samples in memory.
         """
         raise UserError(
             f"{type(self).__name__} takes no samples in memory, found {type(samples).__name__}; pass a path"
         )
 
     def resolve(self) -> dict[str, Any]:
-        """Parameters that were left open, and the values that stand for them here, such as ``{"dataset": "mnist"}``.
+        """Return values for the parameters that are None or "auto", such as ``{"dataset": "mnist"}``.
 
-        It may read and download, and returns the same when it is called again. The command line calls it on rank 0
+        This may read and download. Further calls return the same values. The command line calls this method on rank 0
         before anything else is built, and passes the values to the constructors of all ranks.
         """
         return {}
 
 
 class _Defaults(DataContract):
-    """A data module with nothing but defaults."""
+    """Contract with all defaults."""
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether a foreign attribute means what the contract does by its name: an `image_size` may be a pair."""
+    """Return whether the attribute of another module has the contract's type: its `image_size` may be a pair."""
     match name:
         case "title" | "tokens_parameter" | "place_parameter":
             return isinstance(value, str)
@@ -174,12 +179,12 @@ def _fits(name: str, value: object) -> bool:
             return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
         case "photographs" | "validates":
             return isinstance(value, bool)
-        case _:  # A method of another module may take other arguments, and do something else.
+        case _:  # A method of the same name may take other arguments, or do something else.
             return False
 
 
 class _Foreign:
-    """A data module that was written without the contract."""
+    """Adapter for a data module that does not inherit from `DataContract`."""
 
     def __init__(self, data: object) -> None:
         self._data = data
@@ -187,22 +192,25 @@ class _Foreign:
     def __getattr__(self, name: str) -> Any:
         if not hasattr(DataContract, name):
             raise AttributeError(f"{name} is no part of the data contract")
+        attribute = getattr(self._data, name, None)
+        if _fits(name, attribute):
+            return attribute
+        # Where `data` is a class and not an instance, `hparams` is the property object and no mapping.
         hparams = getattr(self._data, "hparams", {})
-        # The hyper-parameters of a class are a property.
-        for value in (getattr(self._data, name, None), hparams.get(name) if isinstance(hparams, Mapping) else None):
-            if _fits(name, value):
-                return value
+        if isinstance(hparams, Mapping) and _fits(name, hparams.get(name)):
+            return hparams[name]
         if name == "title":
-            return (self._data if isinstance(self._data, type) else type(self._data)).__name__
+            data_class = self._data if isinstance(self._data, type) else type(self._data)
+            return data_class.__name__
         if name == "num_classes":
             return len(self.class_names) or None
         return getattr(_Defaults(), name)
 
 
 def data_contract(data: object) -> DataContract:
-    """Ask a data module, which may be any LightningDataModule, or None.
+    """Return the `DataContract` of any LightningDataModule, or of None.
 
-    Of a class, the class attributes can be read: ``tokens_parameter``, ``place_parameter``.
+    A data module class may be passed to read class attributes: ``tokens_parameter``, ``place_parameter``.
 
     Example:
         >>> class Mine:
@@ -212,5 +220,7 @@ def data_contract(data: object) -> DataContract:
         (('cat', 'dog'), 2, True, 'Mine')
     """
     data_class = data if isinstance(data, type) else type(data)
-    # Not isinstance: before Python 3.12 it evaluates a Protocol's properties, which may look through a folder.
-    return cast("DataContract", data if DataContract in data_class.__mro__ else _Foreign(data))
+    # Not isinstance: before Python 3.12 it evaluates a Protocol's properties, which may list a folder.
+    if DataContract in data_class.__mro__:
+        return cast("DataContract", data)
+    return cast("DataContract", _Foreign(data))

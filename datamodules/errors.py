@@ -1,37 +1,39 @@
-"""Errors whose message tells the user what to do; the command line prints them without a traceback."""
+"""Exceptions for user errors, which the command line prints without a traceback, and hints for system errors."""
 
 import errno
 from typing import ClassVar
 
 
 class UserError(ValueError):
-    """The run could not start: parameters, data or the environment are wrong, and the user can correct them.
+    """Error that the user can correct before the run starts, in parameters, data or environment.
 
-    The message says what was found, what was expected and what to pass instead. It names parameters as Python does,
-    ``batch_size=256`` or `` `batch_size` ``: ``--batch_size=256`` is what to type on the command line.
+    The message says what was found, what was expected and what to pass instead. Parameters are written as in Python,
+    ``batch_size=256`` or `` `batch_size` ``. On the command line, that is ``--batch_size=256``.
     """
 
     exit_status: ClassVar[int] = 2
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and notebooks show of it: the message, as the command line does."""
+        """Return what IPython and notebooks show: the message without a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class RunFailedError(UserError):
-    """The run started and failed on the way, such as by divergence or a full disk."""
+    """Error that ends a run after it has started, such as divergence or a full disk."""
 
     exit_status: ClassVar[int] = 1
 
 
 def first_line(error: BaseException) -> str:
-    r"""An exception in a line: its kind and the first line of its message, of NCCL's what it calls the last error.
+    r"""Return the type of an exception and the first line of its message; for NCCL, the line after "Last error:".
 
     Example:
         >>> first_line(ValueError("NCCL error in: NCCLUtils.cpp:93\nLast error:\nDuplicate GPU detected"))
         'ValueError: Duplicate GPU detected'
     """
-    lines = [line for line in str(error).rpartition("Last error:")[2].splitlines() if line.strip()]
+    # NCCL's message begins with the C++ source line, and names the cause only after "Last error:".
+    message = str(error).rpartition("Last error:")[2]
+    lines = [line for line in message.splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
@@ -42,7 +44,7 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host has no memory left.
+    """Return whether an error means that a device or the host has no memory left.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("out of memory"))
@@ -50,16 +52,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if not isinstance(error, (MemoryError, OSError, RuntimeError, TypeError)):
         return False
-    refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-    # Not by torch.OutOfMemoryError: this module is imported before torch.
-    return refused or type(error).__name__ == "OutOfMemoryError" or any(part in str(error) for part in _NO_MEMORY)
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    # The class is compared by name, since this module is imported before torch.
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    return any(message in str(error) for message in _NO_MEMORY)
 
 
 def system_failure(error: BaseException) -> str | None:
-    """What to do about an error by which the system refuses files, processes or memory; None for another error."""
+    """Return a hint for an error about files, processes or memory of the system, and None for any other error."""
     if not isinstance(error, (MemoryError, OSError, RuntimeError, TypeError)):
         return None
-    number, text = getattr(error, "errno", None), str(error)
+    number = getattr(error, "errno", None)
+    text = str(error)
+    # torch passes tensors of workers as file descriptors; "0 items of ancdata" is how Python reports that none is left.
     if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text or "received 0 items of ancdata" in text:
         return (
             "too many files are open; allow more, as ulimit -n 65536 does, or run with fewer loader workers or devices"

@@ -1,7 +1,7 @@
-"""Which package our modules take Lightning from: `lightning`, or `pytorch_lightning`, which holds the same code.
+"""Selects whether this package imports `lightning` or `pytorch_lightning`, which hold the same code twice.
 
-A callback of one is no callback for a Trainer of the other. Our sources name `lightning`. Where the program uses
-`pytorch_lightning`, an import hook reads that name in them: in our modules only, nobody else's imports change.
+The two have different classes: a Trainer of one rejects callbacks of the other. The sources of this package import
+`lightning`. If the program uses `pytorch_lightning`, an import hook replaces the name in our modules, and in no others.
 """
 
 import ast
@@ -16,47 +16,50 @@ from typing import Any
 
 from typing_extensions import override
 
-_OURS = ("callbacks.", "datamodules.", "recipes.")
-_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+_OUR_MODULES = ("callbacks.", "datamodules.", "recipes.")
+_REPLACEMENTS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 _PACKAGES = ("lightning", "pytorch_lightning")
 
 
-def _named_by_importing_file() -> set[str]:
-    """The package that the nearest importing file names, which has perhaps not come to that line yet.
+def _packages_of_importing_file() -> set[str]:
+    """Return the Lightning packages that the nearest importing file names, even in imports that have not run yet.
 
     Sorted imports put ours first: ``from callbacks import WarmupLR``, then ``import pytorch_lightning as pl``.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-        if code.co_name == "<module>" and not module.startswith(_OURS):
-            named = {name.partition(".")[0] for name in code.co_names}.intersection(_PACKAGES)
-            if named:
-                return named
+        code = frame.f_code
+        module = str(frame.f_globals.get("__name__"))
+        if code.co_name == "<module>" and not module.startswith(_OUR_MODULES):
+            packages = {name.partition(".")[0] for name in code.co_names}.intersection(_PACKAGES)
+            if packages:
+                return packages
         frame = frame.f_back
     return set()
 
 
 @cache
 def uses_pytorch_lightning() -> bool:
-    """Decide once: by the file that imports us, else by what is imported, else by what is installed.
+    """Return whether to import `pytorch_lightning`; decided once per process.
 
-    Where that leaves both, the answer is `lightning`.
+    The importing file decides, else the modules that are already imported, else the installed packages. If both
+    packages remain, the answer is `lightning`.
     """
-    named = _named_by_importing_file() or sys.modules.keys() & set(_PACKAGES)
-    named = named or {name for name in _PACKAGES if find_spec(name)}
-    return named == {"pytorch_lightning"}
+    packages = _packages_of_importing_file() or sys.modules.keys() & set(_PACKAGES)
+    if not packages:
+        packages = {name for name in _PACKAGES if find_spec(name)}
+    return packages == {"pytorch_lightning"}
 
 
 def _renamed(name: str) -> str:
-    for prefix, other in _NAMES.items():
+    for prefix, replacement in _REPLACEMENTS.items():
         if name == prefix or name.startswith(f"{prefix}."):
-            return other + name.removeprefix(prefix)
+            return replacement + name.removeprefix(prefix)
     return name
 
 
 class _Renaming(ast.NodeTransformer):
-    """Modules of Lightning in imports, and in texts such as the name of a logger."""
+    """Transformer that replaces Lightning's module names in imports and in strings, such as names of loggers."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         node.module = node.module and _renamed(node.module)
@@ -75,7 +78,7 @@ class _Renaming(ast.NodeTransformer):
 class _Loader(SourceFileLoader):
     @override
     def get_code(self, fullname: str) -> CodeType:
-        # Neither reads nor writes bytecode: the file beside the source is that for `lightning`.
+        # Neither reads nor writes bytecode: the .pyc file beside the source is the one for `lightning`.
         path = self.get_filename(fullname)
         code: CodeType = compile(_Renaming().visit(ast.parse(self.get_data(path))), path, "exec", dont_inherit=True)
         return code
@@ -86,7 +89,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(_OURS) or not uses_pytorch_lightning():
+        if not fullname.startswith(_OUR_MODULES) or not uses_pytorch_lightning():
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         loader: Any = spec and spec.loader

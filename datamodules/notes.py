@@ -1,4 +1,4 @@
-"""What is said while a run goes on: lines of the logger ``lightning_recipes``, by rank 0."""
+"""Log messages of a run: the logger ``lightning_recipes``, and functions that log on rank 0 only."""
 
 import logging
 import threading
@@ -11,7 +11,7 @@ log = logging.getLogger("lightning_recipes")
 
 
 def _escape_names(record: logging.LogRecord) -> bool:
-    """Escape what UTF-8 lacks: a file's name may hold any bytes, and what reads a log may not."""
+    """Escape characters that UTF-8 cannot encode. File names may hold any bytes, which readers of a log reject."""
     text = record.getMessage()
     escaped = text.encode("utf-8", "backslashreplace").decode()
     if escaped != text:
@@ -21,12 +21,13 @@ def _escape_names(record: logging.LogRecord) -> bool:
 
 
 log.addFilter(_escape_names)
-inform, warn = rank_zero_only(log.info), rank_zero_only(log.warning)
+inform = rank_zero_only(log.info)
+warn = rank_zero_only(log.warning)
 
 
 @contextmanager
 def inform_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
-    """Log a text once the block has taken so long, such as what is read from a slow disk."""
+    """Log a text if the ``with`` block takes longer than `seconds`, as reading from a slow disk does."""
     timer = threading.Timer(seconds, inform, [text])
     timer.daemon = True
     timer.start()

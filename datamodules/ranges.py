@@ -1,6 +1,6 @@
-"""The ranges of parameters that are numbers; neither NaN nor infinity is in any of them.
+"""Valid ranges of numeric parameters, and their checks. No range contains NaN or infinity.
 
-A constructor states and checks them, so they hold for callers in Python and for the command line alike.
+Constructors check their parameters, so the same ranges hold in Python and on the command line.
 """
 
 import math
@@ -11,17 +11,18 @@ from typing import Any
 
 from datamodules.errors import UserError
 
-_TOO_MANY = 2**31 - 1  # To be named in an error.
+_INT32_MAX = 2**31 - 1
+"""Upper limit of counts, too large to be worth naming in an error message."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`.
+    """Interval of the numbers from `low` to `high`.
 
     Args:
-        above: without `low` itself.
-        below: without `high` itself.
-        whole: whole numbers only.
+        above: whether `low` itself is excluded.
+        below: whether `high` itself is excluded.
+        whole: whether only integers are valid.
     """
 
     low: float = -math.inf
@@ -40,28 +41,31 @@ class Range:
         return bool(low and (number < self.high if self.below else number <= self.high))
 
     def __str__(self) -> str:
-        kind, ends = "a whole number" if self.whole else "", self.high not in (math.inf, _TOO_MANY)
-        if ends and not (self.above or self.below or math.isinf(self.low)):
+        kind = "a whole number" if self.whole else ""
+        has_upper_limit = self.high not in (math.inf, _INT32_MAX)
+        if has_upper_limit and not (self.above or self.below or math.isinf(self.low)):
             return f"{kind} from {self.low:,} to {self.high:,}".strip()
-        low = "" if math.isinf(self.low) else f"above {self.low:,}" if self.above else f"{self.low:,} or more"
-        high = "" if not ends else f"below {self.high:,}" if self.below else f"{self.high:,} at most"
-        bounds = " and ".join(part for part in (low, high) if part)
-        return f"{kind}, {bounds}".strip(", ") or "a finite number"
+        bounds = []
+        if not math.isinf(self.low):
+            bounds.append(f"above {self.low:,}" if self.above else f"{self.low:,} or more")
+        if has_upper_limit:
+            bounds.append(f"below {self.high:,}" if self.below else f"{self.high:,} at most")
+        return f"{kind}, {' and '.join(bounds)}".strip(", ") or "a finite number"
 
 
 NOT_NEGATIVE = Range(0)
 SHARE = Range(0, 1)
-NATURAL = Range(0, 2**31 - 1, whole=True)
-COUNT = Range(1, 2**31 - 1, whole=True)
+NATURAL = Range(0, _INT32_MAX, whole=True)
+COUNT = Range(1, _INT32_MAX, whole=True)
 SIZE = Range(1, 2**16, whole=True)
-"""Of a layer."""
+"""Size of a layer."""
 RATE = Range(0, 10**6, above=True)
-"""Of learning, and what multiplies one."""
+"""Learning rate, or a factor of one."""
 SECONDS = Range(0, 10**7, above=True)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Refuse a parameter that is none of these.
+    """Check that a parameter is one of the allowed values.
 
     Raises:
         UserError: with the parameter, its value and the choices.
@@ -71,10 +75,10 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def check_ranges(**numbers: tuple[Any, Range]) -> None:
-    """Refuse parameters outside of their ranges; None, which leaves a parameter open, is in all of them.
+    """Check that parameters are within their ranges. None, for a parameter that is not set, passes every check.
 
     Args:
-        numbers: by the parameter's name: its value and its range.
+        numbers: value and range of each parameter, by its name.
 
     Raises:
         UserError: with the first parameter, its value and the range.

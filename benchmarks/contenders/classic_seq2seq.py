@@ -1,8 +1,8 @@
-"""The two forms of PyTorch's translation tutorial, rewritten, to compare the recipe with.
+"""Reimplements both forms of PyTorch's translation tutorial, as contenders of the recipe.
 
-The classic form (2017) trains on one sentence at a time, a token at a time, with plain SGD and an attention that gives
-a weight to each of the first ten positions. The present form (since 2023) trains on batches of 32 sentences, padded to
-ten tokens, still a step at a time, with Adam and additive attention. Sizes, rates, dropout and losses are theirs.
+The classic form (2017) trains on one sentence at a time, token by token, with plain SGD and an attention over the first
+ten positions. The present form (since 2023) trains on batches of 32 sentences, padded to ten tokens, also step by step,
+with Adam and additive attention. Sizes, learning rates, dropout and losses are those of the tutorial.
 """
 
 import random
@@ -19,13 +19,13 @@ __all__ = ["ClassicTranslator", "PresentTranslator", "Translator"]
 
 
 class Translator(Protocol):
-    """What both forms offer."""
+    """Interface of both forms."""
 
     def train_on(self, pairs: PackedPairs, rows: Tensor) -> None:
-        """Pass over these pairs, in this order, once."""
+        """Train on these pairs once, in this order."""
 
     def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
-        """The likeliest tokens, one after the other, without EOS."""
+        """Translate greedily, and return the token numbers without EOS."""
 
 
 class _ClassicDecoder(nn.Module):
@@ -39,7 +39,7 @@ class _ClassicDecoder(nn.Module):
         self.output = nn.Linear(hidden, tokens)
 
     def forward(self, token: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: of shape (1,), (1, 1, hidden) and (max_length, hidden)."""
+        """Decode one token from the last token (1,), the state (1, 1, hidden) and the outputs (max_length, hidden)."""
         embedded = self.dropout(self.embedding(token))
         weights = torch.softmax(self.attention(torch.cat((embedded, hidden[0]), 1)), dim=1)
         context = weights @ memory
@@ -49,11 +49,13 @@ class _ClassicDecoder(nn.Module):
 
 
 class ClassicTranslator:
-    """A sentence, a token, a step; half of the sentences with teacher forcing."""
+    """Classic form: one sentence per step, with teacher forcing for half of the sentences."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
-        self.hidden, self.max_length = hidden, max_length
-        self.embedding, self.encoder = nn.Embedding(source_vocab_size, hidden), nn.GRU(hidden, hidden)
+        self.hidden = hidden
+        self.max_length = max_length
+        self.embedding = nn.Embedding(source_vocab_size, hidden)
+        self.encoder = nn.GRU(hidden, hidden)
         self.decoder = _ClassicDecoder(target_vocab_size, hidden, max_length)
         encoder_parameters = [*self.embedding.parameters(), *self.encoder.parameters()]
         self.optimizers = [
@@ -70,11 +72,12 @@ class ClassicTranslator:
         return memory, hidden
 
     def train_on_sentence(self, source: Tensor, target: Tensor) -> None:
-        """A step of SGD; both sides end in EOS, `target` has no SOS."""
+        """Make a step of SGD. Both sides end with EOS, and `target` has no SOS."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         memory, hidden = self._encode(source)
-        loss, token = torch.zeros(()), torch.tensor([SOS])
+        loss = torch.zeros(())
+        token = torch.tensor([SOS])
         forced = self.coin.random() < 0.5
         for truth in target.split(1):
             logits, hidden = self.decoder(token, hidden, memory)
@@ -94,31 +97,34 @@ class ClassicTranslator:
     @torch.no_grad()
     def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
         self.decoder.eval()
-        found = []
+        translations = []
         for row in rows.tolist():
             memory, hidden = self._encode(torch.tensor(pairs.source[row]))
-            token, tokens = torch.tensor([SOS]), []
+            token = torch.tensor([SOS])
+            tokens = []
             for _ in range(self.max_length):
                 logits, hidden = self.decoder(token, hidden, memory)
                 token = logits.argmax(1)
                 if int(token) == EOS:
                     break
                 tokens.append(int(token))
-            found.append(tokens)
-        return found
+            translations.append(tokens)
+        return translations
 
 
 class _PresentDecoder(nn.Module):
     def __init__(self, tokens: int, hidden: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, hidden)
-        self.query, self.key, self.energy = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 1)
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.energy = nn.Linear(hidden, 1)
         self.recurrent = nn.GRU(2 * hidden, hidden, batch_first=True)
         self.output = nn.Linear(hidden, tokens)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, tokens: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each sentence: of shape (batch, 1), (1, batch, hidden) and (batch, time, hidden)."""
+        """Decode one token per sentence: tokens (batch, 1), state (1, batch, hidden), memory (batch, time, hidden)."""
         embedded = self.dropout(self.embedding(tokens))
         energies = self.energy(torch.tanh(self.query(hidden.transpose(0, 1)) + self.key(memory)))
         context = torch.softmax(energies.transpose(1, 2), dim=2) @ memory
@@ -127,11 +133,13 @@ class _PresentDecoder(nn.Module):
 
 
 class PresentTranslator:
-    """Batches of 32, each sentence filled up to ten tokens, which all count in the loss; always teacher forcing."""
+    """Present form: batches of 32, padded to ten tokens that all count in the loss, with teacher forcing."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
-        self.max_length, self.batch_size = max_length, 32
-        self.embedding, self.dropout = nn.Embedding(source_vocab_size, hidden), nn.Dropout(0.1)
+        self.max_length = max_length
+        self.batch_size = 32
+        self.embedding = nn.Embedding(source_vocab_size, hidden)
+        self.dropout = nn.Dropout(0.1)
         self.encoder = nn.GRU(hidden, hidden, batch_first=True)
         self.decoder = _PresentDecoder(target_vocab_size, hidden)
         self.modules = nn.ModuleList((self.embedding, self.dropout, self.encoder, self.decoder))
@@ -141,9 +149,10 @@ class PresentTranslator:
         ]
 
     def _decode(self, source: Tensor, target: Tensor | None) -> Tensor:
-        """Log-probabilities of shape (batch, max_length, tokens)."""
+        """Return log-probabilities of shape (batch, max_length, tokens)."""
         memory, hidden = self.encoder(self.dropout(self.embedding(source)))
-        tokens, outputs = source.new_full((len(source), 1), SOS), []
+        tokens = source.new_full((len(source), 1), SOS)
+        outputs = []
         for position in range(self.max_length):
             logits, hidden = self.decoder(tokens, hidden, memory)
             outputs.append(logits)
@@ -157,7 +166,8 @@ class PresentTranslator:
         self.modules.train()
         for part in rows.split(self.batch_size):
             batch = pairs.batch(part)
-            source, target = self._filled(batch.source), self._filled(batch.target[:, 1:])
+            source = self._filled(batch.source)
+            target = self._filled(batch.target[:, 1:])
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             F.nll_loss(self._decode(source, target).flatten(0, 1), target.flatten()).backward()

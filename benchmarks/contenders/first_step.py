@@ -1,6 +1,6 @@
-"""The recipe's command line up to its first step.
+"""Runs the recipe's command line up to its first step: ``python -m benchmarks.contenders.first_step FLAGS``.
 
-``python -m benchmarks.contenders.first_step FLAGS`` prints when it reached which part.
+The last line of the output is JSON with the time at which each phase ended.
 """
 
 import time
@@ -31,7 +31,7 @@ with quick_imports():
 
 
 class Marks(pl.Callback):
-    """Ends the process after the first step, and prints when each part was done."""
+    """Callback that prints the time of each phase after the first step, and ends the process."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         MARKS["command line"] = time.time()

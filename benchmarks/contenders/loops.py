@@ -1,6 +1,6 @@
-"""The same training in a plain PyTorch loop, in Fabric and in a bare Trainer; see also `peers` and `recipe_loops`.
+"""Runs the same training in a plain PyTorch loop, in Fabric and in a bare Trainer; see `peers` and `recipe_loops`.
 
-All train one network with AdamW on the same uint8 images, and note when each step ends. None validates.
+All loops train one network with AdamW on the same uint8 images, and record when each step ends. None validates.
 """
 
 import os
@@ -24,46 +24,50 @@ from recipes.optim import optimizer_by_name, parameter_groups
 
 __all__ = ["Job", "LapClock", "Laps", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]
 
-LR, WEIGHT_DECAY = 0.01, 0.05
+LR = 0.01
+WEIGHT_DECAY = 0.05
 
 
 class Laps:
-    """When each step ended; the first, the settling, are slower and do not count."""
+    """Recorder of the end of each step. The first `settling` steps are slower and do not count."""
 
     def __init__(self, settling: int) -> None:
         self.settling = settling
         self.ends: list[float] = []
 
     def end_step(self) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         self.ends.append(time.perf_counter())
 
     @property
     def steps(self) -> int:
-        """Steps after the settling."""
+        """Number of steps after the settling."""
         return len(self.ends) - self.settling
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, the mean over all after the settling."""
+        """Mean seconds of a step after the settling."""
         return (self.ends[-1] - self.ends[self.settling - 1]) / self.steps
 
     @property
     def lower_quartile(self) -> float:
-        """Seconds that three quarters of the steps exceed, which other programs disturb less than the mean."""
+        """Lower quartile of the seconds of a step, which other programs disturb less than the mean."""
         durations = sorted(b - a for a, b in pairwise(self.ends[self.settling - 1 :]))
         return durations[len(durations) // 4]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """Network, data and settings of a training.
 
     Args:
+        network: function that builds the network.
         images: uint8 of shape (n, 1, 28, 28).
         labels: int64 of shape (n,).
-        steps: batches to train on, the settling included.
-        precision: Lightning's name for it.
+        batch_size: images of a batch.
+        steps: number of batches to train on, including the settling.
+        settling: number of first steps that do not count.
+        precision: precision in Lightning's notation.
     """
 
     network: Callable[[], nn.Module]
@@ -78,7 +82,7 @@ class Job:
         return self.steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled, normalised batches, made from memory at once."""
+        """Yield shuffled, normalised batches from memory."""
         (mean,), (std,) = DATASETS["mnist"].mean, DATASETS["mnist"].std
         order = torch.randperm(len(self.images))
         offset = torch.tensor(-mean / std)
@@ -89,22 +93,22 @@ class Job:
             yield images, self.labels.index_select(0, rows)
 
     def build(self) -> nn.Module:
-        """A new network, the same each time, in the layout of the recipe."""
+        """Build a network with the same weights each time, in the memory format of the recipe."""
         torch.manual_seed(1)
         return self.network().to(memory_format=torch.channels_last)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """The recipe's: AdamW in one kernel."""
+        """Return the optimizer of the recipe: fused AdamW."""
         return optimizer_by_name("adamw", parameter_groups(module.parameters(), WEIGHT_DECAY), LR)
 
     def autocast(self) -> Any:
-        """What a plain loop does for the precision."""
+        """Return the autocast context of a plain loop."""
         return torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16-mixed" else nullcontext()
 
 
 @contextmanager
 def gpu_search(as_lightning: bool) -> Iterator[None]:
-    """What importing Lightning does to Adam's every step, or what a program without Lightning has (see launch.py)."""
+    """Set how torch looks for GPUs in each step of Adam: as after an import of Lightning, or as without (launch.py)."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1" if as_lightning else "0"
@@ -117,8 +121,9 @@ def gpu_search(as_lightning: bool) -> Iterator[None]:
 
 
 def plain_loop(job: Job) -> Laps:
-    """The limit: nothing but the training."""
-    model, laps = job.build(), Laps(job.settling)
+    """Train in a plain PyTorch loop, the lower limit of the time."""
+    model = job.build()
+    laps = Laps(job.settling)
     optimizer = job.optimizer(model)
     with gpu_search(as_lightning=False):
         for images, labels in job:
@@ -132,7 +137,7 @@ def plain_loop(job: Job) -> Laps:
 
 
 def fabric_loop(job: Job) -> Laps:
-    """The same with Fabric's module and optimiser."""
+    """Train with Fabric's module and optimizer."""
     fabric = Fabric(accelerator="cpu", devices=1, precision=job.precision)  # type: ignore[arg-type]
     model = job.build()
     model, optimizer = fabric.setup(model, job.optimizer(model))
@@ -140,7 +145,7 @@ def fabric_loop(job: Job) -> Laps:
 
 
 def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job: Job, as_lightning: bool) -> Laps:
-    """A plain loop over what a library has wrapped."""
+    """Train in a plain loop with a model and an optimizer that a library has wrapped."""
     laps = Laps(job.settling)
     with gpu_search(as_lightning):
         for images, labels in job:
@@ -153,7 +158,7 @@ def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job
 
 
 class LapClock(pl.Callback):
-    """Notes when each step of a Trainer ends."""
+    """Callback that records the end of each step of a Trainer."""
 
     def __init__(self, laps: Laps) -> None:
         self.laps = laps
@@ -164,7 +169,7 @@ class LapClock(pl.Callback):
 
 
 class Plain(pl.LightningModule):
-    """The network in a LightningModule that logs nothing."""
+    """LightningModule of the network that logs nothing."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -181,7 +186,7 @@ class Plain(pl.LightningModule):
 
 
 def bare_loop(job: Job) -> Laps:
-    """A Trainer with no logger, bar, checkpoint or callback."""
+    """Train with a Trainer without logger, progress bar and checkpoints."""
     laps = Laps(job.settling)
     with gpu_search(as_lightning=True):
         bare_trainer([LapClock(laps)], precision=job.precision).fit(Plain(job), job)

@@ -1,4 +1,4 @@
-"""The same training in libraries that users might take instead; each is compared where it is installed."""
+"""Runs the same training in other libraries, as far as they are installed."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ __all__ = ["absent_peers", "peer_loops"]
 
 
 def accelerate_loop(job: Job) -> Laps:
-    """The same with Accelerate's."""
+    """Train with Accelerate's model, optimizer and backward."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -28,12 +28,13 @@ def accelerate_loop(job: Job) -> Laps:
 
 
 def ignite_loop(job: Job, bar: bool = False) -> Laps:
-    """ignite's engine; with its progress bar and running average, too."""
+    """Train with ignite's engine, optionally with its progress bar and running average."""
     from ignite.engine import Engine, Events
     from ignite.handlers import ProgressBar
     from ignite.metrics import RunningAverage
 
-    model, laps = job.build(), Laps(job.settling)
+    model = job.build()
+    laps = Laps(job.settling)
     optimizer = job.optimizer(model)
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> float | None:
@@ -55,7 +56,7 @@ def ignite_loop(job: Job, bar: bool = False) -> Laps:
 
 
 def fastai_loop(job: Job) -> Laps:
-    """fastai's Learner, with its running averages and no bar."""
+    """Train with fastai's Learner, with its running averages and without a progress bar."""
     from fastai.callback.core import Callback
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
@@ -89,10 +90,10 @@ _PEERS: dict[str, tuple[str, Callable[[Job], Laps]]] = {
 
 
 def peer_loops() -> dict[str, Callable[[Job], Laps]]:
-    """Those that are installed, by name."""
+    """Return the loops of the installed libraries, by name."""
     return {name: loop for name, (package, loop) in _PEERS.items() if find_spec(package)}
 
 
 def absent_peers() -> list[str]:
-    """Those that are not."""
+    """Return the names of the libraries that are not installed."""
     return [name for name, (package, _) in _PEERS.items() if not find_spec(package) and "," not in name]

@@ -1,4 +1,4 @@
-"""One run to an accuracy on MNIST's test set, in a process of its own, which prints when it was reached.
+"""Trains to an accuracy on MNIST's test set, in a process of its own, and prints the seconds as JSON.
 
 ``python -m benchmarks.contenders.reach_accuracy '["classic", FOLDER, SEED, ACCURACY, EPOCHS, BATCHES]'``
 """
@@ -27,17 +27,17 @@ __all__: list[str] = []
 
 
 class Finish:
-    """The test accuracy after each epoch, and the seconds since the first step, without those of testing."""
+    """Recorder of the test accuracy after each epoch, and of the seconds since the first step without testing."""
 
-    def __init__(self, wanted: float) -> None:
-        self.wanted = wanted
+    def __init__(self, target_accuracy: float) -> None:
+        self.target_accuracy = target_accuracy
         self.began = time.time()
         self.testing = 0.0
         self.accuracies: list[float] = []
 
     @torch.no_grad()
     def reached(self, model: nn.Module, batches: Any, autocast: Any) -> bool:
-        """Test the network as it is; whether it reaches the accuracy."""
+        """Test the network, and return whether it reaches the accuracy."""
         start = time.time()
         training = model.training
         model.eval()
@@ -49,28 +49,29 @@ class Finish:
         model.train(training)
         self.accuracies.append(right / count)
         self.testing += time.time() - start
-        return self.accuracies[-1] >= self.wanted
+        return self.accuracies[-1] >= self.target_accuracy
 
     def answer(self) -> dict[str, Any]:
-        """When it began, and how long it took."""
+        """Return the start, the seconds, the accuracies and whether the accuracy was reached."""
         return {
             "began": self.began,
             "seconds": time.time() - self.began - self.testing,
             "accuracies": self.accuracies,
-            "reached": self.accuracies[-1] >= self.wanted,
+            "reached": self.accuracies[-1] >= self.target_accuracy,
         }
 
 
-def classic(folder: str, seed: int, wanted: float, epochs: int, batches: int) -> dict[str, Any]:
-    """The network and the settings of PyTorch's MNIST example: Adadelta, 1.0 and times 0.7 an epoch, batches of 64."""
+def classic(folder: str, seed: int, target_accuracy: float, epochs: int, batches: int) -> dict[str, Any]:
+    """Train as PyTorch's MNIST example: Adadelta with lr 1.0, times 0.7 after each epoch, and batches of 64."""
     torch.manual_seed(seed)
     steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    train, test = (datasets.MNIST(folder, train=part, transform=steps) for part in (True, False))
-    train_loader, test_loader = DataLoader(train, 64, shuffle=True), DataLoader(test, 1000)
+    train_set, test_set = (datasets.MNIST(folder, train=part, transform=steps) for part in (True, False))
+    train_loader = DataLoader(train_set, 64, shuffle=True)
+    test_loader = DataLoader(test_set, 1000)
     model = ClassicNet()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-    finish = Finish(wanted)
+    finish = Finish(target_accuracy)
     for _ in range(epochs):
         for number, (images, labels) in enumerate(train_loader):
             if number == batches:
@@ -90,10 +91,10 @@ def _no_autocast() -> Any:
 
 
 class StopAt(pl.Callback):
-    """Tests after each epoch and ends the training when the accuracy is reached."""
+    """Callback that tests after each epoch and ends the training when the accuracy is reached."""
 
-    def __init__(self, wanted: float) -> None:
-        self.finish = Finish(wanted)
+    def __init__(self, target_accuracy: float) -> None:
+        self.finish = Finish(target_accuracy)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -112,9 +113,9 @@ class StopAt(pl.Callback):
         self.result = self.finish.answer()
 
 
-def recipe(folder: str, seed: int, wanted: float, epochs: int, batches: int) -> dict[str, Any]:
-    """The recipe through its command line, its schedule set to so few epochs."""
-    stop = StopAt(wanted)
+def recipe(folder: str, seed: int, target_accuracy: float, epochs: int, batches: int) -> dict[str, Any]:
+    """Train the recipe by its command line, with a schedule of `epochs` epochs."""
+    stop = StopAt(target_accuracy)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as runs:
         flags = {
             "--data-dir": folder, "--dataset": "mnist", "--seed": seed, "--max-epochs": epochs, "--run-dir": runs,

@@ -1,4 +1,4 @@
-"""Our recipe through its command line, and the way that Lightning's introductions show, both as a user meets them."""
+"""Runs the same training by the recipe's command line, and in a Trainer as Lightning's introductions show it."""
 
 import tempfile
 from collections.abc import Callable
@@ -25,10 +25,10 @@ _PLAIN = ("--shift", "0", "--rotation", "0", "--scale", "0")
 
 
 def recipe_class(network: Callable[[], nn.Module]) -> type[MNISTClassifier]:
-    """The MNIST recipe with a network of ours."""
+    """Return the class of the MNIST recipe with another network."""
 
     class Benchmarked(MNISTClassifier):
-        """The MNIST recipe with the benchmark's network."""
+        """MNIST recipe with the network of the benchmark."""
 
         title = "benchmark"
 
@@ -40,11 +40,12 @@ def recipe_class(network: Callable[[], nn.Module]) -> type[MNISTClassifier]:
 
 
 def recipe_loop(job: Job, root: Path, augment: bool) -> Laps:
-    """The command line at its defaults: logging, scores, bar, checkpoints and exactness are on.
+    """Train by the command line at its defaults, with logging, scores, progress bar, checkpoints and exactness.
 
     Args:
+        job: network, data and settings.
         root: folder of MNIST's files.
-        augment: shift, turn and zoom the images, as is the recipe's default.
+        augment: whether images are augmented, as is the recipe's default.
     """
     laps = Laps(job.settling)
     with ExitStack() as stack:
@@ -69,7 +70,7 @@ def recipe_loop(job: Job, root: Path, augment: bool) -> Laps:
 
 
 class StockClassifier(pl.LightningModule):
-    """The network as introductions to Lightning train it: the loss and the accuracy are logged in every step."""
+    """LightningModule as in introductions to Lightning, which logs loss and accuracy in every step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class StockClassifier(pl.LightningModule):
 
 
 def stock_loop(job: Job, root: Path) -> Laps:
-    """torchvision's MNIST, a DataLoader, a Trainer at its defaults; float32 and contiguous, which are the defaults."""
+    """Train on torchvision's MNIST with a DataLoader and a Trainer, all at their defaults: float32, contiguous."""
     laps = Laps(job.settling)
     torch.manual_seed(1)
     with (

@@ -1,4 +1,4 @@
-"""A Trainer with nothing that a section does not ask for, a loader of one batch, and a context without messages."""
+"""Minimal Trainer for measurements, a loader that repeats one batch, and a context that suppresses messages."""
 
 import logging
 import warnings
@@ -12,10 +12,11 @@ __all__ = ["Again", "bare_trainer", "suppress_output"]
 
 
 class Again:
-    """The same batch again and again, as a loader that Lightning leaves alone."""
+    """Loader that repeats one batch. It is not a `DataLoader`, so Lightning does not change it."""
 
     def __init__(self, batch: Any, count: int) -> None:
-        self.batch, self.count = batch, count
+        self.batch = batch
+        self.count = count
         self.batch_size = len(batch[0])
 
     def __len__(self) -> int:
@@ -26,7 +27,7 @@ class Again:
 
 
 def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer:
-    """One CPU; no logger, checkpoints or bar."""
+    """Make a Trainer on one CPU without logger, checkpoints and progress bar."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -35,7 +36,7 @@ def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        # Else Lightning's own note on other launchers' variables would depend on where this runs.
+        # Otherwise Lightning logs a note if variables of a launcher are set, and output would depend on the machine.
         "use_distributed_sampler": False,
     }
     return pl.Trainer(callbacks=list(callbacks), **(defaults | options))
@@ -43,7 +44,7 @@ def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer
 
 @contextmanager
 def suppress_output() -> Iterator[None]:
-    """Suppresses Lightning's tips and our log messages."""
+    """Suppress warnings, Lightning's tips and our log messages."""
     logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_recipes")]
     levels = [log.level for log in logs]
     for log in logs:

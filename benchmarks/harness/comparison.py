@@ -1,4 +1,4 @@
-"""What became faster or slower since an earlier file of results, beyond the noise of both."""
+"""Compares results with those of an earlier run and lists changes beyond the noise of both."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,22 +7,22 @@ __all__ = ["changes", "differing_machines"]
 
 
 def differing_machines(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """What makes two files hard to compare: another processor, system, version, allocator or accelerator.
+    """Return the differences of two machines that make results hard to compare.
 
     Example:
         >>> differing_machines({"processor": "A", "commit": "1"}, {"processor": "B", "commit": "2"})
         ['processor: A, now B']
     """
-    told = ("processor", "system", "versions", "allocator", "accelerator")
-    return [f"{key}: {old.get(key)}, now {new.get(key)}" for key in told if old.get(key) != new.get(key)]
+    compared_keys = ("processor", "system", "versions", "allocator", "accelerator")
+    return [f"{key}: {old.get(key)}, now {new.get(key)}" for key in compared_keys if old.get(key) != new.get(key)]
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A line for each figure whose ranges do not overlap; those of one round only have no range, and are left out.
+    """Return a line for each figure whose ranges do not overlap. Figures of one round have no range and are left out.
 
     Args:
         old: the results of an earlier run, as ``--json`` writes them.
-        new: those of now.
+        new: the results of this run.
 
     Example:
         >>> def results(*values):
@@ -34,9 +34,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         []
     """
     lines = []
-    for section, found in new["sections"].items():
+    for section, section_results in new["sections"].items():
         rows = old["sections"].get(section, {}).get("rows", {})
-        for row, figures in found["rows"].items():
+        for row, figures in section_results["rows"].items():
             for column, figure in figures.items():
                 before = rows.get(row, {}).get(column)
                 if before is None or figure is None or min(before["rounds"], figure["rounds"]) < 2:

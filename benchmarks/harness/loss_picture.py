@@ -1,4 +1,4 @@
-"""Losses of the same training on several numbers of processes, as SVG that is readable in light and in dark."""
+"""Draws losses of the same training on several numbers of processes as SVG, for light and dark pages."""
 
 import math
 from collections.abc import Mapping
@@ -6,8 +6,11 @@ from typing import Any
 
 __all__ = ["picture"]
 
-_WIDTH, _HEIGHT = 720, 356
-_PLOT_WIDTH, _TOP, _BOTTOM = 286, 66, 226
+_WIDTH = 720
+_HEIGHT = 356
+_PLOT_WIDTH = 286
+_TOP = 66
+_BOTTOM = 226
 _LEFTS = (52, 412)
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -21,7 +24,7 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans
 .hash { font-family: ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace; }
 .title { font-size: 17px; font-weight: 600; } polyline { fill: none; stroke-linejoin: round; }
 """
-# The lines of equal runs lie on each other: the first is the widest, and the last ones are dashed above it.
+# Lines of equal runs coincide. The first line is the widest and the last is dashed, so that all can be seen.
 _WIDTHS = (7, 4, 1.8, 1.8)
 _DASHES = ("", "", "", "3 5")
 
@@ -30,38 +33,39 @@ def picture(results: Mapping[str, Any]) -> str:
     """Draw the losses of each program beside each other, with the first digits of the SHA-256 of the final weights."""
     programs = results["programs"]
     losses = [loss for runs in programs.values() for run in runs.values() for loss in run["losses"]]
-    low, high = math.log(min(losses)), math.log(max(losses))
+    low = math.log(min(losses))
+    high = math.log(max(losses))
     updates = max(len(run["losses"]) for runs in programs.values() for run in runs.values())
 
-    def place(left: float, update: int, loss: float) -> tuple[float, float]:
+    def position(left: float, update: int, loss: float) -> tuple[float, float]:
         x = left + _PLOT_WIDTH * (update - 1) / (updates - 1)
         y = _BOTTOM - (_BOTTOM - _TOP) * (math.log(loss) - low) / (high - low)
         return x, y
 
-    drawn = [f'<rect class="paper" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="10"/>']
+    elements = [f'<rect class="paper" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="10"/>']
     for left, (program, runs) in zip(_LEFTS, programs.items(), strict=True):
         different = len({run["sha256"] for run in runs.values()})
         count = "one result" if different == 1 else f"{different} results"
-        drawn.append(f'<text class="ink title" x="{left - 36}" y="30">{program}: {count}</text>')
-        drawn.append(f'<text class="faint" x="{left - 36}" y="52">loss on held-out digits</text>')
+        elements.append(f'<text class="ink title" x="{left - 36}" y="30">{program}: {count}</text>')
+        elements.append(f'<text class="faint" x="{left - 36}" y="52">loss on held-out digits</text>')
         for tick in (0.1, 0.2, 0.5, 1.0, 2.0):
             if low <= math.log(tick) <= high:
-                _, y = place(left, 1, tick)
-                drawn.append(f'<line class="grid" x1="{left}" x2="{left + _PLOT_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-                drawn.append(f'<text class="faint" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+                _, y = position(left, 1, tick)
+                elements.append(f'<line class="grid" x1="{left}" x2="{left + _PLOT_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+                elements.append(f'<text class="faint" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
         for update in range(20, updates + 1, 20):
-            x, _ = place(left, update, 1.0)
-            drawn.append(f'<text class="faint" x="{x:.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{update}</text>')
-        drawn.append(f'<text class="faint" x="{left - 36}" y="{_BOTTOM + 18}">updates</text>')
+            x, _ = position(left, update, 1.0)
+            elements.append(f'<text class="faint" x="{x:.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{update}</text>')
+        elements.append(f'<text class="faint" x="{left - 36}" y="{_BOTTOM + 18}">updates</text>')
         for number, (name, run) in enumerate(runs.items()):
-            points = (place(left, update, loss) for update, loss in enumerate(run["losses"], 1))
+            points = (position(left, update, loss) for update, loss in enumerate(run["losses"], 1))
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             stroke = f'class="c{number}" stroke-width="{_WIDTHS[number]}" stroke-dasharray="{_DASHES[number]}"'
-            drawn.append(f'<polyline {stroke} points="{path}"/>')
+            elements.append(f'<polyline {stroke} points="{path}"/>')
             y = _BOTTOM + 46 + 21 * number
-            drawn.append(f'<line {stroke} x1="{left - 36}" x2="{left - 6}" y1="{y - 5}" y2="{y - 5}"/>')
-            drawn.append(f'<text class="ink" x="{left + 4}" y="{y}">{name}</text>')
-            drawn.append(f'<text class="ink hash" x="{left + 150}" y="{y}">{run["sha256"][:12]}</text>')
+            elements.append(f'<line {stroke} x1="{left - 36}" x2="{left - 6}" y1="{y - 5}" y2="{y - 5}"/>')
+            elements.append(f'<text class="ink" x="{left + 4}" y="{y}">{name}</text>')
+            elements.append(f'<text class="ink hash" x="{left + 150}" y="{y}">{run["sha256"][:12]}</text>')
     heads = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Loss curves and hashes of the final weights"'
     opening = [f'<svg xmlns="http://www.w3.org/2000/svg" {heads}>', f"<style>{_STYLE}</style>"]
-    return "\n".join([*opening, *drawn, "</svg>", ""])
+    return "\n".join([*opening, *elements, "</svg>", ""])

@@ -1,7 +1,7 @@
-"""Alternating measurements, their statistics, and how they are printed and written.
+"""Alternating measurements of several contenders, their statistics, and the output of results.
 
-A machine that others use drifts by more than most differences of interest. So the things to compare run in turn in one
-process, each round compares them with each other, and a figure is the median over the rounds with the extremes beside.
+The speed of a shared machine drifts by more than most differences of interest. Contenders therefore run in turn in one
+process, each round compares them with each other, and a figure is the median over the rounds with its range.
 """
 
 import gc
@@ -39,19 +39,19 @@ __all__ = [
 ]
 
 Progress = Callable[[str, int, int], None]
-"""Told what was just measured, how many measurements are done, and of how many."""
+"""Function that receives the name of the last measurement, the number of measurements done, and their total."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks of every section.
+    """Options of the command line for all sections.
 
     Args:
-        quick: smaller sizes and fewer repeats, to see that it works; the figures are rough.
-        repeats: rounds; None is the section's own choice.
-        threads: of torch; None is the section's own choice.
-        data_dir: where data sets are looked for.
-        devices: of the scaling section: processes, for each world to measure.
+        quick: smaller sizes and fewer repeats, to test that a section runs; the figures are rough.
+        repeats: number of rounds; None is the default of the section.
+        threads: number of torch's threads; None is the default of the section.
+        data_dir: folder of the data sets.
+        devices: numbers of processes to measure, for the scaling section.
     """
 
     quick: bool = False
@@ -63,7 +63,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Spread:
-    """One figure: what each round found, and the median, smallest and largest of it.
+    """Figure with a value from each round, and their median, minimum and maximum.
 
     Example:
         >>> spread = Spread((3.0, 1.0, 2.0, 9.0))
@@ -88,7 +88,7 @@ class Spread:
 
 @dataclass
 class Timings:
-    """Seconds of each contender in each complete round; `interrupted` where Ctrl-C ended it early.
+    """Seconds of each contender in each complete round. `interrupted` says whether Ctrl-C ended the measurement.
 
     Example:
         >>> timings = Timings({"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 6.0, 4.0]})
@@ -106,20 +106,20 @@ class Timings:
         return min(map(len, self.seconds.values()))
 
     def spread(self, name: str, unit: float = 1.0) -> Spread:
-        """The time of a contender; `unit` is its length in seconds."""
+        """Return the time of a contender, in a unit of `unit` seconds."""
         return Spread(tuple(seconds / unit for seconds in self.seconds[name]))
 
     def ratio(self, name: str, to: str) -> Spread:
-        """The time of a contender over another's in the same round, so that what slows the machine cancels out."""
+        """Return the ratio of two contenders' times in the same round, in which the machine's speed cancels out."""
         return Spread(tuple(a / b for a, b in zip(self.seconds[name], self.seconds[to], strict=True)))
 
     def added(self, name: str, to: str, unit: float = 1.0) -> Spread:
-        """The time of a contender less another's in the same round."""
+        """Return the difference of two contenders' times in the same round."""
         return Spread(tuple((a - b) / unit for a, b in zip(self.seconds[name], self.seconds[to], strict=True)))
 
 
 def stopwatch(work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """A contender that does `work` and returns how many seconds it took."""
+    """Return a contender that calls `work` and returns its seconds."""
 
     def measure() -> float:
         start = clock()
@@ -132,14 +132,13 @@ def stopwatch(work: Callable[[], Any], clock: Callable[[], float] = time.perf_co
 def alternate(
     contenders: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1, progress: Progress | None = None
 ) -> Timings:
-    """Runs the contenders in turn, `repeats` times, after `warmup` rounds that do not count.
+    """Run the contenders in turn, `repeats` times, after `warmup` rounds that do not count.
 
-    Every other round goes backwards, so that a machine that slows down or warms up favours no contender. Ctrl-C ends it
-    and keeps the complete rounds.
+    Every other round runs backwards, so that a machine that slows down or warms up favours no contender. Ctrl-C ends
+    the measurement and keeps the complete rounds.
 
     Args:
-        contenders: by name, functions that do one measurement and return its seconds; set-up of their own is theirs to
-            leave out.
+        contenders: functions that do one measurement and return its seconds, without those of their set-up, by name.
 
     Raises:
         KeyboardInterrupt: Ctrl-C before the first round was complete.
@@ -155,29 +154,29 @@ def alternate(
     names, total = list(contenders), (warmup + repeats) * len(contenders)
     rounds: list[dict[str, float]] = []
     interrupted = False
-    gc.freeze()  # What is there already need not be looked through each time.
+    gc.freeze()  # Existing objects need not be scanned in each collection.
     try:
         for number in range(warmup + repeats):
-            found: dict[str, float] = {}
+            seconds: dict[str, float] = {}
             for name in names if number % 2 == 0 else reversed(names):
-                gc.collect()  # Else one pays for what the one before has left behind.
-                found[name] = contenders[name]()
+                gc.collect()  # Otherwise a contender pays for the garbage of the one before.
+                seconds[name] = contenders[name]()
                 if progress is not None:
-                    progress(name, number * len(names) + len(found), total)
+                    progress(name, number * len(names) + len(seconds), total)
             if number >= warmup:
-                rounds.append(found)
+                rounds.append(seconds)
     except KeyboardInterrupt:
         if not rounds:
             raise
         interrupted = True
     finally:
         gc.unfreeze()
-    return Timings({name: [found[name] for found in rounds] for name in names}, interrupted)
+    return Timings({name: [seconds[name] for seconds in rounds] for name in names}, interrupted)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures: its heading with the unit, and how a figure is written in it."""
+    """Column of figures: heading with the unit, and format of a figure."""
 
     title: str
     form: str = ".3g"
@@ -185,7 +184,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a section must show, and what it showed."""
+    """Goal of a section, and the result."""
 
     text: str
     found: str
@@ -194,12 +193,12 @@ class Goal:
 
 @dataclass
 class Section:
-    """The results of one section.
+    """Results of one section.
 
     Args:
-        header: how it was measured: threads, precision, repeats and the like.
-        columns: of the figures; each row has one for every column, or None.
-        notes: what a reader must know to read the figures.
+        header: conditions of the measurement: threads, precision, repeats and so on.
+        columns: columns of the table; each row has a figure or None for every column.
+        notes: remarks that are needed to read the figures.
     """
 
     title: str
@@ -212,14 +211,14 @@ class Section:
 
 
 def available_cores() -> int:
-    """Cores that this process may use; containers and job schedulers grant fewer than there are."""
+    """Return the number of cores that this process may use. Containers and schedulers may grant a few of them only."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def pin_threads(threads: int) -> str:
-    """Sets torch's number of threads, and returns the text for the header."""
+    """Set torch's number of threads, and return a text for the header."""
     import torch
 
     torch.set_num_threads(threads)
@@ -243,7 +242,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit that is measured, with a plus where files were changed since."""
+    """Return the measured commit, with a plus if files have changed since."""
     try:
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -252,7 +251,7 @@ def _commit() -> str:
 
 
 def describe_machine(allocator_tuned: bool) -> dict[str, str]:
-    """What the figures hold for: the hardware, the versions, the commit, the time and how busy the machine is."""
+    """Return hardware, versions, commit, time and load of the machine, under which the figures were measured."""
     import torch
 
     from recipes.runner.machine import bf16_unit
@@ -294,7 +293,7 @@ def _cell(spread: Spread | None, form: str) -> str:
 
 
 def print_section(section: Section, console: Console) -> None:
-    """Prints the header, the figures as ``median (min..max)``, the goals and the notes."""
+    """Print the header, the figures as ``median (min..max)``, the goals and the notes."""
     console.rule(f"[bold]{section.title}", align="left")
     _pairs(section.header, console)
     table = Table(caption="median (min..max) of the rounds", caption_justify="left")
@@ -321,7 +320,7 @@ def _figure(spread: Spread | None) -> dict[str, Any] | None:
 
 
 def as_json(machine: Mapping[str, str], sections: Mapping[str, Section], interrupted: bool) -> dict[str, Any]:
-    """All results as plain values."""
+    """Return all results as values for JSON."""
     return {
         "format": 1,
         "interrupted": interrupted,
@@ -346,9 +345,9 @@ def as_json(machine: Mapping[str, str], sections: Mapping[str, Section], interru
 def write_json(
     path: Path, machine: Mapping[str, str], sections: Mapping[str, Section], interrupted: bool = False
 ) -> None:
-    """Writes the results beside `path` and renames, so that no reader finds a partial file."""
-    # Figures that are not finite have no place in JSON: better to fail here than in whatever reads it.
+    """Write the results to a temporary file and rename it, so that no reader finds a partial file."""
+    # JSON has no NaN and infinity, so an error here is better than one in the program that reads the file.
     text = json.dumps(as_json(machine, sections, interrupted), indent=2, allow_nan=False)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(path)
+    temporary_path = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary_path.write_text(text + "\n", encoding="utf-8")
+    temporary_path.replace(path)

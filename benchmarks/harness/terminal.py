@@ -1,4 +1,4 @@
-"""A pseudo-terminal whose output is discarded, so that progress bars draw as they do for a user."""
+"""Pseudo-terminal whose output is discarded, so that progress bars are drawn as for a user; and handling of Ctrl-C."""
 
 import contextlib
 import os
@@ -13,10 +13,10 @@ __all__ = ["interruptible", "unread_terminal"]
 
 @contextlib.contextmanager
 def unread_terminal() -> Iterator[None]:
-    """Sends what is printed to a pseudo-terminal that another process empties; to nowhere where there is none.
+    """Redirect output to a pseudo-terminal that another process reads, or to nowhere on a system without one.
 
     Raises:
-        RuntimeError: a command line inside has ended the program; with its last message.
+        RuntimeError: a command line in the block has ended the program; the message is its last line.
     """
     try:
         import pty
@@ -29,7 +29,8 @@ def unread_terminal() -> Iterator[None]:
             yield
         return
     inside, outside = pty.openpty()
-    # A process, since a thread would take turns with the loop that is measured; out of reach of Ctrl-C.
+    # A process, since a thread would compete with the measured loop for the GIL. A session of its own keeps Ctrl-C
+    # away.
     with tempfile.TemporaryFile() as output:
         reader = subprocess.Popen(
             ["cat"], stdin=inside, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True
@@ -53,12 +54,12 @@ def unread_terminal() -> Iterator[None]:
 
 
 class _Interrupted(Exception):
-    """Ctrl-C, as an exception that no framework takes for its own affair."""
+    """Exception for Ctrl-C that no framework handles itself."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C inside is a KeyboardInterrupt outside: Trainers and command lines would end the program themselves."""
+    """Raise KeyboardInterrupt after Ctrl-C in the block. A Trainer or command line would end the program instead."""
 
     def interrupt(*_: Any) -> None:
         raise _Interrupted

@@ -1,4 +1,4 @@
-"""The three recipes as small as they get, offline, for runs in which the training itself does not count."""
+"""Smallest forms of the three recipes, without downloads, for runs whose training does not matter."""
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -14,7 +14,7 @@ __all__ = ["TINY_RECIPES", "ThinResNet", "TinyRecipe"]
 
 
 class _Eighth(ResNet):  # type: ignore[misc]
-    """A block a stage, of an eighth of ResNet-18's channels."""
+    """ResNet with one block per stage and an eighth of ResNet-18's channels."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(BasicBlock, [1, 1, 1, 1], num_classes)
@@ -27,7 +27,7 @@ class _Eighth(ResNet):  # type: ignore[misc]
 
 
 class ThinResNet(ResNetFineTuner):
-    """The ResNet recipe with a network of 92,000 parameters, whose checkpoints take 1 MB."""
+    """ResNet recipe with a network of 92,000 parameters, whose checkpoints take 1 MB."""
 
     @override
     def build_network(self) -> nn.Module:
@@ -36,14 +36,14 @@ class ThinResNet(ResNetFineTuner):
 
 @dataclass(frozen=True)
 class TinyRecipe:
-    """A recipe and its data module, as ``module:name``, and the flags that make a run of it small."""
+    """Recipe and data module, as ``module:name``, and the flags of a small run."""
 
     recipe: str
     data: str
     flags: tuple[str, ...]
 
     def classes(self) -> tuple[Any, Any]:
-        """The recipe's class and the data module's."""
+        """Return the classes of the recipe and the data module."""
         return resolve_name(self.recipe), resolve_name(self.data)
 
 
@@ -60,4 +60,4 @@ TINY_RECIPES = {
         ("--hidden-size", "16", "--val-sentences", "8"),
     ),
 }
-"""By the recipe's title, which is the name of its folder of runs."""
+"""Recipes by their titles, which are the names of their run folders."""

@@ -1,7 +1,7 @@
-"""Microseconds that the callbacks add to an update of the same bare Trainer, on one device.
+"""Measures the microseconds that the callbacks add to an update of a bare Trainer, on one device.
 
-The network takes about a millisecond a step, which is what a fast GPU makes of any small model: there the framework's
-own work shows. Its width is chosen so that a plain PyTorch loop takes that long. Nothing is logged to disk.
+The network takes about a millisecond per step, as a small model does on a fast GPU, so that the overhead of the
+framework is visible. Its width is chosen so that a plain PyTorch loop takes that long. Nothing is logged to disk.
 """
 
 import statistics
@@ -23,16 +23,21 @@ from callbacks import GradientAccumulation, SeedControl, SyncBN, TrainingMonitor
 
 __all__ = ["run"]
 
-BATCH_SIZE, SETTLING = 256, 20
-"""SETTLING: steps before the clock starts, since the first are slower."""
-PLAIN, BARE, ALL, EMPTY = "plain PyTorch loop", "bare Trainer", "all four", "four callbacks that do nothing"
-AVERAGING, MONITOR = "WeightAveraging(ema=0.999)", "TrainingMonitor"
+BATCH_SIZE = 256
+SETTLING = 20
+"""Steps before the clock starts, since the first ones are slower."""
+PLAIN = "plain PyTorch loop"
+BARE = "bare Trainer"
+ALL = "all four"
+EMPTY = "four callbacks that do nothing"
+AVERAGING = "WeightAveraging(ema=0.999)"
+MONITOR = "TrainingMonitor"
 GOALS = {ALL: 1.05, AVERAGING: 1.02, MONITOR: 1.01}
-"""The largest ratios to the bare Trainer."""
+"""Greatest allowed ratios to the bare Trainer."""
 
 
 class Classifier(pl.LightningModule):
-    """Two linear layers with BatchNorm between them."""
+    """LightningModule of two linear layers with BatchNorm between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,7 +58,7 @@ class Classifier(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """When each step has ended."""
+    """Callback that records the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -64,15 +69,16 @@ class Clock(pl.Callback):
 
 
 def batches(count: int) -> Again:
-    """The same random batch again and again."""
+    """Return a loader that repeats one random batch."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(BATCH_SIZE, 784, generator=generator)
     return Again((images, torch.randint(10, (BATCH_SIZE,), generator=generator)), count)
 
 
 def plain_loop(width: int, steps: int) -> float:
-    """Seconds a step of what a plain PyTorch loop does."""
-    model, start = Classifier(width), 0.0
+    """Return the seconds of a step of a plain PyTorch loop."""
+    model = Classifier(width)
+    start = 0.0
     optimizer = model.configure_optimizers()
     for number, batch in enumerate(batches(SETTLING + steps), 1):
         loss = model.training_step(batch, number)
@@ -85,13 +91,13 @@ def plain_loop(width: int, steps: int) -> float:
 
 
 def width_for(seconds: float) -> int:
-    """The smallest width whose step takes that long in a plain PyTorch loop, or the largest of all."""
+    """Return the smallest width whose step in a plain PyTorch loop takes `seconds`, or the largest width."""
     widths = range(32, 1025, 32)
     return next((w for w in widths if statistics.median(plain_loop(w, 20) for _ in range(5)) >= seconds), widths[-1])
 
 
 def fit(model: Classifier, steps: int, make_callbacks: Callable[[], list[pl.Callback]]) -> float:
-    """Seconds a step of a Trainer with these callbacks and nothing else."""
+    """Return the seconds of a step of a Trainer with these callbacks and no others."""
     clock = Clock()
     with interruptible():
         bare_trainer([clock, *make_callbacks()]).fit(model, batches(SETTLING + steps))
@@ -109,13 +115,14 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
     EMPTY: lambda: [pl.Callback() for _ in range(4)],
     ALL: lambda: [make()[0] for make in list(CALLBACKS.values())[1:5]],
 }
-"""What is compared; the callbacks are made for each round."""
+"""Contenders, whose callbacks are made for each round."""
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures each callback alone, and all together."""
-    # One thread: what the framework adds is Python, which a second one would not shorten but make unsteady.
-    threads, steps = pin_threads(options.threads or 1), 40 if options.quick else 400
+    """Measure each callback alone, and all together."""
+    # One thread, since the framework's overhead is Python, which more threads do not shorten but make unsteady.
+    threads = pin_threads(options.threads or 1)
+    steps = 40 if options.quick else 400
     with suppress_output():
         width = 32 if options.quick else width_for(1e-3)
         contenders: dict[str, Callable[[], float]] = {PLAIN: partial(plain_loop, width, steps)}

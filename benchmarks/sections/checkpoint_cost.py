@@ -1,4 +1,4 @@
-"""How long training is blocked while a checkpoint is saved: the command line's, a plain Trainer's, torch.save."""
+"""Measures how long saving a checkpoint blocks training: by the command line, a plain Trainer and torch.save."""
 
 import statistics
 import tempfile
@@ -34,21 +34,24 @@ from recipes.runner.run import run as run_command_line
 
 __all__ = ["run"]
 
-PLAIN, STOCK, OURS = "plain torch.save", "plain Trainer", "command line"
+PLAIN = "plain torch.save"
+STOCK = "plain Trainer"
+OURS = "command line"
 WIDTHS = {"0.8 million parameters": 1_024, "6.5 million parameters": 8_192}
 MOST = 2.0
 
 
 def network(width: int) -> nn.Module:
-    """Two linear layers."""
+    """Return a network of two linear layers."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 class Saves(pl.Callback):
-    """Saves in the middle of training and notes the seconds of each time."""
+    """Callback that saves several checkpoints during training and records the seconds of each."""
 
     def __init__(self, folder: Path, saves: int) -> None:
-        self.folder, self.saves = folder, saves
+        self.folder = folder
+        self.saves = saves
         self.seconds: list[float] = []
         self.size = 0
 
@@ -66,7 +69,7 @@ class Saves(pl.Callback):
 
 
 def plain_save(job: Job, folder: Path, saves: int) -> float:
-    """Weights and optimiser, written where they shall be: no checksum, no fsync, no second name."""
+    """Return the seconds of torch.save of weights and optimizer, without checksum, fsync and renaming."""
     model = job.build()
     optimizer = job.optimizer(model)
     for parameter in model.parameters():
@@ -81,14 +84,14 @@ def plain_save(job: Job, folder: Path, saves: int) -> float:
 
 
 def by_trainer(job: Job, folder: Path, saves: int) -> float:
-    """A Trainer without callbacks."""
+    """Return the seconds of a save by a Trainer without callbacks."""
     saving = Saves(folder, saves)
     bare_trainer([saving]).fit(Plain(job), job)
     return statistics.median(saving.seconds)
 
 
 def by_command_line(job: Job, folder: Path, saves: int, sizes: list[int]) -> float:
-    """As a run of the recipe saves, with the state of all its callbacks; its sizes are added to `sizes`."""
+    """Return the seconds of a save by a run of the recipe, with all callbacks, and add its size to `sizes`."""
     saving = Saves(folder, saves)
     flags = f"--data-dir {folder} --dataset mnist --run-dir {folder / 'runs'} --max-epochs 1 --limit-train-batches 4"
     flags += " --limit-val-batches 1 --limit-test-batches 1 --val-fraction 0.1 --accelerator cpu --precision 32-true"
@@ -99,14 +102,14 @@ def by_command_line(job: Job, folder: Path, saves: int, sizes: list[int]) -> flo
 
 
 def goal(timings: Timings, size: str) -> Goal:
-    """Whether safety costs little."""
+    """Return the goal for the ratio of a safe save to that of a plain Trainer."""
     ratio = timings.ratio(f"{size}, {OURS}", f"{size}, {STOCK}")
-    found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-    return Goal(f"{size}: a save at most {MOST:.0f} times as long as a plain Trainer's", found, ratio.median <= MOST)
+    result = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return Goal(f"{size}: a save at most {MOST:.0f} times as long as a plain Trainer's", result, ratio.median <= MOST)
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Saves networks of two sizes in each way."""
+    """Measure the saves of networks of two sizes."""
     threads = pin_threads(options.threads or 1)
     saves, repeats = (2, options.repeats or 1) if options.quick else (5, options.repeats or 5)
     images, labels, _ = find_images("", 2_560)
@@ -139,6 +142,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         columns=[Column("milliseconds a save", ".1f"), Column("times plain torch.save", ".2f")],
         rows=rows,
         goals=[goal(timings, size) for size in sizes],
-        notes=[f"{size}: {found[0] / 1e6:.1f} MB" for size, found in sizes.items()],
+        notes=[f"{size}: {size_list[0] / 1e6:.1f} MB" for size, size_list in sizes.items()],
         interrupted=timings.interrupted,
     )

@@ -1,8 +1,8 @@
-"""Translating sentences by beam search: the recipe's, over whole batches, against a plain loop, sentence by sentence.
+"""Measures beam search: that of the recipe, over whole batches, and a plain loop, sentence by sentence.
 
-Both run the same network, encode each sentence once and keep the decoder's state. The plain loop holds the hypotheses
-of a sentence in Python lists, and runs the decoder on all of them at once. The networks have random weights, so a
-translation ends where that of the corpus does, which the search is told (`limits`).
+Both run the same network, encode each sentence once and keep the state of the decoder. The plain loop has the
+hypotheses of a sentence in Python lists, and runs the decoder on all of them at once. The networks have random weights,
+so the length of each translation is limited to that of the reference (`limits`).
 """
 
 import gzip
@@ -26,12 +26,15 @@ from recipes.seq2seq.transformer import TransformerNet
 
 __all__ = ["run"]
 
-BEAM, ALPHA, AT_ONCE, GOAL = 5, 0.6, 64, 5
+BEAM = 5
+ALPHA = 0.6
+AT_ONCE = 64
+GOAL = 5
 NETWORKS: dict[str, Callable[..., TranslationNetwork]] = {"recurrent": Seq2SeqNet, "Transformer": TransformerNet}
 
 
 def multi30k_texts(data_dir: str, part: str, count: int) -> tuple[str, list[list[str]]]:
-    """What the sentences are, and the first ones of a part of Multi30k, German and English; else bundled ones."""
+    """Return a title and the first German and English sentences of a part of Multi30k, or bundled ones."""
     for folder in (Path(data_dir).expanduser(), Path(data_dir).expanduser() / "multi30k"):
         files = [folder / f"{part}.{side}.gz" for side in ("de", "en")]
         if all(file.is_file() for file in files):
@@ -43,7 +46,7 @@ def multi30k_texts(data_dir: str, part: str, count: int) -> tuple[str, list[list
 
 @torch.no_grad()
 def plain_search(network: TranslationNetwork, source: Tensor, limit: int) -> list[int]:
-    """The best translation of a sentence, of shape (source,), by beam search with Python lists."""
+    """Return the best translation of a sentence, of shape (source,), by beam search with Python lists."""
     encoded, state = network.encode(source.unsqueeze(0), torch.tensor([len(source)]))
     running: list[tuple[float, list[int]]] = [(0.0, [])]
     finished: list[tuple[float, list[int]]] = []
@@ -60,7 +63,8 @@ def plain_search(network: TranslationNetwork, source: Tensor, limit: int) -> lis
             for value, number in zip(values.tolist(), numbers.tolist(), strict=True):
                 candidates.append((total + value, row, [*tokens, number]))
         candidates.sort(key=lambda candidate: -candidate[0])
-        rows, running = [], []
+        rows = []
+        running = []
         for total, row, tokens in candidates[:places]:
             if total == -torch.inf:
                 continue
@@ -81,9 +85,9 @@ def _plainly(network: TranslationNetwork, sources: list[Tensor], limits: list[in
 
 
 def _in_batches(network: TranslationNetwork, sources: list[Tensor], limits: list[int]) -> list[list[int]]:
-    """As the recipe translates: sentences of like length together."""
+    """Translate as the recipe does, in batches of sentences of similar length."""
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    found: list[list[int]] = [[] for _ in sources]
+    translations: list[list[int]] = [[] for _ in sources]
     for start in range(0, len(order), AT_ONCE):
         chosen = order[start : start + AT_ONCE]
         source = nn.utils.rnn.pad_sequence([sources[i] for i in chosen], batch_first=True, padding_value=PAD)
@@ -92,8 +96,8 @@ def _in_batches(network: TranslationNetwork, sources: list[Tensor], limits: list
             network, source, lengths, BEAM, alpha=ALPHA, limits=torch.tensor([limits[i] for i in chosen])
         ).tokens
         for i, row in zip(chosen, tokens[:, 0].tolist(), strict=True):
-            found[i] = [token for token in row if token != PAD]
-    return found
+            translations[i] = [token for token in row if token != PAD]
+    return translations
 
 
 def _seconds(
@@ -103,7 +107,7 @@ def _seconds(
     limits: list[int],
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
-    """Of a sentence."""
+    """Return the seconds per sentence."""
     start = time.perf_counter()
     with precision():
         search(network, sources, limits)
@@ -111,7 +115,7 @@ def _seconds(
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Times both searches in turn, and counts the translations in which they differ."""
+    """Measure both searches in turn, and count the translations that differ."""
     threads = pin_threads(options.threads or 1)
     count, plain, hidden, repeats = (32, 8, 32, 1) if options.quick else (1000, 100, 256, 5)
     title, texts = multi30k_texts(options.data_dir, "test_2016_flickr", count)
@@ -135,13 +139,14 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     timings = alternate(contenders, options.repeats or repeats, progress=progress)
     rows: dict[str, list[Spread | None]] = {}
     for name in NETWORKS:
-        loop, ours = f"{name}, plain loop", f"{name}, recipe"
+        loop = f"{name}, plain loop"
+        ours = f"{name}, recipe"
         for row in (loop, ours):
             speed = Spread(tuple(1 / seconds for seconds in timings.seconds[row]))
             faster = timings.ratio(loop, row) if row == ours else None
             rows[row] = [speed, faster, Spread((differ[name],)) if row == ours else None]
     ratios = {name: timings.ratio(f"{name}, plain loop", f"{name}, recipe").median for name in NETWORKS}
-    found = ", ".join(f"{ratio:.1f} ({name})" for name, ratio in ratios.items())
+    ratio_text = ", ".join(f"{ratio:.1f} ({name})" for name, ratio in ratios.items())
     return Section(
         title=f"decoding: {count:,} sentences with a beam of {BEAM}",
         header={
@@ -157,7 +162,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             Column("other outputs in float32, %", ".0f"),
         ],
         rows=rows,
-        goals=[Goal(f"at least {GOAL} times faster than the plain loop", found, min(ratios.values()) >= GOAL)],
+        goals=[Goal(f"at least {GOAL} times faster than the plain loop", ratio_text, min(ratios.values()) >= GOAL)],
         notes=["other outputs: rounding decides between hypotheses of nearly equal scores, as of random weights"],
         interrupted=timings.interrupted,
     )

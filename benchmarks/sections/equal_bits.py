@@ -1,7 +1,7 @@
-"""What sums in the order of the micro-batches cost: updates with `GradientSum` and `OrderedStatistics`, and PyTorch's.
+"""Measures the cost of sums in the order of the micro-batches, by `GradientSum` and `OrderedStatistics`.
 
-Both train the same network on the same batches in one process, or in two under DDP, and take turns update by update.
-PyTorch's way divides each loss by the number of micro-batches and lets DDP add the gradients up with an all-reduce.
+They are compared with PyTorch's sums, which divide each loss by the number of micro-batches and let DDP all-reduce the
+gradients. Both train the same network on the same batches in one process, or in two under DDP, and alternate by update.
 """
 
 import contextlib
@@ -30,13 +30,16 @@ from recipes.runner.machine import resolve_precision
 
 __all__ = ["bytes_sent", "run"]
 
-PLAIN, ORDERED, CPU, HELD = "PyTorch's sums", "sums in order", ", processor time", "bytes held"
+PLAIN = "PyTorch's sums"
+ORDERED = "sums in order"
+CPU = ", processor time"
+HELD = "bytes held"
 SPLITS = {1: (1, 2, 4), 2: (2, 4)}
 """Micro-batches of an update on all processes, by the number of processes."""
 
 
 def resnet(quick: bool) -> Workload:
-    """A ResNet-18 at 64 px, all layers."""
+    """Return the workload of a ResNet-18 at 64 pixels, all layers."""
     count = 2 if quick else 16
     build = partial(ResNetFineTuner, num_classes=10, image_size=64, weights="none", freeze_until="none")
     return images("ResNet-18, all layers", build, count, 3, 64, 10)
@@ -47,7 +50,7 @@ WORKLOADS: dict[str, Callable[[bool], Workload]] = {"MNIST": mnist, "ResNet-18":
 
 @dataclass(frozen=True)
 class Job(scaling.Job):
-    """What one world measures: `steps` are updates, of so many micro-batches on all processes."""
+    """Measurement of one world, whose `steps` are updates of `micro_batches` micro-batches on all processes."""
 
     workload: str = "MNIST"
     micro_batches: int = 1
@@ -56,43 +59,46 @@ class Job(scaling.Job):
     @override
     def measure(self, rank: int) -> scaling.Found:
         workload = WORKLOADS[self.workload](self.quick)
-        ways = {PLAIN: _Way(self, workload, ordered=False), ORDERED: _Way(self, workload, ordered=True)}
-        found = {part: list[float]() for part in (PLAIN, ORDERED, PLAIN + CPU, ORDERED + CPU)}
+        trainings = {PLAIN: _Way(self, workload, ordered=False), ORDERED: _Way(self, workload, ordered=True)}
+        seconds = {part: list[float]() for part in (PLAIN, ORDERED, PLAIN + CPU, ORDERED + CPU)}
         for number in range(scaling.SETTLING + self.rounds * self.steps):
-            for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+            for name in list(trainings)[:: 1 if number % 2 == 0 else -1]:
                 dist.barrier()
                 start = time.perf_counter(), time.process_time()
-                ways[name].update()
+                trainings[name].update()
                 end = time.perf_counter(), time.process_time()
                 if number >= scaling.SETTLING:
                     for part, begin, stop in zip((name, name + CPU), start, end, strict=True):
-                        found[part].append(stop - begin)
-        return found | {HELD: [float(ways[ORDERED].held)]}
+                        seconds[part].append(stop - begin)
+        return seconds | {HELD: [float(trainings[ORDERED].held)]}
 
-    def ratio(self, found: scaling.Found, suffix: str = "") -> Spread:
-        """The time of an update with sums in order over PyTorch's: the median of each round's pairs."""
-        pairs = [a / b for a, b in zip(found[ORDERED + suffix], found[PLAIN + suffix], strict=True)]
+    def ratio(self, seconds: scaling.Found, suffix: str = "") -> Spread:
+        """Return the ratio of the times of an update with ordered sums and with PyTorch's: the median of each round."""
+        pairs = [a / b for a, b in zip(seconds[ORDERED + suffix], seconds[PLAIN + suffix], strict=True)]
         return Spread(tuple(statistics.median(pairs[i : i + self.steps]) for i in range(0, len(pairs), self.steps)))
 
 
 class _Way:
-    """A network that trains, in PyTorch's way or with sums in order."""
+    """Training of a network with PyTorch's sums or with ordered sums."""
 
     def __init__(self, job: Job, workload: Workload, ordered: bool) -> None:
         torch.manual_seed(1)
         network: nn.Module = workload.build().network.to(memory_format=torch.channels_last)
         self.optimizer = optimizer_by_name("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
-        self.workload, self.batch = workload, workload.on(torch.device("cpu"))
-        self.count, self.steps = job.micro_batches, job.micro_batches // job.world_size
+        self.workload = workload
+        self.batch = workload.on(torch.device("cpu"))
+        self.count = job.micro_batches
+        self.steps = job.micro_batches // job.world_size
         self.low = torch.bfloat16 if job.precision == "bf16-mixed" else None
         self.model: Any = network
         if job.world_size > 1:
             self.model = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.gradients = GradientSum(self.model, workload.units) if ordered else None
-        self.statistics, self.held = OrderedStatistics(network, job.world_size), 0
+        self.statistics = OrderedStatistics(network, job.world_size)
+        self.held = 0
 
     def update(self) -> None:
-        """Make an update."""
+        """Make one update."""
         self.optimizer.zero_grad()
         for step in range(self.steps):
             self._plain(step) if self.gradients is None else self._ordered(self.gradients)
@@ -117,35 +123,38 @@ class _Way:
 
 
 def bytes_sent(size: int, micro_batches: int, ranks: int) -> tuple[float, float]:
-    """What a rank sends at most in an update of gradients of `size` bytes: with sums in order, and in a ring.
+    """Return the greatest number of bytes that a rank sends per update, with ordered sums and in a ring all-reduce.
 
-    Sums in order send a part of each of the rank's nodes to each other rank, then the part that it has added up.
+    With ordered sums a rank sends a slice of each of its nodes to each other rank, and then the slice of the sum.
 
     Example:
         >>> bytes_sent(100, micro_batches=8, ranks=4), bytes_sent(100, micro_batches=10, ranks=4)
         ((150.0, 150.0), (225.0, 150.0))
     """
     ranges = [range_of_rank(micro_batches, rank, ranks) for rank in range(ranks)]
-    nodes = max(len(tree_nodes(*each, micro_batches)) for each in ranges)
-    others = (ranks - 1) / ranks * size
-    return (nodes + 1) * others, 2 * others
+    nodes = max(len(tree_nodes(start, stop, micro_batches)) for start, stop in ranges)
+    to_others = (ranks - 1) / ranks * size
+    return (nodes + 1) * to_others, 2 * to_others
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures each network, number of processes and number of micro-batches."""
-    threads, precision, quick = pin_threads(options.threads or 1), resolve_precision("auto")[0], options.quick
-    rounds, updates = options.repeats or (1 if quick else 5), 1 if quick else 8
+    """Measure each network, number of processes and number of micro-batches."""
+    threads = pin_threads(options.threads or 1)
+    precision = resolve_precision("auto")[0]
+    quick = options.quick
+    rounds = options.repeats or (1 if quick else 5)
+    updates = 1 if quick else 8
     splits = {ranks: counts[-1:] if quick else counts for ranks, counts in SPLITS.items()}
     cases = [(name, ranks, count) for name in WORKLOADS for ranks, counts in splits.items() for count in counts]
     rows: dict[str, list[Spread | None]] = {}
     goals: list[Goal] = []
     for number, (name, ranks, count) in enumerate(cases, 1):
         job = Job(ranks, 0, 0, updates, rounds, options.threads or 1, precision, False, name, count, quick)
-        found = scaling.run_world(job)
-        ratio = job.ratio(found)
+        seconds = scaling.run_world(job)
+        ratio = job.ratio(seconds)
         row = f"{name}, {ranks} process{'es' if ranks > 1 else ''}, {count} micro-batch{'es' if count > 1 else ''}"
-        held = Spread((found[HELD][0] / 2**20,)) if found[HELD][0] else None
-        rows[row] = [Spread((1e3 * statistics.median(found[PLAIN]),)), ratio, job.ratio(found, CPU), held]
+        held = Spread((seconds[HELD][0] / 2**20,)) if seconds[HELD][0] else None
+        rows[row] = [Spread((1e3 * statistics.median(seconds[PLAIN]),)), ratio, job.ratio(seconds, CPU), held]
         limit = 1.03 if ranks > 1 else 1.02
         text = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
         if count > 1:

@@ -1,4 +1,4 @@
-"""What freezing and cached features save of a step and of an epoch of ResNet fine-tuning.
+"""Measures how much time freezing and cached features save in a step and an epoch of ResNet fine-tuning.
 
 Everything runs in the same `Trainer` with the recipe's own network and data module, at one precision. A step is timed
 on a batch in memory; an epoch reads its images, which have been decoded before, and is not validated.
@@ -36,22 +36,24 @@ from recipes.runner.machine import resolve_precision
 __all__ = ["run"]
 
 SETTLING = 2
-"""Steps before the clock starts: the first choose kernels and touch new memory."""
+"""Steps before the clock starts. The first ones choose kernels and touch new memory."""
 GOAL = 50
-FULL, HEAD = "a step, all layers", "a step, only the head"
-EPOCH, CACHED = "an epoch, only the head", "an epoch, only the head, cached features"
+FULL = "a step, all layers"
+HEAD = "a step, only the head"
+EPOCH = "an epoch, only the head"
+CACHED = "an epoch, only the head, cached features"
 BASELINES = {HEAD: FULL, CACHED: EPOCH}
-"""What each is compared with."""
+"""Contender that each contender is compared with."""
 
 
 def image_batch(count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Random images of shape (count, 3, size, size), in two classes."""
+    """Return random images of shape (count, 3, size, size), in two classes."""
     images = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
     return images, torch.arange(count) % 2
 
 
 class Clock(pl.Callback):
-    """Seconds of each step, and of each epoch; features are computed before the first epoch, so they are in none."""
+    """Callback that records the seconds of each step and epoch. Features are computed before the first epoch."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -64,7 +66,8 @@ class Clock(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        before, self._step = self._step, time.perf_counter()
+        before = self._step
+        self._step = time.perf_counter()
         self.steps.append(self._step - before)
 
     @override
@@ -73,7 +76,7 @@ class Clock(pl.Callback):
 
 
 def fit(freeze_until: str, size: int, precision: str, epochs: int = 1, cached: bool = False, **data: Any) -> Clock:
-    """A fit of the recipe with new weights, of which the time does not depend; `data` is what `Trainer.fit` takes."""
+    """Train the recipe with new weights, which do not affect the time. `data` are arguments of `Trainer.fit`."""
     recipe = ResNetFineTuner(
         num_classes=2, image_size=size, weights="none", freeze_until=freeze_until, cache_features=cached
     )
@@ -84,14 +87,14 @@ def fit(freeze_until: str, size: int, precision: str, epochs: int = 1, cached: b
 
 
 def step_seconds(freeze_until: str, size: int, precision: str, batch: Any, steps: int) -> float:
-    """The median step."""
+    """Return the median seconds of a step."""
     return statistics.median(
         fit(freeze_until, size, precision, train_dataloaders=Again(batch, SETTLING + steps)).steps[SETTLING:]
     )
 
 
 def epoch_seconds(cached: bool, epochs: int, size: int, precision: str, folder: Path, batch_size: int) -> float:
-    """The median epoch of the head, without the first, in which images are decoded and workers start."""
+    """Return the median seconds of an epoch of the head, without the first, which decodes images and starts workers."""
     data = ImageFolderDataModule(
         data_dir=str(folder), image_size=size, batch_size=batch_size, augment="none", val_fraction=0
     )
@@ -99,45 +102,46 @@ def epoch_seconds(cached: bool, epochs: int, size: int, precision: str, folder: 
 
 
 def find_photographs(data_dir: str) -> Path | None:
-    """Hymenoptera's folder, with ``train/ants`` and ``train/bees``, if it is there."""
+    """Return the folder of the hymenoptera images, with ``train/ants`` and ``train/bees``, or None."""
     folders = [Path(data_dir).expanduser(), Path(data_dir).expanduser() / "hymenoptera"]
     return next((f for f in folders if all((f / "train" / name).is_dir() for name in ("ants", "bees"))), None)
 
 
 def write_photographs(folder: Path, count: int, size: tuple[int, int]) -> None:
-    """Blurred noise as JPEG files, in two classes."""
+    """Write blurred noise as JPEG files in two classes."""
     generator = torch.Generator().manual_seed(1)
     for number in range(count):
-        place = folder / "train" / ("ants" if number % 2 else "bees")
-        place.mkdir(parents=True, exist_ok=True)
+        class_folder = folder / "train" / ("ants" if number % 2 else "bees")
+        class_folder.mkdir(parents=True, exist_ok=True)
         coarse = torch.randint(256, (15, 20, 3), dtype=torch.uint8, generator=generator)
-        Image.fromarray(coarse.numpy()).resize(size, Image.Resampling.BICUBIC).save(place / f"{number}.jpg")
+        Image.fromarray(coarse.numpy()).resize(size, Image.Resampling.BICUBIC).save(class_folder / f"{number}.jpg")
 
 
 def count_photographs(folder: Path) -> int:
-    """Files to train on."""
+    """Return the number of training files."""
     return sum(path.is_file() for path in (folder / "train").rglob("*"))
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures steps by what is frozen, and epochs with cached features and without."""
+    """Measure steps with and without frozen layers, and epochs with and without cached features."""
     threads = pin_threads(options.threads or available_cores())
     repeats = options.repeats or (1 if options.quick else 5)
     batch_size, size, steps, epochs = (4, 32, 2, 2) if options.quick else (16, 224, 6, 10)
     precision, why = resolve_precision("auto", "cpu")
     with suppress_output(), tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        found = None if options.quick else find_photographs(options.data_dir)
-        folder = found or Path(scratch)
-        if found is None:
+        photographs = None if options.quick else find_photographs(options.data_dir)
+        folder = photographs or Path(scratch)
+        if photographs is None:
             write_photographs(folder, *((12, (80, 60)) if options.quick else (244, (500, 375))))
-        count, batch = count_photographs(folder), image_batch(batch_size, size)
+        count = count_photographs(folder)
+        batch = image_batch(batch_size, size)
         contenders = {
             FULL: partial(step_seconds, "none", size, precision, batch, steps),
             HEAD: partial(step_seconds, "fc", size, precision, batch, steps),
             EPOCH: partial(epoch_seconds, False, 1, size, precision, folder, batch_size),
             CACHED: partial(epoch_seconds, True, epochs, size, precision, folder, batch_size),
         }
-        # Each begins with steps or an epoch that do not count.
+        # Each measurement begins with steps or an epoch that do not count.
         timings = alternate(contenders, repeats, warmup=0, progress=progress)
     faster = {name: timings.ratio(base, name) for name, base in BASELINES.items()}
     ratio = faster[CACHED]
@@ -145,7 +149,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         title="fine-tuning: a frozen backbone and cached features",
         header={
             "network": f"resnet18, {size} pixels, batch {batch_size}, AdamW",
-            "data": f"{'hymenoptera' if found else 'SYNTHETIC images; pass --data-dir FOLDER with hymenoptera'}; "
+            "data": f"{'hymenoptera' if photographs else 'SYNTHETIC images; pass --data-dir FOLDER with hymenoptera'}; "
             f"{count} images an epoch, not augmented, decoded before; steps: a batch in memory",
             "threads": threads,
             "precision": f"{precision}{f' ({why})' if why else ''}",

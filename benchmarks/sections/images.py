@@ -1,9 +1,9 @@
-"""Photographs a second on a core: read, decoded, cropped, augmented and normalised, at 224 pixels.
+"""Measures how many photographs a core reads, decodes, augments and normalises per second, at 224 pixels.
 
-The photographs are scaled to 500 pixels on their long side, as those of many data sets are. All read the same JPEG
-files, which the operating system holds in memory, without worker processes. What is timed is one pass over a training
-loader with nothing done in between; the bare decoder has the files' bytes in memory and does nothing with their pixels.
-Every loader makes a random crop, flips, and varies brightness, contrast and saturation.
+The photographs are scaled to 500 pixels on their long side, as in many data sets. All contenders read the same JPEG
+files, which the operating system has cached, without worker processes. The time is that of one pass over a training
+loader without further work. The bare decoder has the bytes of the files in memory and discards the pixels. Every loader
+crops at random, flips, and varies brightness, contrast and saturation.
 """
 
 import os
@@ -40,26 +40,31 @@ from datamodules.images.known_sets import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["run"]
 
-SIZE, BATCH_SIZE, LONG_SIDE = 224, 32, 500
+SIZE = 224
+BATCH_SIZE = 32
+LONG_SIDE = 500
 STOCK = "torchvision, ImageFolder and DataLoader"
 DECODER = "torchvision's decoder alone"
-FIRST, LATER, UNCACHED = "first epoch", "later epochs, from the cache", "without a cache"
-TIMES_STOCK, OF_DECODER = 3.0, 1.3
+FIRST = "first epoch"
+LATER = "later epochs, from the cache"
+UNCACHED = "without a cache"
+TIMES_STOCK = 3.0
+OF_DECODER = 1.3
 
 
 def scale_photographs(source: Path, target: Path) -> None:
-    """Write JPEG files of `LONG_SIDE` pixels of the photographs in a folder's ``train``."""
+    """Write the photographs of a folder's ``train`` as JPEG files of `LONG_SIDE` pixels."""
     for path in sorted((source / "train").rglob("*.jpg")):
-        place = target / path.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target_path = target / path.relative_to(source)
+        target_path.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(path) as image:
             scale = LONG_SIDE / max(image.size)
             size = round(image.width * scale), round(image.height * scale)
-            image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(place, quality=90)
+            image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(target_path, quality=90)
 
 
 def stock_loader(folder: Path, size: int = SIZE) -> Iterable[tuple[Tensor, Tensor]]:
-    """The loader of the usual examples, with the augmentation of ours."""
+    """Return a `DataLoader` over `ImageFolder`, with the same augmentation as our loader."""
     steps = [
         v2.RandomResizedCrop(size, scale=(0.25, 1.0)),
         v2.RandomHorizontalFlip(),
@@ -72,7 +77,7 @@ def stock_loader(folder: Path, size: int = SIZE) -> Iterable[tuple[Tensor, Tenso
 
 
 def our_loader(folder: Path, cache: Path | None, size: int = SIZE) -> Iterable[tuple[Tensor, Tensor]]:
-    """The recipe's training loader over all images, as plain training code gets it; without workers."""
+    """Return the recipe's training loader over all images, without workers."""
     if cache:
         os.environ["XDG_CACHE_HOME"] = str(cache)
     data = ImageFolderDataModule(
@@ -88,7 +93,7 @@ def our_loader(folder: Path, cache: Path | None, size: int = SIZE) -> Iterable[t
 
 
 def decode_all(folder: Path) -> Callable[[], None]:
-    """A pass of the decoder over the files' bytes."""
+    """Return a contender that decodes the bytes of all files."""
     files = [path for path in sorted((folder / "train").rglob("*")) if path.is_file()]
     contents = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in files]
 
@@ -100,31 +105,36 @@ def decode_all(folder: Path) -> Callable[[], None]:
 
 
 def goals(timings: Timings) -> list[Goal]:
-    """How many times faster than the usual loader, and how near to the decoder's speed."""
-    found = []
+    """Return the goals for the speed compared with the stock loader and with the decoder."""
+    goal_list = []
     for name in (FIRST, LATER):
         faster = timings.ratio(STOCK, name)
         text = f"{faster.median:.2f} times ({faster.low:.2f} to {faster.high:.2f})"
-        found.append(Goal(f"{name}: {TIMES_STOCK:g} times the speed of {STOCK}", text, faster.median >= TIMES_STOCK))
+        goal_list.append(
+            Goal(f"{name}: {TIMES_STOCK:g} times the speed of {STOCK}", text, faster.median >= TIMES_STOCK)
+        )
     over = timings.ratio(FIRST, DECODER)
     text = f"{over.median:.2f} times ({over.low:.2f} to {over.high:.2f})"
-    found.append(Goal(f"{FIRST}: within {OF_DECODER} times {DECODER}", text, over.median <= OF_DECODER))
-    return found
+    goal_list.append(Goal(f"{FIRST}: within {OF_DECODER} times {DECODER}", text, over.median <= OF_DECODER))
+    return goal_list
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures the loaders and the decoder in turn."""
+    """Measure the loaders and the decoder in turn."""
     threads = pin_threads(1)
     repeats = options.repeats or (3 if options.quick else 7)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        source, folder = find_photographs(options.data_dir), Path(temporary) / "photographs"
-        found = source is not None and not options.quick
+        source = find_photographs(options.data_dir)
+        folder = Path(temporary) / "photographs"
+        is_hymenoptera = source is not None and not options.quick
         if source is None or options.quick:
             write_photographs(folder, 12 if options.quick else 244, (500, 375))
         else:
             scale_photographs(source, folder)
-        count, fresh, kept = count_photographs(folder), Path(temporary) / "fresh", Path(temporary) / "kept"
+        count = count_photographs(folder)
+        fresh = Path(temporary) / "fresh"
+        kept = Path(temporary) / "kept"
 
         def first_epoch() -> float:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -138,7 +148,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             LATER: stopwatch(one_epoch(our_loader(folder, kept), count)),
         }
         timings = alternate(contenders, repeats, progress=progress)
-    names = "hymenoptera" if found else "SYNTHETIC images; pass --data-dir FOLDER with hymenoptera's train folder"
+    names = (
+        "hymenoptera" if is_hymenoptera else "SYNTHETIC images; pass --data-dir FOLDER with hymenoptera's train folder"
+    )
     rows = {
         name: [
             Spread(tuple(count / seconds for seconds in timings.seconds[name])),

@@ -1,9 +1,10 @@
-"""Seconds to load and augment an epoch of MNIST: whole batches from one tensor against image by image.
+"""Measures the seconds to load and augment an epoch of MNIST: whole batches from a tensor, and image by image.
 
-Both sides read the same files, shuffle, and yield every image once as normalised float32 in batches of 256. What is
-timed is one pass over the loader with nothing done in between: what a training loop waits for when nothing overlaps.
-Reading the files is left out on both sides, which hold them in memory; starting the workers is not, since a
-``DataLoader`` does it in every epoch.
+Both loaders read the same files, shuffle, and yield every image once as normalised float32 in batches of 256. The time
+is
+that of one pass over the loader without further work: the time that a training loop waits if nothing overlaps. Reading
+the files does not count, since both loaders have them in memory. Starting the workers counts, since a ``DataLoader``
+does so in every epoch.
 """
 
 import struct
@@ -38,20 +39,23 @@ __all__ = ["run"]
 
 BATCH_SIZE = 256
 GOAL = 20
-STOCK, STOCK_WORKERS = "torchvision, DataLoader", "torchvision, DataLoader, 2 workers"
+STOCK = "torchvision, DataLoader"
+STOCK_WORKERS = "torchvision, DataLoader, 2 workers"
 STOCK_AUGMENTED = "torchvision, DataLoader, RandomAffine"
-OURS, OURS_PLAIN = "MNISTDataModule, augmented", "MNISTDataModule, not augmented"
+OURS = "MNISTDataModule, augmented"
+OURS_PLAIN = "MNISTDataModule, not augmented"
 
 
 def find_images(data_dir: str, count: int) -> tuple[Tensor, Tensor, str]:
-    """Training images and labels of MNIST, and where they are from; random ones of the same size where there are none.
+    """Return training images and labels of MNIST and their source, or random images of the same size.
 
     Returns:
-        uint8 of shape (count, 28, 28), uint8 of shape (count,), and a few words.
+        Images, uint8 of shape (count, 28, 28); labels, uint8 of shape (count,); and a description.
     """
     folders = [Path(data_dir).expanduser(), Path(data_dir).expanduser() / "mnist"]
     for folder in folders:
-        if files := find_files("mnist", folder):
+        files = find_files("mnist", folder)
+        if files:
             images, labels = (read_idx(path, dimensions) for path, dimensions in zip(files["train"], (3, 1)))
             return images[:count], labels[:count], "MNIST"
     generator = torch.Generator().manual_seed(1)
@@ -61,7 +65,7 @@ def find_images(data_dir: str, count: int) -> tuple[Tensor, Tensor, str]:
 
 
 def write_files(root: Path, images: Tensor, labels: Tensor, test: tuple[Tensor, Tensor] | None = None) -> None:
-    """Writes ``root/MNIST/raw``, where both sides look; without a test set the first ten images are it."""
+    """Write idx files to ``root/MNIST/raw``, from which both loaders read. By default ten images are the test set."""
     folder = root / "MNIST" / "raw"
     folder.mkdir(parents=True)
     for part, some_images, some_labels in (("train", images, labels), ("t10k", *(test or (images[:10], labels[:10])))):
@@ -71,7 +75,7 @@ def write_files(root: Path, images: Tensor, labels: Tensor, test: tuple[Tensor, 
 
 
 def our_loader(root: Path, augment: bool = True) -> Iterable[tuple[Tensor, Tensor]]:
-    """The recipe's training loader over all images, as plain training code gets it."""
+    """Return the recipe's training loader over all images."""
     augmentation: dict[str, Any] = {} if augment else {"shift": 0.0, "rotation": 0.0, "scale": 0.0}
     data = MNISTDataModule("mnist", str(root), BATCH_SIZE, val_fraction=0, download=False, **augmentation)
     data.setup("fit")
@@ -79,9 +83,9 @@ def our_loader(root: Path, augment: bool = True) -> Iterable[tuple[Tensor, Tenso
 
 
 def stock_loader(root: Path, workers: int = 0, augment: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
-    """The loader of the classic example; with `augment`, torchvision's nearest to our augmentation is in front."""
+    """Return the loader of PyTorch's example. With `augment`, it adds the closest augmentation of torchvision."""
     info = DATASETS["mnist"]
-    # Bilinear, as ours.
+    # Bilinear, as in our augmentation: torchvision's default is nearest.
     affine = transforms.RandomAffine(
         10, translate=(2 / 28, 2 / 28), scale=(0.9, 1.1), interpolation=transforms.InterpolationMode.BILINEAR
     )
@@ -91,7 +95,7 @@ def stock_loader(root: Path, workers: int = 0, augment: bool = False) -> Iterabl
 
 
 def one_epoch(loader: Iterable[tuple[Tensor, Tensor]], count: int) -> Callable[[], None]:
-    """A pass over a loader, which has to yield `count` images."""
+    """Return a contender that iterates over a loader once and checks that it yields `count` images."""
 
     def consume() -> None:
         seen = 0
@@ -104,14 +108,14 @@ def one_epoch(loader: Iterable[tuple[Tensor, Tensor]], count: int) -> Callable[[
 
 
 def goal(timings: Timings, stock: str, ours: str) -> Goal:
-    """Whether one of our loaders is as much faster than a stock one as it must be."""
+    """Return the goal for the speed of our loader compared with a stock loader."""
     faster = timings.ratio(stock, ours)
-    found = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
-    return Goal(f"{ours}: at least {GOAL} times faster than {stock}", found, faster.median >= GOAL)
+    result = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
+    return Goal(f"{ours}: at least {GOAL} times faster than {stock}", result, faster.median >= GOAL)
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures both ways, with and without augmentation."""
+    """Measure both kinds of loaders, with and without augmentation."""
     threads = pin_threads(options.threads or available_cores())
     repeats = options.repeats or (3 if options.quick else 7)
     images, labels, source = find_images(options.data_dir, 2_560 if options.quick else 60_000)

@@ -1,8 +1,8 @@
-"""What more processes give: weak scaling of a ResNet-18 by DDP on this machine.
+"""Measures weak scaling of a ResNet-18 by DDP on this machine.
 
-In each round of a world one process trains alone while the others wait, then all of them train, each for itself, then
-all together by DDP. The second shows the cost of sharing the machine, the third that of the gradients' all-reduce. A
-plain loop does the last two as well: what it loses is the limit of PyTorch's DDP on this machine.
+In each round one process trains alone while the others wait, then all processes train independently, and then together
+by DDP. The second form shows the cost of sharing the machine, and the third that of the all-reduce. A plain loop also
+runs the last two forms: its loss is the limit of PyTorch's DDP on this machine.
 """
 
 import os
@@ -46,19 +46,22 @@ from recipes.runner.strategies import LeanDDPStrategy
 __all__ = ["run"]
 
 GOAL = 0.9
-ALONE, BESIDE, TOGETHER = "alone", "side by side", "together"
-PLAIN_BESIDE, PLAIN_TOGETHER = "plain loop, side by side", "plain loop, together"
+ALONE = "alone"
+BESIDE = "side by side"
+TOGETHER = "together"
+PLAIN_BESIDE = "plain loop, side by side"
+PLAIN_TOGETHER = "plain loop, together"
 SETTLING = 4
-"""Steps before the clock starts: DDP makes new buckets in the second, whose memory is slow until it has been used."""
+"""Steps before the clock starts. DDP rebuilds its buckets in the second, and the first use of memory is slow."""
 _TIMEOUT = timedelta(minutes=5)
 
 Found = dict[str, list[float]]
-"""Seconds of a step of the median rank, by form and by round."""
+"""Seconds of a step of the median rank, for each form and round."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one world measures: processes of `batch_size` images each, and steps that are timed in each round."""
+    """Measurement of one world: processes with `batch_size` images each, and the timed steps of each round."""
 
     world_size: int
     batch_size: int
@@ -70,26 +73,28 @@ class Job:
     cuda: bool
 
     def measure(self, rank: int) -> Found:
-        """What a process of the world finds."""
+        """Measure in a process of the world, and return its results."""
         return _measure(self, rank)
 
     def batches(self) -> Again:
-        """The same images in each step."""
+        """Return a loader that repeats one batch of images."""
         return Again(image_batch(self.batch_size, self.image_size), SETTLING + self.steps)
 
     def recipe(self) -> ResNetFineTuner:
-        """All layers of a new network."""
+        """Return a recipe that trains all layers of a new network."""
         return ResNetFineTuner(num_classes=2, image_size=self.image_size, weights="none", freeze_until="none")
 
 
 class _Clock:
-    """Seconds of the mean step, without the first ones."""
+    """Clock of the mean seconds of a step after the settling."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.done, self.times = job, 0, list[float]()
+        self.job = job
+        self.done = 0
+        self.times = list[float]()
 
     def step(self) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self.done += 1
         if self.done in (SETTLING, SETTLING + self.job.steps):
             if self.job.cuda:
@@ -102,7 +107,7 @@ class _Clock:
 
 
 class _Counts(pl.Callback):
-    """Tells a clock of each step of a Trainer."""
+    """Callback that calls a clock after each step of a Trainer."""
 
     def __init__(self, clock: _Clock) -> None:
         self.clock = clock
@@ -127,12 +132,13 @@ def _train(job: Job, strategy: Strategy, devices: int) -> float:
 
 
 def _plain_loop(job: Job, device: torch.device, together: bool) -> float:
-    """The same network and optimiser in a plain PyTorch loop, under PyTorch's own DDP."""
+    """Train the same network in a plain PyTorch loop, optionally under DDP, and return the seconds of a step."""
     network: nn.Module = job.recipe().network.to(device)
     if together:
         network = DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
-    low, clock = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(job.precision), _Clock(job)
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(job.precision)
+    clock = _Clock(job)
     for images, labels in job.batches():
         with torch.autocast(device.type, low, enabled=low is not None):
             logits = network(images.to(device, memory_format=torch.channels_last))
@@ -153,19 +159,19 @@ def _measure(job: Job, rank: int) -> Found:
         PLAIN_BESIDE: lambda: _plain_loop(job, device, together=False),
         PLAIN_TOGETHER: lambda: _plain_loop(job, device, together=True),
     }
-    found: Found = {form: [] for form in forms}
+    median_seconds: Found = {form: [] for form in forms}
     for number in range(job.rounds):
-        # Every other round backwards, as in all sections.
+        # Every other round runs backwards, so that a machine that slows down favours no form.
         for form in list(forms)[:: 1 if number % 2 == 0 else -1]:
             dist.barrier()
             seconds: list[Any] = [None] * job.world_size
             dist.all_gather_object(seconds, forms[form]())
-            found[form].append(seconds[0] if form == ALONE else statistics.median(seconds))
-    return found
+            median_seconds[form].append(seconds[0] if form == ALONE else statistics.median(seconds))
+    return median_seconds
 
 
 def _rank(pipe: Connection, job: Job, rank: int, port: int) -> None:
-    # Ctrl-C is the parent's to answer, which ends this process.
+    # The parent handles Ctrl-C and kills this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     names = "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "OMP_NUM_THREADS"
     values = port, job.world_size, job.world_size, rank, rank, 0, job.threads
@@ -181,18 +187,20 @@ def _rank(pipe: Connection, job: Job, rank: int, port: int) -> None:
     except Exception as error:
         pipe.send(UserError(f"rank {rank} of {job.world_size}: {str(error).splitlines()[0]}"))
     pipe.close()
-    # Lightning and gloo leave threads behind that need not be waited for.
+    # Lightning and gloo leave threads behind, which would delay a normal exit.
     os._exit(0)
 
 
 def run_world(job: Job) -> Found:
-    """Start the processes and return what rank 0 has found.
+    """Start the processes and return the results of rank 0.
 
     Raises:
-        UserError: a process failed; the others are ended.
+        UserError: a process failed; the others are killed.
     """
     context: Any = get_context("spawn" if job.cuda else "forkserver")
-    port, pipes, processes = free_port(), list[Connection](), list[Any]()
+    port = free_port()
+    pipes = list[Connection]()
+    processes = list[Any]()
     try:
         for rank in range(job.world_size):
             receiver, sender = context.Pipe(duplex=False)
@@ -210,17 +218,17 @@ def run_world(job: Job) -> Found:
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
-    found: Found = answers[0]
-    return found
+    rank_zero: Found = answers[0]
+    return rank_zero
 
 
-def world_row(job: Job, found: Found) -> list[Spread | None]:
-    """The figures of one world, each formed within a round."""
+def world_row(job: Job, seconds: Found) -> list[Spread | None]:
+    """Return the figures of one world. Ratios are computed within each round."""
 
     def share(part: str, of: str) -> Spread:
-        return Spread(tuple(100 * a / b for a, b in zip(found[part], found[of], strict=True)))
+        return Spread(tuple(100 * a / b for a, b in zip(seconds[part], seconds[of], strict=True)))
 
-    rate = Spread(tuple(job.world_size * job.batch_size / seconds for seconds in found[TOGETHER]))
+    rate = Spread(tuple(job.world_size * job.batch_size / step_seconds for step_seconds in seconds[TOGETHER]))
     return [rate, share(ALONE, TOGETHER), share(BESIDE, TOGETHER), share(PLAIN_BESIDE, PLAIN_TOGETHER)]
 
 
@@ -237,14 +245,16 @@ def _goals(row: Sequence[Spread | None]) -> list[Goal]:
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures one world after the other."""
-    cuda, quick = torch.cuda.is_available(), options.quick
+    """Measure one world after the other."""
+    cuda = torch.cuda.is_available()
+    quick = options.quick
     most = torch.cuda.device_count() if cuda else available_cores()
     counts = options.devices or tuple(2**power for power in range(1 if quick else 0, max(2, most).bit_length()))
     counts = counts[:1] if quick else counts
     if cuda and max(counts) > most:
         raise UserError(f"--devices {max(counts)}: this node has {most} GPUs")
-    threads, precision = pin_threads(options.threads or 1), resolve_precision("auto")[0]
+    threads = pin_threads(options.threads or 1)
+    precision = resolve_precision("auto")[0]
     batch, size, steps = (2, 32, 1) if quick else (8, 224, 4)
     rounds = options.repeats or (1 if quick else 5)
     rows: dict[str, list[Spread | None]] = {}

@@ -1,7 +1,7 @@
-"""Training a translator: the recipe against both forms of PyTorch's tutorial, on the tutorial's own pairs.
+"""Measures the training of a translator: the recipe, and both forms of PyTorch's tutorial, on the tutorial's pairs.
 
-Speed is target tokens a second in training, the end mark of each sentence counted, padding not. Quality is the BLEU of
-greedy translations of the same held-out tenth after equally many epochs.
+Speed is the number of target tokens per second in training, with EOS and without padding. Quality is the BLEU of greedy
+translations of the same held-out tenth after the same number of epochs.
 """
 
 import time
@@ -42,19 +42,22 @@ __all__ = ["run"]
 GOAL = 50
 # The classic tutorial trains on 75,000 sentences, which are 7 epochs.
 EPOCHS = 7
-CLASSIC, PRESENT = "classic tutorial, token by token", "present tutorial, batches of 32"
-SMALL, DEFAULT, FLOAT32 = "recipe, batch 32", "recipe, batch 64", "recipe, batch 256, float32"
+CLASSIC = "classic tutorial, token by token"
+PRESENT = "present tutorial, batches of 32"
+SMALL = "recipe, batch 32"
+DEFAULT = "recipe, batch 64"
+FLOAT32 = "recipe, batch 256, float32"
 
 
 def find_pairs(data_dir: str) -> str | None:
-    """The tutorial's file, if it is there."""
+    """Return the path of the tutorial's file, or None."""
     folder = Path(data_dir).expanduser()
-    places = [place / name for place in (folder, folder / "eng-fra") for name in ("eng-fra.txt.zip", "eng-fra.txt")]
-    return next((str(place) for place in places if place.is_file()), None)
+    paths = [place / name for place in (folder, folder / "eng-fra") for name in ("eng-fra.txt.zip", "eng-fra.txt")]
+    return next((str(place) for place in paths if place.is_file()), None)
 
 
 def make_data(file: str | None, **options: Any) -> TranslationDataModule:
-    """The tutorial's 11,445 pairs, French to English, a tenth held out; without the file the bundled sentences."""
+    """Return the data of the tutorial's 11,445 French-English pairs, a tenth held out, or of the bundled sentences."""
     kept = {"reverse": True, "prefixes": "tutorial", "normalisation": "tutorial"} if file else {}
     data = TranslationDataModule(file, **{"max_length": 10, "val_fraction": 0, "subwords": "none", **kept, **options})
     data.setup("fit")
@@ -62,10 +65,11 @@ def make_data(file: str | None, **options: Any) -> TranslationDataModule:
 
 
 class _Clock(pl.Callback):
-    """Seconds of the batches of a run, and the target tokens in them."""
+    """Callback that adds up the seconds of the epochs and the target tokens of the batches."""
 
     def __init__(self) -> None:
-        self.seconds, self.tokens = 0.0, 0
+        self.seconds = 0.0
+        self.tokens = 0
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -90,7 +94,7 @@ def fit(
     batches: int | None,
     *callbacks: pl.Callback,
 ) -> pl.Trainer:
-    """Train as the command line does, and write no files."""
+    """Train as the command line does, without writing files."""
     trainer = bare_trainer(
         [GradientAccumulation(), SeedControl(1), WarmupLR(0, scale="sqrt", base_batch_size=64), *callbacks],
         precision=precision,
@@ -103,14 +107,14 @@ def fit(
 
 
 def make_recipe(data: TranslationDataModule, hidden: int, epochs: int = EPOCHS) -> Seq2SeqTranslator:
-    """The recipe with the defaults of a run of so many epochs, but greedy."""
+    """Return the recipe with the defaults of a run of `epochs` epochs, but with greedy decoding."""
     settings = Seq2SeqTranslator.settings_from_data(data)
     lr = rate_of_run("rnn", len(data.rows["train"]), epochs)
     return Seq2SeqTranslator(**settings, hidden_size=hidden, beam=1, lr=lr)
 
 
 def recipe_contender(data: TranslationDataModule, precision: str, hidden: int, batches: int) -> Callable[[], float]:
-    """Seconds a target token of the first batches of an epoch, of all lengths."""
+    """Return a contender for the seconds per target token of the first batches of an epoch, of all lengths."""
     recipe = make_recipe(data, hidden)
 
     def measure() -> float:
@@ -124,8 +128,9 @@ def recipe_contender(data: TranslationDataModule, precision: str, hidden: int, b
 def tutorial_contender(
     translator: Translator, data: TranslationDataModule, sentences: int, parts: int = 100
 ) -> Callable[[], float]:
-    """Seconds a target token of some sentences, others in each round."""
-    pairs, rows = data.encoded_pairs, data.rows["train"]
+    """Return a contender for the seconds per target token, on other sentences in each round."""
+    pairs = data.encoded_pairs
+    rows = data.rows["train"]
     order = rows[epoch_order(len(rows), 1, 0)]
     turns = iter(range(parts))
 
@@ -140,8 +145,10 @@ def tutorial_contender(
 
 
 def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: int, limit: int | None) -> float:
-    """BLEU on the held-out part after training for some epochs."""
-    pairs, rows, held_out = data.encoded_pairs, data.rows["train"], data.rows["test"]
+    """Train for some epochs, and return the BLEU on the held-out part."""
+    pairs = data.encoded_pairs
+    rows = data.rows["train"]
+    held_out = data.rows["test"]
     for epoch in range(epochs):
         translator.train_on(pairs, rows[epoch_order(len(rows), 1, epoch)][:limit])
     predicted = [data.target_vocabulary.decode(tokens) for tokens in translator.translate(pairs, held_out)]
@@ -149,21 +156,27 @@ def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: i
 
 
 def recipe_bleu(data: TranslationDataModule, precision: str, hidden: int, epochs: int, batches: int | None) -> float:
-    """The same of the recipe, as it is."""
+    """Train the recipe, and return the BLEU on the held-out part."""
     recipe = make_recipe(data, hidden, epochs)
     trainer = fit(recipe, data, precision, epochs, batches)
     return float(trainer.test(recipe, data, verbose=False)[0]["test/bleu"])
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures speed in turn, then trains each to compare quality."""
-    threads, quick = pin_threads(options.threads or 1), options.quick
-    repeats, hidden, epochs = options.repeats or (1 if quick else 3), 32 if quick else 256, 1 if quick else EPOCHS
+    """Measure the speed in turn, and then train each contender to compare the quality."""
+    threads = pin_threads(options.threads or 1)
+    quick = options.quick
+    repeats = options.repeats or (1 if quick else 3)
+    hidden = 32 if quick else 256
+    epochs = 1 if quick else EPOCHS
     sentences, batches = (8, 2) if quick else (200, 30)
-    file, precision = find_pairs(options.data_dir), resolve_precision("auto", "cpu")[0]
+    file = find_pairs(options.data_dir)
+    precision = resolve_precision("auto", "cpu")[0]
     mixed = f"recipe, batch 256, {precision}"
     with suppress_output():
-        data, small, large = make_data(file), make_data(file, batch_size=32), make_data(file, batch_size=256)
+        data = make_data(file)
+        small = make_data(file, batch_size=32)
+        large = make_data(file, batch_size=256)
         sizes = len(data.source_vocabulary), len(data.target_vocabulary)
         torch.manual_seed(1)
         tutorials: dict[str, Callable[[], Translator]] = {
@@ -200,7 +213,8 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         for name in contenders
     }
     missing = "" if file else ", since there is no eng-fra.txt.zip; pass --data-dir FOLDER"
-    train, test = data.sizes["train"], data.sizes["test"]
+    train = data.sizes["train"]
+    test = data.sizes["test"]
     return Section(
         title="seq2seq: training a translator",
         header={
@@ -224,9 +238,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
 
 def _goals(timings: Timings, ours: str, scores: dict[str, float]) -> list[Goal]:
     faster = timings.ratio(CLASSIC, ours)
-    found = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
+    result = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
     return [
-        Goal(f"{ours}: at least {GOAL} times faster than the {CLASSIC}", found, faster.median >= GOAL),
+        Goal(f"{ours}: at least {GOAL} times faster than the {CLASSIC}", result, faster.median >= GOAL),
         Goal(
             "a better held-out BLEU than the classic tutorial after equally many epochs",
             f"{scores[SMALL]:.1f} in batches of 32, {scores[DEFAULT]:.1f} of 64, against {scores[CLASSIC]:.1f}",

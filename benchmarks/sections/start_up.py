@@ -1,4 +1,4 @@
-"""Seconds from the start of the process to the recipe's first step, by part, and of --help; and of the bare imports."""
+"""Measures the seconds from the start of a process to the recipe's first step, of --help, and of the imports."""
 
 import statistics
 import tempfile
@@ -24,22 +24,27 @@ from benchmarks.sections.input_pipeline import find_images, write_files
 
 __all__ = ["run"]
 
-TORCH, IMPORTS, IMPORTED = "import torch", "import torch, torchvision, lightning", "the same, until they are imported"
-HELP, FIRST_STEP = "recipe, --help", "recipe, first step"
+TORCH = "import torch"
+IMPORTS = "import torch, torchvision, lightning"
+IMPORTED = "the same, until they are imported"
+HELP = "recipe, --help"
+FIRST_STEP = "recipe, first step"
 COMPARED_WITH = {TORCH: IMPORTS, HELP: IMPORTS, FIRST_STEP: IMPORTED}
-"""What each is compared with; the end of a process takes a second, which no one waits for at the first step."""
+"""Contender that each is compared with. Of the first step that is the time until the imports are done, since the end of
+a process takes a second.
+"""
 MOST = {HELP: 1.1, FIRST_STEP: 1.3}
 _IMPORTS = "import torch, torchvision, lightning.pytorch"
 
 
 def imported() -> float:
-    """Seconds until the imports are done."""
+    """Return the seconds until the imports are done."""
     start = time.time()
     return float(answer_of("-c", f"{_IMPORTS}, os, time; print(time.time(), flush=True); os._exit(0)")) - start
 
 
 def first_step(root: Path, runs: str, parts: dict[str, list[float]]) -> float:
-    """Seconds to the first step, whose parts are added to `parts`."""
+    """Return the seconds to the first step, and add those of each phase to `parts`."""
     start = time.time()
     flags = ("--data-dir", str(root), "--dataset", "mnist", "--run-dir", runs, "--accelerator", "cpu")
     marks = {"start": start, **answer_of("-m", "benchmarks.contenders.first_step", *flags)}
@@ -49,14 +54,14 @@ def first_step(root: Path, runs: str, parts: dict[str, list[float]]) -> float:
 
 
 def goal(timings: Timings, name: str) -> Goal:
-    """Whether a start takes little more than the imports that it cannot avoid."""
+    """Return the goal for a start compared with the imports that it cannot avoid."""
     ratio = timings.ratio(name, COMPARED_WITH[name])
-    found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-    return Goal(f"{name}: at most {MOST[name]} times the bare imports", found, ratio.median <= MOST[name])
+    result = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return Goal(f"{name}: at most {MOST[name]} times the bare imports", result, ratio.median <= MOST[name])
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Starts each program in turn."""
+    """Measure the start of each program in turn."""
     threads = pin_threads(options.threads or 1)
     repeats = options.repeats or (1 if options.quick else 7)
     images, labels, source = find_images(options.data_dir, 2_560 if options.quick else 60_000)
@@ -76,7 +81,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         name: [timings.spread(name), timings.ratio(name, COMPARED_WITH[name]) if name in COMPARED_WITH else None]
         for name in contenders
     }
-    # What came before the rounds that count is left out.
+    # Without the rounds of the warm-up.
     split = {name: statistics.median(seconds[-timings.rounds :]) * 1000 for name, seconds in parts.items()}
     return Section(
         title="start-up: from nothing to the first step",

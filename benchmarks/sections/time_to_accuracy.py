@@ -1,6 +1,7 @@
-"""Seconds to 99 % on MNIST's test set: the recipe and PyTorch's example, from the process' start and the first step.
+"""Measures the seconds to 99 % on MNIST's test set, of the recipe and of PyTorch's example.
 
-Each run is a process of its own with a seed of its own. Both are tested after every epoch, which the clock leaves out.
+Seconds count from the start of the process and from the first step. Each run is a process with its own seed. Both are
+tested after every epoch, which does not count.
 """
 
 import json
@@ -20,20 +21,24 @@ from datamodules.images.known_sets import load_digits
 __all__ = ["run"]
 
 ACCURACY = 0.99
-CLASSIC, RECIPE = "classic example", "recipe"
+CLASSIC = "classic example"
+RECIPE = "recipe"
 EPOCHS = {CLASSIC: 14, RECIPE: 1}
-FROM_STEP, FROM_START = 40, 10
+FROM_STEP = 40
+FROM_START = 10
 
 
 def find_folder(data_dir: str, root: Path) -> tuple[Path, str]:
-    """A folder in torchvision's layout, and what is in it: MNIST, or the bundled digits."""
+    """Write MNIST, or the bundled digits, in torchvision's layout, and return the folder and the name of the data."""
     for folder in (Path(data_dir).expanduser(), Path(data_dir).expanduser() / "mnist"):
-        if files := find_files("mnist", folder):
+        files = find_files("mnist", folder)
+        if files:
             parts = {part: (read_idx(files[part][0], 3), read_idx(files[part][1], 1)) for part in ("train", "test")}
             source = "MNIST"
             break
     else:
-        parts, source = load_digits(), "the bundled digits, since no MNIST was found; pass --data-dir FOLDER"
+        parts = load_digits()
+        source = "the bundled digits, since no MNIST was found; pass --data-dir FOLDER"
     write_files(root, *parts["train"], test=parts["test"])
     return root, source
 
@@ -41,7 +46,7 @@ def find_folder(data_dir: str, root: Path) -> tuple[Path, str]:
 def seconds_to_accuracy(
     name: str, folder: Path, accuracy: float, batches: int, threads: int, answers: dict[str, list[dict[str, Any]]]
 ) -> float:
-    """Seconds from the process' start; the answer of the process is added to `answers`."""
+    """Return the seconds from the start of the process, and add its output to `answers`."""
     seed = len(answers[name]) + 1
     kind = {CLASSIC: "classic", RECIPE: "recipe"}[name]
     start = time.time()
@@ -54,11 +59,11 @@ def seconds_to_accuracy(
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Runs both with each seed."""
+    """Measure both with each seed."""
     threads = options.threads or available_cores()
     seeds = options.repeats or (1 if options.quick else 3)
     answers: dict[str, list[dict[str, Any]]] = {CLASSIC: [], RECIPE: []}
-    # Quick: a few batches, which reach next to nothing.
+    # Quick runs train on a few batches, which reach a low accuracy only.
     accuracy, batches = (0.05, 3) if options.quick else (ACCURACY, -1)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as name:
         folder, source = find_folder(options.data_dir, Path(name))
@@ -66,7 +71,10 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             seconds_to_accuracy, folder=folder, accuracy=accuracy, batches=batches, threads=threads, answers=answers
         )
         timings = alternate({n: partial(measure, n) for n in answers}, seeds, warmup=0, progress=progress)
-    steps = {name: Spread(tuple(a["seconds"] for a in found[: timings.rounds])) for name, found in answers.items()}
+    steps = {
+        name: Spread(tuple(a["seconds"] for a in seed_answers[: timings.rounds]))
+        for name, seed_answers in answers.items()
+    }
     ratios = {
         "the first step": Spread(tuple(a / b for a, b in zip(steps[CLASSIC].values, steps[RECIPE].values))),
         "the process' start": timings.ratio(CLASSIC, RECIPE),
@@ -75,7 +83,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         name: [steps[name], timings.spread(name), *(ratios.values() if name == RECIPE else (None, None))]
         for name in answers
     }
-    reached = all(answer["reached"] for found in answers.values() for answer in found)
+    reached = all(answer["reached"] for seed_answers in answers.values() for answer in seed_answers)
     goals = [
         Goal(
             f"at least {least} times less than the {CLASSIC} from {since}",
@@ -109,11 +117,11 @@ def run(options: Options, progress: Progress | None = None) -> Section:
 
 def _notes(answers: dict[str, list[dict[str, Any]]], steps: dict[str, Spread], quick: bool) -> list[str]:
     notes = []
-    for name, found in answers.items():
-        shown = "; ".join(" ".join(f"{100 * a:.2f}" for a in answer["accuracies"]) for answer in found)
+    for name, seed_answers in answers.items():
+        shown = "; ".join(" ".join(f"{100 * a:.2f}" for a in answer["accuracies"]) for answer in seed_answers)
         values = steps[name].values
         spread = f" +- {stdev(values):.1f}" if len(values) > 1 else ""
         notes.append(f"{name}: {mean(values):.1f}{spread} s from the first step; % after each epoch: {shown}")
-    missed = [name for name, found in answers.items() if not all(answer["reached"] for answer in found)]
+    missed = [name for name, seed_answers in answers.items() if not all(answer["reached"] for answer in seed_answers)]
     notes += [f"{name} has not reached it with every seed: its seconds are those of all its epochs" for name in missed]
     return [*notes, "quick: three batches to 5 %, of no meaning"] if quick else notes

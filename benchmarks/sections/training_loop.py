@@ -1,9 +1,9 @@
-"""A training step of the recipe at its defaults, of a plain PyTorch loop, of stock Lightning and of other libraries.
+"""Measures a training step of the recipe at its defaults, a plain PyTorch loop, Lightning and other libraries.
 
-Two networks: the recipe's, where arithmetic takes the time, and a tiny one of 0.8 ms a step, where the framework does:
-what a fast GPU makes of any small model. All train the same network with AdamW on the same images and batch size, and
-what is timed are steps of training after the first few; validation and the saving of checkpoints are left out
-(``checkpoint_cost`` has them). Only the recipe and the stock way log, score, draw and watch for checkpoints.
+There are two networks: that of the recipe, where arithmetic takes the time, and a tiny one of 0.8 ms per step, where
+the framework does, as with a small model on a fast GPU. All contenders train the same network with AdamW on the same
+images and batch size. The time is that of training steps after the first few, without validation and without saving
+(see ``checkpoint_cost``). Only the recipe and stock Lightning log, compute scores and draw a progress bar.
 """
 
 import random
@@ -39,24 +39,25 @@ from recipes.runner.machine import resolve_precision
 __all__ = ["run"]
 
 BATCH_SIZE = 256
-PLAIN, OURS, AUGMENTED = (
-    "plain PyTorch loop",
-    "recipe, not augmented",
-    "recipe, augmented",
-)
-BARE, STOCK, FABRIC = "bare Trainer", "stock Lightning", "Fabric"
-TINY, DEFAULT = "tiny", "default"
+PLAIN = "plain PyTorch loop"
+OURS = "recipe, not augmented"
+AUGMENTED = "recipe, augmented"
+BARE = "bare Trainer"
+STOCK = "stock Lightning"
+FABRIC = "Fabric"
+TINY = "tiny"
+DEFAULT = "default"
 
 Loop = Callable[[Job], Laps]
 
 
 def tiny_network(width: int) -> nn.Module:
-    """Two linear layers with BatchNorm between them."""
+    """Return a network of two linear layers with BatchNorm between them."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
 
 
 def loops(root: Path) -> dict[str, Loop]:
-    """What is compared, by name; of the peers those that are installed."""
+    """Return the contenders by name, with the peers that are installed."""
     return {
         PLAIN: plain_loop,
         OURS: partial(recipe_loop, root=root, augment=False),
@@ -69,53 +70,55 @@ def loops(root: Path) -> dict[str, Loop]:
 
 
 class Network:
-    """One network's contenders and what they found; the rounds of `alternate` fill it."""
+    """Contenders of one network and their measurements."""
 
     def __init__(self, name: str, job: Job, root: Path, threads: int) -> None:
-        self.name, self.job, self.threads = name, job, threads
+        self.name = name
+        self.job = job
+        self.threads = threads
         self.loops = loops(root)
         if name == TINY:
-            del self.loops[AUGMENTED]  # Augmenting takes as long as a tiny step.
+            del self.loops[AUGMENTED]  # Augmentation takes as long as a tiny step.
         self.lower_quartiles: dict[str, list[float]] = {loop: [] for loop in self.loops}
         self.timings = Timings({})
 
     def measure(self, repeats: int, progress: Progress | None) -> None:
-        """Time all in turn."""
+        """Measure all contenders in turn."""
         torch.set_num_threads(self.threads)
         contenders = {name: partial(self._time, name) for name in self.loops}
         self.timings = alternate(contenders, repeats, progress=progress)
 
     def _time(self, name: str) -> float:
-        # A command line that ran before has seeded everything; each round has another shuffle order.
+        # A command line that ran before has seeded all generators. Without a new seed each round had the same order.
         torch.manual_seed(random.SystemRandom().randrange(2**32))
         laps = self.loops[name](self.job)
         self.lower_quartiles[name].append(laps.lower_quartile)
         return laps.seconds
 
     def lower_quartile_ratio(self, name: str, to: str = PLAIN) -> Spread:
-        """The ratio of the lower quartiles of the steps, in the rounds that count."""
+        """Return the ratio of the lower quartiles of the steps, in the rounds that count."""
         counted = slice(1, 1 + self.timings.rounds)
         pairs = zip(self.lower_quartiles[name][counted], self.lower_quartiles[to][counted])
         return Spread(tuple(a / b for a, b in pairs))
 
     def rows(self) -> dict[str, list[Spread | None]]:
-        """A row per contender."""
+        """Return a row for each contender."""
         rows = {}
         for name in self.loops:
             spread = self.timings.spread(name)
-            others = name != PLAIN
+            is_compared = name != PLAIN
             rows[f"{self.name}, {name}"] = [
                 Spread(tuple(self.job.batch_size / seconds for seconds in spread.values)),
                 self.timings.spread(name, 1e-6),
-                self.timings.added(name, PLAIN, 1e-6) if others else None,
-                self.timings.ratio(name, PLAIN) if others else None,
-                self.lower_quartile_ratio(name) if others else None,
+                self.timings.added(name, PLAIN, 1e-6) if is_compared else None,
+                self.timings.ratio(name, PLAIN) if is_compared else None,
+                self.lower_quartile_ratio(name) if is_compared else None,
             ]
         return rows
 
 
 def width_for(seconds: float, job: Callable[[int], Job], widths: range = range(32, 1025, 32)) -> int:
-    """The smallest width whose step takes that long in a plain PyTorch loop, or the largest of all."""
+    """Return the smallest width whose step in a plain PyTorch loop takes `seconds`, or the largest width."""
     return next(
         (w for w in widths if statistics.median(plain_loop(job(w)).lower_quartile for _ in range(3)) >= seconds),
         widths[-1],
@@ -123,15 +126,16 @@ def width_for(seconds: float, job: Callable[[int], Job], widths: range = range(3
 
 
 def goals(networks: dict[str, Network], precision: str) -> list[Goal]:
-    """What the issue of these benchmarks asks for."""
+    """Return the goals for the recipe compared with other contenders."""
 
-    def goal(text: str, found: Spread, most: float, form: str = ".2f") -> Goal:
-        shown = f"{found.median:{form}} ({found.low:{form}} to {found.high:{form}})"
-        return Goal(text, shown, found.median <= most)
+    def goal(text: str, ratio: Spread, most: float, form: str = ".2f") -> Goal:
+        shown = f"{ratio.median:{form}} ({ratio.low:{form}} to {ratio.high:{form}})"
+        return Goal(text, shown, ratio.median <= most)
 
-    default, tiny = networks[DEFAULT], networks[TINY]
+    default = networks[DEFAULT]
+    tiny = networks[TINY]
     faster = Spread(tuple(-v for v in default.timings.ratio(STOCK, OURS).values))
-    found = [
+    goal_list = [
         goal(
             "default network, recipe: at most 1.03 times the plain PyTorch loop",
             default.timings.ratio(OURS, PLAIN),
@@ -147,19 +151,20 @@ def goals(networks: dict[str, Network], precision: str) -> list[Goal]:
     ]
     if precision == "bf16-mixed":
         text = "default network, recipe: at least 3 times faster than stock Lightning (shown negative)"
-        found.append(goal(text, faster, -3.0))
-    return found
+        goal_list.append(goal(text, faster, -3.0))
+    return goal_list
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures both networks."""
+    """Measure both networks."""
     quick = options.quick
     images, labels, source = find_images(options.data_dir, 12_800 if quick else 60_000)
     precision, reason = resolve_precision("auto", "cpu")
     cores = options.threads or available_cores()
     settling = 5 if quick else 20
     repeats = options.repeats or (1 if quick else 7)
-    pixels, targets = images.unsqueeze(1), labels.long()
+    pixels = images.unsqueeze(1)
+    targets = labels.long()
 
     def job(network: Callable[[], nn.Module], steps: int, precision: str) -> Job:
         return Job(network, pixels, targets, BATCH_SIZE, settling + steps, settling, precision)

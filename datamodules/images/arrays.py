@@ -1,4 +1,4 @@
-"""Images in memory and their labels: arrays and NumPy files."""
+"""Makes a data set of images and labels in memory: arrays, tensors and NumPy files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,19 +23,20 @@ _KEYS = {
     ),
     "test": (("test_images", "test_labels"), ("x_test", "y_test"), ("X_test", "y_test")),
 }
-"""The names of images and labels in a NumPy file: ours, MedMNIST's, Keras's and scikit-learn's."""
+"""Names of the arrays of images and labels in NumPy files: ours, MedMNIST's, Keras's and scikit-learn's."""
 
 
 def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.NDArray[np.uint8]:
-    """Pixels as whole numbers from 0 to 255, of an array of any shape.
+    """Convert pixels to uint8, in an array of any shape.
 
     Args:
-        pixels: True and False, whole numbers from 0 to 255, or floats from 0 to 1.
-        source: what they are, for the message, such as "the train images".
-        least: share of the full range that the brightest pixel has at least; a set without one has another scale.
+        pixels: booleans, integers from 0 to 255, or floats from 0 to 1.
+        source: name of the pixels for messages, such as "the train images".
+        least: share of the full range that the brightest pixel must reach. A darker set has another scale, such as
+            integers from 0 to 16.
 
     Raises:
-        UserError: their range is another one.
+        UserError: the pixels have another range.
     """
     if pixels.dtype.kind == "b":
         return pixels.astype(np.uint8) * np.uint8(255)
@@ -50,25 +51,25 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
     if not (low >= 0 and least * top <= high <= top):
         if np.isnan(high):
             raise UserError(f"{source} hold NaN, the first in image {np.argwhere(np.isnan(pixels))[0][0]}: correct it")
-        how = ""
+        advice = ""
         if 0 <= low <= high < np.inf and high > 0:
-            how = f": pass images / {high:g}"
+            advice = f": pass images / {high:g}"
         raise UserError(
             f"{source} are {pixels.dtype} from {low:g} to {high:g}, expected whole numbers from 0 to 255 or floats from"
-            f" 0 to 1{how}"
+            f" 0 to 1{advice}"
         )
     if top == 255:
         return pixels.astype(np.uint8)
-    # By parts: in float64 a large set takes eight times its memory.
-    parts = np.array_split(pixels, 1 + len(pixels) // 4096)
-    return np.concatenate([(part * 255).round().astype(np.uint8) for part in parts])
+    # In chunks, since a float64 copy of a large set would take eight times the memory of its bytes.
+    chunks = np.array_split(pixels, 1 + len(pixels) // 4096)
+    return np.concatenate([(chunk * 255).round().astype(np.uint8) for chunk in chunks])
 
 
 def as_array(values: Any, source: str) -> npt.NDArray[Any]:
-    """An array of what people pass as one: arrays, tensors (also sparse ones) and lists.
+    """Convert an array, a dense or sparse tensor, a SciPy matrix or a list to a NumPy array.
 
     Raises:
-        UserError: it is quantised, or no array.
+        UserError: the tensor is quantised, or the values do not form an array.
     """
     if isinstance(values, Tensor):
         if values.is_quantized:
@@ -77,10 +78,10 @@ def as_array(values: Any, source: str) -> npt.NDArray[Any]:
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
         if tensor.dtype == torch.bfloat16:
-            # NumPy has none.
+            # NumPy has no bfloat16.
             tensor = tensor.float()
         return tensor.numpy()
-    if hasattr(values, "toarray"):  # Those of SciPy.
+    if hasattr(values, "toarray"):  # Sparse matrices of SciPy.
         return np.asarray(values.toarray())
     try:
         return np.asarray(values)
@@ -89,7 +90,7 @@ def as_array(values: Any, source: str) -> npt.NDArray[Any]:
 
 
 def side_of_rows(shape: tuple[int, ...]) -> int:
-    """The side of square images of which each is a row, of shape (n, pixels) or (n, 1, pixels); 0 where they are not.
+    """Return the side of square images that are stored as rows, of shape (n, pixels) or (n, 1, pixels); 0 for others.
 
     Example:
         >>> side_of_rows((12, 784)), side_of_rows((12, 1, 784)), side_of_rows((12, 28, 28)), side_of_rows((12, 640))
@@ -102,7 +103,7 @@ def side_of_rows(shape: tuple[int, ...]) -> int:
 
 
 def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
-    """Bytes of shape (n, height, width) or (n, height, width, channels)."""
+    """Convert images to uint8 of shape (n, height, width) or (n, height, width, channels)."""
     pixels = as_array(images, source)
     if np.ma.is_masked(images):
         raise UserError(f"{source} have masked pixels; fill them, as images.filled(0) does")
@@ -126,18 +127,18 @@ def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
     return as_bytes(pixels, source, least=0.25)
 
 
-def _no_label(labels: npt.NDArray[Any]) -> Any:
-    """What stands for no label among names, and among numbers."""
+def _missing_label(labels: npt.NDArray[Any]) -> Any:
+    """Return the value that stands for a missing label: "" among names, -100 among numbers."""
     if labels.dtype.kind == "U":
         return ""
     return IGNORED
 
 
 def _labels(labels: Any, source: str, count: int) -> npt.NDArray[Any]:
-    """Whole numbers or texts of shape (n,); -100, or "", where a label is masked."""
+    """Convert labels to integers or strings of shape (n,). Masked labels become -100 or ""."""
     values = as_array(labels, source)
     if np.ma.is_masked(labels):
-        values = np.where(np.ma.getmaskarray(labels), _no_label(values), values)
+        values = np.where(np.ma.getmaskarray(labels), _missing_label(values), values)
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.shape != (count,):
@@ -152,58 +153,62 @@ def _labels(labels: Any, source: str, count: int) -> npt.NDArray[Any]:
 
 
 def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", source: str = "") -> Source:
-    """Images and labels in memory.
+    """Make a data set of images and labels in memory.
 
     Args:
-        parts: images and labels by part, at least "train". Images are uint8 (or other whole numbers) from 0 to 255 or
+        parts: images and labels by part, at least "train". Images are uint8 (or other integers) from 0 to 255 or
             floats from 0 to 1, of shape (n, height, width), (n, height, width, channels), (n, channels, height, width)
-            or (n, pixels); labels are whole numbers or names, of shape (n,) or (n, 1). The label -100 is none.
-        source: the file, for messages.
+            or (n, pixels). Labels are integers or names, of shape (n,) or (n, 1). The label -100 is a missing label.
+        title: name of the data set.
+        source: name of the file, for messages.
 
     Raises:
-        UserError: for other types, shapes and values, with what to pass.
+        UserError: types, shapes or values are not supported; the message says what to pass.
     """
     of = f" of {source}" if source else ""
-    found: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]] = {}
+    arrays: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]] = {}
     unlabelled = 0
-    for part, (images, given_labels) in parts.items():
+    for part, (images, raw_labels) in parts.items():
         pixels = _pixels(images, f"the {part} images{of}")
-        labels = _labels(given_labels, f"the {part} labels{of}", len(pixels))
-        without = labels == _no_label(labels)
-        if without.any():
-            unlabelled += int(without.sum())
-            pixels = pixels[~without]
-            labels = labels[~without]
+        labels = _labels(raw_labels, f"the {part} labels{of}", len(pixels))
+        is_missing = labels == _missing_label(labels)
+        if is_missing.any():
+            unlabelled += int(is_missing.sum())
+            pixels = pixels[~is_missing]
+            labels = labels[~is_missing]
         if not len(labels):
             raise UserError(f"no {part} image{of} has a label")
-        found[part] = pixels, labels
-    train = found["train"][1]
+        arrays[part] = (pixels, labels)
+    train = arrays["train"][1]
     if (train == train[0]).all():
         raise UserError(f"the train labels{of} are all {train[0]}; expected two classes or more")
-    named = train.dtype.kind == "U"
-    if not named and (highest := int(train.max())) >= _MOST_CLASSES:
-        raise UserError(
-            f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MOST_CLASSES:,}; pass"
-            " names of the classes, as texts, which are numbered in their order"
-        )
-    names = train.tolist()
-    if not named:
-        # Numbers are classes up to the highest one, also those without an image.
-        names = [str(number) for number in range(max(2, int(train.max()) + 1))]
+    has_names = train.dtype.kind == "U"
+    if has_names:
+        names = train.tolist()
+    else:
+        highest = int(train.max())
+        if highest >= _MOST_CLASSES:
+            raise UserError(
+                f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MOST_CLASSES:,}; pass"
+                " names of the classes, as texts, which are numbered in their order"
+            )
+        # All numbers up to the highest one are classes, even without an image: a label is its own class number.
+        names = [str(number) for number in range(max(2, highest + 1))]
     classes = class_order(names)
     numbers = {name: number for number, name in enumerate(classes)}
     targets: dict[str, Tensor] = {}
-    for part, (_, labels) in found.items():
-        if (labels.dtype.kind == "U") != named:
+    for part, (_, labels) in arrays.items():
+        if (labels.dtype.kind == "U") != has_names:
             raise UserError(f"the {part} labels{of} are {labels.dtype}, and those of train {train.dtype}")
-        if named and (unknown := sorted(set(labels.tolist()) - set(classes))):
-            raise UserError(f"{part} has classes that train has no image of: {', '.join(unknown[:10])}")
-        if named:
-            targets[part] = torch.tensor([numbers[name] for name in labels.tolist()])
-        else:
+        if not has_names:
             targets[part] = torch.from_numpy(labels.astype(np.int64))
+            continue
+        unknown = sorted(set(labels.tolist()) - set(classes))
+        if unknown:
+            raise UserError(f"{part} has classes that train has no image of: {', '.join(unknown[:10])}")
+        targets[part] = torch.tensor([numbers[name] for name in labels.tolist()])
     samples: dict[str, Samples] = {}
-    for part, (pixels, _) in found.items():
+    for part, (pixels, _) in arrays.items():
         samples[part] = Samples(ArrayImages(pixels, f"the {part} images{of}"), targets[part])
     left_out = {}
     if unlabelled:
@@ -212,7 +217,7 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
 
 
 def _is_pair_of_pairs(samples: Any) -> bool:
-    """Whether these are ((x_train, y_train), (x_test, y_test)), as Keras's functions give them."""
+    """Return whether samples are ((x_train, y_train), (x_test, y_test)), as Keras's `load_data` returns them."""
     if not isinstance(samples, tuple) or len(samples) != 2:
         return False
     pairs = [pair for pair in samples if isinstance(pair, tuple) and len(pair) == 2]
@@ -220,10 +225,10 @@ def _is_pair_of_pairs(samples: Any) -> bool:
 
 
 def from_samples(samples: Any) -> Source:
-    """Images and labels as people pass them in Python: a pair of them, a dict of such pairs by part, or Keras's pairs.
+    """Make a data set of (images, labels), of a dict of such pairs by part, or of Keras's pairs.
 
     Raises:
-        UserError: for something else, and see `from_arrays`.
+        UserError: the samples have another form, or see `from_arrays`.
     """
     if isinstance(samples, Mapping):
         parts = samples
@@ -231,36 +236,44 @@ def from_samples(samples: Any) -> Source:
         parts = {"train": samples[0], "test": samples[1]}
     else:
         parts = {"train": samples}
-    given = {part: pair for part, pair in parts.items() if pair is not None}
-    pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
-    if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
+    pairs = {part: pair for part, pair in parts.items() if pair is not None}
+    are_pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs.values())
+    if not are_pairs or "train" not in pairs or pairs.keys() - {"train", "val", "test"}:
         raise UserError("expected (images, labels), or a dict of such pairs with the keys train, val and test")
-    return from_arrays(given)
+    return from_arrays(pairs)
 
 
 def read_npz(path: Path) -> Source:
+    """Read a data set of images and labels from a NumPy file.
+
+    Raises:
+        UserError: the file cannot be read or holds no images and labels, or see `from_arrays`.
+    """
     parts: dict[str, tuple[Any, Any]] = {}
     used: list[str] = []
     try:
+        # np.load unpickles nothing by default: a file of objects raises an error.
         with np.load(path) as archive:
-            held = set(archive.files)
-            for part, pairs in _KEYS.items():
-                if pair := next((pair for pair in pairs if held.issuperset(pair)), None):
-                    parts[part] = archive[pair[0]], archive[pair[1]]
-                    used += pair
+            keys = set(archive.files)
+            for part, key_pairs in _KEYS.items():
+                for images_key, labels_key in key_pairs:
+                    if images_key in keys and labels_key in keys:
+                        parts[part] = (archive[images_key], archive[labels_key])
+                        used += [images_key, labels_key]
+                        break
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     # NumPy and zipfile raise errors of many kinds for damaged files, from tokenize.TokenError to zlib.error.
     except Exception as error:
         raise UserError(f"{path} is no NumPy file (.npz) of numbers and texts, or damaged: {error}") from error
     if "train" not in parts:
-        named = ", ".join(sorted(held)[:10]) or "nothing"
+        listed = ", ".join(sorted(keys)[:10]) or "nothing"
         raise UserError(
-            f"{path} holds {named}; expected the arrays images and labels, and perhaps test_images and test_labels:"
+            f"{path} holds {listed}; expected the arrays images and labels, and perhaps test_images and test_labels:"
             ' np.savez("digits.npz", images=..., labels=...)'
         )
     source = from_arrays(parts, path.name, str(path))
-    unused = sorted(held.difference(used))
+    unused = sorted(keys.difference(used))
     if unused:
         source.notes.append(f"{path}: not used: {', '.join(unused[:10])}")
     return source

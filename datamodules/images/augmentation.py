@@ -1,6 +1,7 @@
-"""Augmentation of batches, MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else.
+"""Augmentation of batches, MixUp and CutMix, as functions of (seed, epoch, sample) only.
 
-They take a whole batch at a time, on the device. No step depends on which other samples share the batch.
+All functions take a whole batch, on the device of the batch. The result for a sample does not depend on the other
+samples of its batch, since another number of processes puts it into another batch.
 """
 
 import math
@@ -17,12 +18,12 @@ from datamodules.images.normalise import Normalise
 from datamodules.loading.randomness import alternating_flips, uniform
 
 AUGMENTATIONS = ("none", "light", "standard")
-# The most that brightness, contrast and saturation change, each: half of what ImageNet's usual recipes take.
+# Largest change of brightness, contrast and saturation: half of that of the usual recipes for ImageNet.
 _COLOUR = 0.2
 
 
 def describe_augmentation(name: str, flip: bool) -> str:
-    """What "light" and "standard" do, in words."""
+    """Return a description of the augmentation "light" or "standard"."""
     flips = " and mirroring" if flip else ", no mirroring"
     if name == "light":
         return f"shifts{flips}"
@@ -30,22 +31,24 @@ def describe_augmentation(name: str, flip: bool) -> str:
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, most: int = 0) -> Tensor:
-    """Images moved by whole pixels, black where nothing comes in, and mirrored.
+    """Translate images by whole pixels, with black borders, and mirror them.
 
     Args:
         images: of shape (batch, channels, height, width).
-        shifts: int64 of shape (batch, 2): rows and columns, from 0 to twice `most`, where `most` is no shift.
-        flips: bool of shape (batch,).
-        most: pixels that an image is moved, each way.
+        shifts: rows and columns, int64 of shape (batch, 2), from 0 to ``2 * most``; the value `most` is no translation.
+        flips: which images are mirrored, bool of shape (batch,).
+        most: largest translation in each direction, in pixels.
     """
     if shifts is None:
         if flips is None:
             return images
+        # `torch.where` writes the whole image. On a GPU, the condition below would wait for the device.
         if flips.device.type == "cpu" and len(flips) == 1:
             return images.flip(3) if flips else images
         return torch.where(flips.view(-1, 1, 1, 1), images.flip(3), images)
     height, width = images.shape[2:]
-    rows, columns = (torch.arange(length, device=images.device) for length in (height, width))
+    rows = torch.arange(height, device=images.device)
+    columns = torch.arange(width, device=images.device)
     down = shifts[:, :1] + rows
     if flips is not None:
         # A mirrored image reads its columns from the other end.
@@ -57,50 +60,52 @@ def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, 
 
 
 def _grey(channels: Tensor) -> Tensor:
-    """The brightness that a colour appears to have: (batch, 3, ...) to (batch, 1, ...)."""
+    """Convert RGB of shape (batch, 3, ...) to luma of shape (batch, 1, ...), with the weights of ITU-R BT.601."""
     red, green, blue = channels.split(1, dim=1)
     grey: Tensor = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
     return grey
 
 
 def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise, out: Tensor | None = None) -> Tensor:
-    """Brightness, contrast and saturation of each image, as torchvision's ColorJitter has them, then normalised.
+    """Adjust brightness, contrast and saturation of each image as torchvision's ColorJitter does, and normalise it.
 
-    One affine map of the colours for each image: it is cut to the range of bytes once, at the end.
+    The three steps are one affine map of the colours, so values are clamped to 0..255 once, at the end.
 
     Args:
         images: uint8 of shape (batch, 3, height, width).
-        factors: of shape (batch, 3), 1 leaves an image as it is.
-        out: where the result is written, if it is given: contiguous float32.
+        factors: factors of brightness, contrast and saturation, of shape (batch, 3); 1 changes nothing.
+        normalise: normalisation of the result.
+        out: contiguous float32 tensor for the result, if given.
     """
     brightness, contrast, saturation = (column.view(-1, 1, 1, 1) for column in factors.unbind(1))
-    both = brightness * contrast
-    own = both * saturation
-    # Channel by channel, where a number that belongs to a channel costs no time.
+    bright_contrast = brightness * contrast
+    pixel_factor = bright_contrast * saturation
+    # Contiguous by channel: multiplying by a value per channel is fastest in this layout.
     pixels = out
     if pixels is None:
         pixels = torch.empty(images.shape, dtype=torch.float32, device=images.device)
     pixels.copy_(images)
-    # Of integers, which floats hold: the sum does not depend on its order, and so not on the batch.
+    # Sums of integers do not depend on the order of the terms, which may change with the size of the batch. A float32
+    # holds the sum of a row exactly.
     sums = pixels.sum(3).long().sum(2).float()
     mean = _grey(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
-    grey = _grey(pixels).mul_(both - own).add_((brightness - both) * mean)
-    return pixels.mul_(own).add_(grey).clamp_(0, 255).mul_(normalise.scale).add_(normalise.shift)
+    grey = _grey(pixels).mul_(bright_contrast - pixel_factor).add_((brightness - bright_contrast) * mean)
+    return pixels.mul_(pixel_factor).add_(grey).clamp_(0, 255).mul_(normalise.scale).add_(normalise.shift)
 
 
 @dataclass(frozen=True)
 class BatchAugmentation:
-    """The second part of a named augmentation, of a batch of images of the network's size, and its normalisation.
+    """Second half of a named augmentation, after `Crop`: translation, flips and colours of a batch, and normalisation.
 
-    Small images are moved by an eighth of their side at most with "light", as usual for CIFAR. Colours vary with
-    "standard". Flips alternate from epoch to epoch.
+    "light" translates small images by up to an eighth of their side, as usual for CIFAR. "standard" varies colours.
+    Flips alternate from epoch to epoch.
 
     Args:
-        name: of the augmentation.
-        size: of the images, in pixels.
-        seed: the run's.
-        flip: False mirrors none, as for digits and letters.
-        normalise: bytes to floats; by device.
+        name: name of the augmentation.
+        size: side of the images, in pixels.
+        seed: seed of the run.
+        flip: whether to mirror images; False for digits and letters.
+        normalise: function that returns the normalisation on a device.
     """
 
     name: str
@@ -110,7 +115,7 @@ class BatchAugmentation:
     normalise: Callable[[torch.device], Normalise]
 
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        """Uint8 of shape (batch, 3, size, size) to normalised float32, given the sample numbers of shape (batch,)."""
+        """Augment uint8 images of shape (batch, 3, size, size) to normalised float32; `numbers` are sample numbers."""
         most = 0
         shifts = None
         if self.name == "light" and is_small(self.size):
@@ -124,35 +129,41 @@ class BatchAugmentation:
             factors = 1 + _COLOUR * (2 * uniform(self.seed, "colours", epoch, numbers, 3) - 1)
         normalise = self.normalise(images.device)
 
-        def augmented(part: slice, out: Tensor | None = None) -> Tensor:
-            shift, flip, factor = (None if draws is None else draws[part] for draws in (shifts, flips, factors))
-            moved = shift_and_flip(images[part], shift, flip, most)
-            if factor is not None:
-                return adjust_colours(moved, factor, normalise, out)
-            done: Tensor = normalise(moved)
-            return done if out is None else out.copy_(done)
+        def select(draws: Tensor | None, samples: slice) -> Tensor | None:
+            return None if draws is None else draws[samples]
+
+        def augment(samples: slice, out: Tensor | None = None) -> Tensor:
+            moved = shift_and_flip(images[samples], select(shifts, samples), select(flips, samples), most)
+            sample_factors = select(factors, samples)
+            if sample_factors is not None:
+                return adjust_colours(moved, sample_factors, normalise, out)
+            normalised: Tensor = normalise(moved)
+            return normalised if out is None else out.copy_(normalised)
 
         if images.device.type != "cpu" or is_small(self.size):
-            return augmented(slice(None))
-        # The cache of a core holds a large image, and not a batch of them.
-        found = torch.empty(images.shape, dtype=torch.float32)
+            return augment(slice(None))
+        # Image by image, since the cache of a core holds one large image but not a batch of them.
+        augmented = torch.empty(images.shape, dtype=torch.float32)
         for i in range(len(images)):
-            augmented(slice(i, i + 1), found[i : i + 1])
-        return found
+            augment(slice(i, i + 1), augmented[i : i + 1])
+        return augmented
 
 
 @lru_cache(maxsize=8)
 def _beta_quantiles(alpha: float, device: torch.device, steps: int = 4096) -> Tensor:
-    """Quantiles of the beta distribution with both parameters `alpha` at `steps` + 1 equal steps from 0 to 1, float64.
+    """Return the quantiles of Beta(alpha, alpha) at `steps` + 1 equal steps from 0 to 1, float64 of that length.
 
-    Its distribution function is ``F(x) = (x (1 - x))**alpha / (alpha B) * S(x)``, with a series S of positive terms
-    (Abramowitz and Stegun 1964, 26.5.4). Of its logarithm, a concave function of log x, Newton's method finds the root.
+    The distribution function is ``F(x) = (x (1 - x))**alpha / (alpha B) * S(x)``, with a series S of positive terms
+    (Abramowitz and Stegun 1964, 26.5.4). Its logarithm is a concave function of log x, so Newton's method converges.
     """
+    # The cached table outlives a validation in inference mode, whose tensors could not be used in training.
     with torch.inference_mode(False):
-        levels = torch.linspace(0, 1, steps + 1, dtype=torch.float64)[1 : steps // 2 + 1]  # The others are mirrored.
+        # The distribution is symmetric, so the upper half is the mirrored lower half.
+        levels = torch.linspace(0, 1, steps + 1, dtype=torch.float64)[1 : steps // 2 + 1]
         log_scale = 2 * math.lgamma(alpha) - math.lgamma(2 * alpha) + math.log(alpha)
         log_x = ((levels.log() + log_scale) / alpha).clamp(max=math.log(0.5))
-        for _ in range(12):  # Four to eight reach the last bits, for parameters up to 1,000.
+        # Four to eight iterations reach full precision for parameters up to 1,000.
+        for _ in range(12):
             x = log_x.exp()
             term = torch.ones_like(x)
             series = torch.ones_like(x)
@@ -169,36 +180,38 @@ def _beta_quantiles(alpha: float, device: torch.device, steps: int = 4096) -> Te
 
 
 def _beta(alpha: float, draws: Tensor) -> Tensor:
-    """Uniform numbers of shape (n,) to those of the beta distribution with both parameters `alpha`, interpolated."""
+    """Map uniform numbers of shape (n,) to Beta(alpha, alpha) by interpolated quantiles, float32 of shape (n,)."""
     table = _beta_quantiles(alpha, draws.device)
-    at = draws.double() * (len(table) - 1)
-    below = at.long()
-    return torch.lerp(table[below], table[below + 1], at - below).float()
+    position = draws.double() * (len(table) - 1)
+    below = position.long()
+    return torch.lerp(table[below], table[below + 1], position - below).float()
 
 
 def _boxes(share: Tensor, y: Tensor, x: Tensor, height: int, width: int) -> Tensor:
-    """Rectangles of the area 1 - share around random points, cut at the borders: bool (batch, height, width)."""
+    """Return boxes of area 1 - share around (x, y), cut off at the borders, as bool masks (batch, height, width)."""
     side = (1 - share).sqrt() / 2
 
     def within(length: int, centre: Tensor) -> Tensor:
-        start, stop = ((length * (centre + sign * side)).round() for sign in (-1, 1))
-        places = torch.arange(length, device=share.device)
-        return (places >= start.unsqueeze(1)) & (places < stop.unsqueeze(1))
+        start = (length * (centre - side)).round()
+        stop = (length * (centre + side)).round()
+        pixels = torch.arange(length, device=share.device)
+        return (pixels >= start.unsqueeze(1)) & (pixels < stop.unsqueeze(1))
 
     return within(height, y).unsqueeze(2) & within(width, x).unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """MixUp (Zhang et al., 2018) and CutMix (Yun et al., 2019) of a sample and the one before it in the epoch's order.
+    """MixUp (Zhang et al., 2018) and CutMix (Yun et al., 2019) of a sample and its predecessor in the epoch's order.
 
-    With both on, each sample takes one of them at random.
+    If both are on, each sample takes one of them at random. The partner is the predecessor and not a random sample of
+    the batch, so that it does not depend on how the epoch is cut into batches.
 
     Args:
         mixup: alpha of MixUp's beta distribution; 0 is off.
-        cutmix: alpha of CutMix's; 0 is off.
-        num_classes: of the soft targets.
-        seed: the run's.
+        cutmix: alpha of CutMix's beta distribution; 0 is off.
+        num_classes: number of classes of the soft targets.
+        seed: seed of the run.
     """
 
     mixup: float
@@ -209,20 +222,23 @@ class Mixing:
     def __call__(
         self, images: Tensor, targets: Tensor, partners: Tensor, partner_targets: Tensor, numbers: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """The mixtures of samples with their partners.
+        """Mix samples with their partners.
 
         Args:
-            images: floats of shape (batch, 3, size, size), as `partners`.
-            targets: int64 of shape (batch,), as `partner_targets`.
-            numbers: of the samples, int64 of shape (batch,).
+            images: float images of shape (batch, 3, size, size).
+            targets: class numbers, int64 of shape (batch,).
+            partners: images of the partners, of the same shape.
+            partner_targets: class numbers of the partners, of the same shape.
+            numbers: sample numbers, int64 of shape (batch,).
+            epoch: epoch of the random numbers.
 
         Returns:
-            Images, and the soft targets, float32 of shape (batch, classes) with the sum 1.
+            Mixed images, and soft targets: float32 of shape (batch, classes), whose rows sum to 1.
         """
         kind, amount, y, x = uniform(self.seed, "mixing", epoch, numbers, 4).unbind(1)
         share = torch.ones_like(amount)
         mixed = images
-        # Of both, half of the samples get each.
+        # Share of the samples that take CutMix.
         share_cut = 0.0
         if self.cutmix:
             share_cut = 0.5 if self.mixup else 1.0
@@ -233,6 +249,8 @@ class Mixing:
         if self.cutmix:
             inside = _boxes(_beta(self.cutmix, amount), y, x, images.shape[2], images.shape[3]) & cut.view(-1, 1, 1)
             mixed = torch.where(inside.unsqueeze(1), partners, mixed)
+            # The share of the pixels, not of the box drawn, which the borders may have cut off.
             share = torch.where(cut, 1 - inside.sum((1, 2)) / (images.shape[2] * images.shape[3]), share)
-        own, other = (F.one_hot(labels, self.num_classes).float() for labels in (targets, partner_targets))
-        return mixed, torch.lerp(other, own, share.unsqueeze(1))
+        one_hot = F.one_hot(targets, self.num_classes).float()
+        partner_one_hot = F.one_hot(partner_targets, self.num_classes).float()
+        return mixed, torch.lerp(partner_one_hot, one_hot, share.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Which columns of a table hold images, labels and parts: by their names, and where these are open by the cells."""
+"""Finds the columns of a table that hold images, labels and parts, by their names or by their cells."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,27 +11,29 @@ from datamodules.loading.tables import Table
 _PATHS = ("path", "file", "filename", "file name", "filepath", "file path", "image", "image path", "image name")
 _IDS = ("image id", "imageid", "id", "id code")
 _LABELS = ("label", "labels", "class", "class name", "class label", "class id", "classid", "target", "category")
-# Columns that are made for parts; what is in one of the first three and names no part is a fault.
+# Names of columns that are always taken as parts, so that a cell that names no part is a fault.
 _SURE_PARTS = ("split", "part", "set")
 _PARTS = (*_SURE_PARTS, "subset", "partition", "usage", "phase", "data split", "datasplit", "dataset", "data set")
-_FLAGS = {"is test": "test", "is valid": "val", "is val": "val", "is validation": "val", "is train": "train"}
-"""Columns that say yes or no of a part."""
-_FLAGS |= {"is training": "train", "is training image": "train"}
+_FLAGS = {
+    **{"is test": "test", "is valid": "val", "is val": "val", "is validation": "val"},
+    **{"is train": "train", "is training": "train", "is training image": "train"},
+}
+"""Names of columns that hold yes or no, and the part that yes stands for."""
 _FURTHER_NAMES = {"dev": "val", "eval": "val", "development": "val", "evaluation": "val", "holdout": "test"}
 _YES_OR_NO = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 _NUMBERS = {"0": "train", "1": "val", "2": "test"}
-"""Of CelebA's partitions."""
+"""Parts by the numbers of CelebA's partitions."""
 
 
 @dataclass
 class Columns:
-    """The places of columns in a table, and what a cell says of its part.
+    """Indices of the columns in a table, and the function that reads the part from a cell.
 
     Attributes:
-        path, label: -1 where there is none.
-        part: None where no column says it.
-        part_of_cell: the part by a cell of that column, "" for none.
-        guessed: what is not known by a name that is made for it: "path", "label", "part".
+        path, label: index of the column, or -1 if there is none.
+        part: index of the column, or None if there is none.
+        part_of_cell: function from a cell of that column to the part, or "" if the cell names no part.
+        guessed: uses whose column was not found by its own name: "path", "label", "part".
     """
 
     path: int
@@ -41,22 +43,26 @@ class Columns:
     guessed: list[str] = field(default_factory=list)
 
     def names(self, table: Table) -> dict[str, str]:
-        """The names of the columns by what they are."""
-        places = {"path": self.path, "label": self.label, "part": self.part}
-        return {kind: table.names[place] for kind, place in places.items() if place is not None and place >= 0}
+        """Return the names of the columns by their use."""
+        indices = {"path": self.path, "label": self.label, "part": self.part}
+        return {use: table.names[index] for use, index in indices.items() if index is not None and index >= 0}
 
 
 def _plain(name: str) -> str:
+    """Return a name in lower case with spaces: "Image_Path" and "image-path" become "image path"."""
     return name.strip().lower().replace("_", " ").replace("-", " ")
 
 
-def _first(known: Sequence[str], wanted: Sequence[str]) -> int:
-    """The place of the first column with one of these names; -1 where there is none."""
-    return next((place for place, name in enumerate(known) if name in wanted), -1)
+def _first_index(names: Sequence[str], accepted: Sequence[str]) -> int:
+    """Return the index of the first column whose name is accepted, or -1."""
+    for index, name in enumerate(names):
+        if name in accepted:
+            return index
+    return -1
 
 
 def _part_of_cell(cell: Any) -> str:
-    """The part that a cell names, as in "Training" and "PublicTest"; "" where it names none."""
+    """Return the part that a cell names, as "Training" and "PublicTest" do, or ""."""
     word = str(cell).strip().lower()
     for part, names in PART_NAMES.items():
         if word in names:
@@ -65,7 +71,11 @@ def _part_of_cell(cell: Any) -> str:
 
 
 def _by_flag(part: str) -> Callable[[Any], str]:
-    """What a cell with yes or no says where yes is `part`; what is not trained on is held back for the test."""
+    """Return a function that reads a cell with yes or no, where yes means `part`.
+
+    No in a column "is_train" means "test", since the data set's author holds these samples out. No in any other column
+    means "train".
+    """
 
     def part_of_flag(cell: Any) -> str:
         value = _YES_OR_NO.get(str(cell).strip().lower())
@@ -82,32 +92,32 @@ def _by_number(cell: Any) -> str:
     return _NUMBERS.get(str(cell).strip(), "")
 
 
-def _find_part(table: Table, known: Sequence[str], columns: Columns) -> None:
-    """Find the column of parts: by its name, or because each of its cells names one."""
+def _find_part(table: Table, names: Sequence[str], columns: Columns) -> None:
+    """Set the column of parts in `columns`, by its name or because each of its cells names a part."""
     for name in _SURE_PARTS:
-        if name in known:
-            columns.part = known.index(name)
+        if name in names:
+            columns.part = names.index(name)
             columns.part_of_cell = _part_of_cell
             cells = {str(cell).strip() for cell in table.column(columns.part)}
             if cells and cells <= _NUMBERS.keys():
                 columns.part_of_cell = _by_number
                 columns.guessed.append("part")
             return
-    for place, name in enumerate(known):
-        if place in (columns.path, columns.label):
+    for index, name in enumerate(names):
+        if index in (columns.path, columns.label):
             continue
-        cells = {str(cell).strip() for cell in table.column(place)}
-        reading: Callable[[Any], str] = _part_of_cell
+        cells = {str(cell).strip() for cell in table.column(index)}
+        read_part: Callable[[Any], str] = _part_of_cell
         if name in _FLAGS:
-            reading = _by_flag(_FLAGS[name])
+            read_part = _by_flag(_FLAGS[name])
         elif name == "partition" and cells <= _NUMBERS.keys():
-            reading = _by_number
+            read_part = _by_number
         elif name not in _PARTS and any(_plain(cell) not in _words_of_parts() for cell in cells):
-            # Of another column only plain words count: "test_17" may be anything.
+            # A column with another name needs plain words in all cells: "test_17" may mean anything.
             continue
-        if cells and all(reading(cell) for cell in cells):
-            columns.part = place
-            columns.part_of_cell = reading
+        if cells and all(read_part(cell) for cell in cells):
+            columns.part = index
+            columns.part_of_cell = read_part
             columns.guessed.append("part")
             return
 
@@ -117,20 +127,22 @@ def _words_of_parts() -> set[str]:
 
 
 def find_columns(table: Table, may_lack_labels: bool = False) -> Columns:
-    """The columns of path, label and part.
+    """Find the columns of path, label and part.
 
     Args:
-        may_lack_labels: whether a table without labels is one, as that of a published test part.
+        table: the table.
+        may_lack_labels: whether the column of labels may be missing, as in the test table of a competition.
 
     Raises:
-        UserError: the table has no such columns; the message says how they may be called.
+        UserError: there are no such columns; the message lists the accepted names.
     """
-    known = [_plain(name) for name in table.names]
-    columns = Columns(_first(known, _PATHS), _first(known, _LABELS))
+    names = [_plain(name) for name in table.names]
+    columns = Columns(_first_index(names, _PATHS), _first_index(names, _LABELS))
+    # After the paths, since a table may have both an id and a path.
     if columns.path < 0:
-        columns.path = _first(known, _IDS)
-    # Of two columns the other one is what is missing, as in id,breed.
-    if len(known) == 2 and (columns.path < 0) != (columns.label < 0):
+        columns.path = _first_index(names, _IDS)
+    # In a table of two columns, the other column must be the missing one, as in id,breed.
+    if len(names) == 2 and (columns.path < 0) != (columns.label < 0):
         if columns.label < 0:
             columns.label = 1 - columns.path
             columns.guessed.append("label")
@@ -142,11 +154,13 @@ def find_columns(table: Table, may_lack_labels: bool = False) -> Columns:
             f"{table.where}: the first line is {','.join(table.names[:8])[:200]}; expected the names of the columns, of"
             f" which one is called {', '.join(_PATHS)}, and one {', '.join(_LABELS)}"
         )
-    _find_part(table, known, columns)
+    _find_part(table, names, columns)
     return columns
 
 
 def label_names(table: Table, columns: Columns) -> Mapping[str, str]:
-    """The names of numbers in the column of labels, where the file has them."""
-    names = table.class_names.get(table.names[columns.label], []) if columns.label >= 0 else []
+    """Return the class names by number, as strings, if the file has names for its column of labels."""
+    if columns.label < 0:
+        return {}
+    names = table.class_names.get(table.names[columns.label], [])
     return {str(number): name for number, name in enumerate(names)}

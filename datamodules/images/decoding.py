@@ -1,4 +1,4 @@
-"""An image file of any kind as bytes of pixels: the same in every process, or refused with the reason."""
+"""Decodes image files of any format to uint8 tensors, equal in every process, or raises an error with the reason."""
 
 import os
 import re
@@ -19,7 +19,9 @@ from datamodules.errors import UserError
 
 Source = str | Path | bytes | Image.Image
 
-_RULES = 5  # Of this file, by which the same content has the same pixels.
+# Version of the rules in this file. A change of them that changes pixels has to raise it, since it is part of the names
+# of caches.
+_RULES = 5
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES: tuple[str, ...] = (
     *_JPEG,
@@ -27,7 +29,7 @@ _SUFFIXES: tuple[str, ...] = (
 )
 _HEIC = (".heic", ".heif")
 with suppress(ImportError):
-    # Telephones' photographs, where the library is installed.
+    # Photographs of phones, if the library is installed.
     import pillow_heif
 
     pillow_heif.register_heif_opener()
@@ -35,48 +37,50 @@ with suppress(ImportError):
 
 
 class UnreadableImage(UserError):
-    """A file that cannot be decoded; the message names it."""
+    """Error of an image that cannot be decoded. The message names the image."""
 
 
 def unreadable(name: str, reason: str) -> UnreadableImage:
-    """The error about an image and the reason."""
+    """Return the error for an image, with the reason."""
     return UnreadableImage(f"{name} cannot be read as an image: {reason}")
 
 
 def ending(file: str | Path) -> str:
-    """The ending of a file's name, in small letters; a pathlib.Path takes several times longer."""
+    """Return the suffix of a file in lower case. `pathlib.Path` takes several times longer."""
     return os.path.splitext(file)[1].lower()  # noqa: PTH122
 
 
 def is_image(file: str | Path) -> bool:
-    """Whether a file is an image that can be read, by its ending."""
+    """Return whether a file is an image of a supported format, by its suffix."""
     return ending(file) in _SUFFIXES
 
 
-_BITS_PER_SAMPLE = 258  # TIFF's tags, by their numbers in its specification.
+# Numbers of tags in the specification of TIFF, and a value of the last one.
+_BITS_PER_SAMPLE = 258
 _SAMPLES_PER_PIXEL = 277
 _SAMPLE_FORMAT = 339
 _SIGNED = 2
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """A tag's value, which is a number or several."""
+    """Return the numbers of a TIFF tag, whose value is a number or a tuple."""
     return tuple(value) if isinstance(value, tuple) else (value,)
 
 
 def _jpeg_2000_bits(content: bytes) -> int:
-    """Bits of a sample, by the codestream's header: the highest of its components."""
+    """Return the greatest number of bits of a component, from the header of a JPEG 2000 codestream."""
     start = content.find(b"\xff\x4f\xff\x51")
     if start < 0:
         return 8
     components = int.from_bytes(content[start + 40 : start + 42], "big")
-    # Three bytes for each component, of which the first is its depth; its highest bit says that samples are signed.
+    # Three bytes for each component. The first holds the depth minus 1, and in its highest bit whether it is signed.
     depths = content[start + 42 : start + 42 + 3 * components : 3]
     return max((1 + (depth & 127) for depth in depths), default=8)
 
 
 def _netpbm_bits(content: bytes) -> int:
-    """Bits of a sample, by the greatest value in the header of a PGM or PPM; comments begin with #."""
+    """Return the bits of a pixel value, from the greatest value in the header of a PGM or PPM file."""
+    # Comments begin with # and may be between any two numbers.
     words = re.sub(rb"#[^\n]*", b" ", content[:1024]).split(None, 4)
     if len(words) < 4 or words[0] not in (b"P2", b"P3", b"P5", b"P6") or not words[3].isdigit():
         return 8
@@ -84,9 +88,10 @@ def _netpbm_bits(content: bytes) -> int:
 
 
 def _refuse_other_pixels(image: Image.Image, content: bytes = b"") -> None:
-    """Refuse pixels of more than 8 bits, signed ones, further bands, and files of several pages, by the file's header.
+    """Raise an error for pixels of more than 8 bits or with a sign, for further bands, and for several pages.
 
-    Scaled by its own range, an image could not be compared with the others; of colours Pillow cuts bits off.
+    An image that is scaled by its own range could not be compared with the other images of the set. Of colours with 16
+    bits, Pillow would cut the lower bits off.
     """
     bits = 8
     if image.mode[:4] in ("I;16", "I", "F") or any(";16" in str(tile.args) for tile in getattr(image, "tile", ())):
@@ -96,7 +101,7 @@ def _refuse_other_pixels(image: Image.Image, content: bytes = b"") -> None:
         bits = max(_numbers(tags.get(_BITS_PER_SAMPLE, 8)))
         if _SIGNED in _numbers(tags.get(_SAMPLE_FORMAT, 1)):
             raise UnreadableImage("its pixels are signed; shift all images of the set to 0 to 255, and save them so")
-        # An image has three colours, and perhaps one band more for its transparency.
+        # Pillow reads three colours and transparency only, and would drop further bands.
         if tags.get(_SAMPLES_PER_PIXEL, 1) > len(image.getbands()) or image.mode == "RGBX":
             raise UnreadableImage(
                 f"it has {tags.get(_SAMPLES_PER_PIXEL)} bands, expected 1 or 3; save those that are meant as an image"
@@ -116,7 +121,7 @@ def _refuse_other_pixels(image: Image.Image, content: bytes = b"") -> None:
 
 
 def _other_kind(content: bytes) -> str:
-    """What a file is by its first bytes that Pillow does not open as an image."""
+    """Return why Pillow cannot open a file, by the first bytes of the file."""
     if content[4:8] == b"ftyp" and content[8:12] in (b"heic", b"heix", b"mif1", b"hevc", b"heim"):
         return "it is a HEIC photograph: pip install pillow-heif, or save it as JPEG"
     if content[:2] == b"\xff\x0a" or content[4:8] == b"JXL ":
@@ -131,7 +136,7 @@ def _other_kind(content: bytes) -> str:
 
 
 def without_alpha(image: Image.Image) -> Image.Image:
-    """An image on white where it is transparent."""
+    """Return an image on a white background if it has transparency."""
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
@@ -140,16 +145,16 @@ def without_alpha(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]:
-    """Open an image, and give it with its content, which is empty for one in memory.
+    """Open an image and yield it with the content of the file, which is empty for an image in memory.
 
-    An error in the ``with`` block also names the image and the reason.
+    An error in the ``with`` block is raised with the name of the image and the reason.
 
     Args:
-        source: a file, its content, or an image in memory.
-        name: of the image, in messages.
+        source: path of a file, content of a file, or an image in memory.
+        name: name of the image, for messages.
 
     Raises:
-        UnreadableImage: the file is missing, damaged, too large for Pillow, not an image, or one of more than 8 bits.
+        UnreadableImage: the file is missing, damaged, too large for Pillow, not an image, or has more than 8 bits.
     """
     content = b""
     try:
@@ -174,12 +179,12 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
 
 @cache
 def decoders() -> str:
-    """What the pixels of an image depend on besides its file, for the names of caches."""
+    """Return the versions that decoded pixels depend on, besides the file, for the names of caches."""
     return " ".join([str(_RULES), *map(version, ("pillow", "torch", "torchvision"))])
 
 
 def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Width and height in proportion, with a short side of `short_side` at most."""
+    """Return width and height in proportion, with a short side of at most `short_side`."""
     scale = short_side / min(size)
     if scale >= 1:
         return size
@@ -187,28 +192,30 @@ def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
 
 
 def is_small(size: int) -> bool:
-    """Whether images of `size` pixels are treated as CIFAR's are: kept in memory, shifted, and not cropped."""
+    """Return whether images are treated as CIFAR's: kept in memory, and translated instead of cropped."""
     return size < 64
 
 
 def resized(image: Tensor, height: int, width: int) -> Tensor:
-    """An image scaled, without jagged edges: uint8 of shape (3, any, any) to (3, height, width).
+    """Resize an image with antialiasing: uint8 of shape (3, any, any) to (3, height, width).
 
-    It is computed in integers, the same on any number of threads, and fastest where the channels are innermost, as
+    torch computes it in integers, with equal results on any number of threads. It is fastest with the channels last, as
     decoders write them.
     """
-    # A batch of one by strides that say so: those of unsqueeze(0) would have it copied first.
+    # The strides of this batch of one are those of channels_last. With unsqueeze(0) torch would copy the image first.
     batch = image.permute(1, 2, 0).unsqueeze(0).permute(0, 3, 1, 2)
     return F.interpolate(batch, (height, width), mode="bilinear", antialias=True)[0]
 
 
 def _as_tensor(image: Image.Image) -> Tensor:
+    """Convert an RGB image to uint8 of shape (3, height, width)."""
+    # A bytearray, since torch warns of memory that it may not write to.
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
 def _decode_jpeg(content: bytes) -> Tensor | None:
-    """All pixels of a JPEG file in colour, as Pillow decodes them, but faster; None for files that it fails on."""
+    """Decode a JPEG file to the same RGB pixels as Pillow, but faster; None if torchvision fails."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     try:
@@ -219,19 +226,24 @@ def _decode_jpeg(content: bytes) -> Tensor | None:
 
 
 def _upright(pixels: Tensor, orientation: int) -> Tensor:
-    """Pixels turned and mirrored as EXIF's orientation says."""
+    """Rotate and mirror pixels according to the EXIF orientation."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 2)
-    mirrored = [axis for axis, which in ((1, (3, 4, 7, 8)), (2, (2, 3, 6, 7))) if orientation in which]
-    return pixels.flip(mirrored) if mirrored else pixels
+    axes = []
+    if orientation in (3, 4, 7, 8):
+        axes.append(1)
+    if orientation in (2, 3, 6, 7):
+        axes.append(2)
+    return pixels.flip(axes) if axes else pixels
 
 
 def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
-    """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
+    """Load an image of any size and mode: upright, RGB, on white, with a short side of at most `short_side`.
 
     Args:
-        source: a file, its content, or an image in memory.
-        name: of the image, in messages; by default the file's.
+        source: path of a file, content of a file, or an image in memory.
+        short_side: greatest length of the short side, in pixels. Smaller images keep their size.
+        name: name of the image, for messages; by default that of the file.
 
     Returns:
         uint8 of shape (3, height, width).
@@ -243,16 +255,18 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
         name = str(source) if isinstance(source, (str, Path)) else "the image"
     pixels = None
     with open_image(source, name) as (image, content):
-        whole = image.size
-        size = _reduced(whole, short_side)
-        if size != whole:
-            # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
+        full_size = image.size
+        size = _reduced(full_size, short_side)
+        if size != full_size:
+            # A JPEG is decoded to an eighth, a quarter or half of its size in a fraction of the time.
             image.draft(None, size)
-        if (image.format, image.size) == ("JPEG", whole) and image.mode in ("RGB", "L") and content:
+        # Torchvision decodes to the full size only. CMYK has to be converted by Pillow.
+        is_full_jpeg = image.format == "JPEG" and image.size == full_size
+        if is_full_jpeg and image.mode in ("RGB", "L") and content:
             pixels = _decode_jpeg(content)
         if pixels is None:
             image.load()
-        # A broken orientation tag does not make an image unreadable.
+        # A damaged EXIF tag does not make the pixels unreadable, so any error of the tag is ignored.
         try:
             orientation = image.getexif().get(0x0112, 1)
         except Exception:

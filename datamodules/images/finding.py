@@ -1,4 +1,4 @@
-"""Images wherever people have them: class folders, tables, archives, NumPy files, or names that hold the class."""
+"""Finds a data set of images at a path: class folders, tables, archives, NumPy files, or a pattern of file names."""
 
 import re
 from pathlib import Path
@@ -21,62 +21,64 @@ _CLASS = "{class}"
 
 
 def from_pattern(pattern: str) -> Source:
-    """Images whose class stands in their names, such as "photos/{class}_*.jpg" for photos/cat_1.jpg.
+    """Make a data set of images whose names contain the class: "photos/{class}_*.jpg" for photos/cat_1.jpg.
 
-    A star stands for any text within a name, and ``{class}`` for the class.
+    A star matches any text without a slash, and ``{class}`` matches the class.
 
     Raises:
-        UserError: no file has such a name, or there are fewer than two classes.
+        UserError: no file matches, or there are fewer than two classes.
     """
     before, _, behind = pattern.partition(_CLASS)
-    # Names are matched below the last folder that the pattern spells out.
+    # Only the folder before the first wildcard is listed. The letter keeps Path from dropping a slash at the end.
     folder = Path(f"{before.partition('*')[0]}x").parent
-    forms = [re.escape(text).replace(r"\*", "[^/]*") for text in (before, behind)]
-    expression = re.compile(f"{forms[0]}(?P<name>[^/]+?){forms[1]}")
+    prefix, suffix = (re.escape(text).replace(r"\*", "[^/]*") for text in (before, behind))
+    expression = re.compile(f"{prefix}(?P<name>[^/]+?){suffix}")
     files: list[str] = []
-    others: list[str] = []
+    other_files: list[str] = []
     if folder.is_dir():
-        files, others = images_below(folder)
+        files, other_files = images_below(folder)
     labels = {}
     for file in files:
-        found = expression.fullmatch(file)
-        if found:
-            labels[file] = same_name(found["name"])
+        match = expression.fullmatch(file)
+        if match:
+            labels[file] = same_name(match["name"])
     expected = f"expected images with names such as {pattern.replace(_CLASS, 'cat')}"
     if not labels:
         raise UserError(f"no image in {folder} has a name like {pattern}; {expected}")
     classes = class_order(labels.values())
     check_classes({"train": classes}, f"{pattern} names", expected)
     notes = []
-    rest = [file for file in files if file not in labels] + others
-    if rest:
-        notes.append(f"left out {len(rest):,} files in {folder} with other names, such as {rest[0]}")
+    unmatched = [file for file in files if file not in labels] + other_files
+    if unmatched:
+        notes.append(f"left out {len(unmatched):,} files in {folder} with other names, such as {unmatched[0]}")
     numbers = {name: number for number, name in enumerate(classes)}
     targets = torch.tensor([numbers[name] for name in labels.values()])
-    left_out = {"with other names": len(rest)} if rest else {}
-    return Source(classes, {"train": Samples(FileTable(list(labels)), targets)}, folder.resolve().name, notes, left_out)
+    left_out = {"with other names": len(unmatched)} if unmatched else {}
+    samples = Samples(FileTable(list(labels)), targets)
+    return Source(classes, {"train": samples}, folder.resolve().name, notes, left_out)
 
 
-def _arrays(place: Path) -> list[Path]:
-    """The NumPy files in a folder, or such a file itself."""
-    if place.suffix.lower() == ".npz":
-        return [place]
-    return sorted(place.glob("*.npz")) if place.is_dir() else []
+def _numpy_files(path: Path) -> list[Path]:
+    """Return the NumPy files in a folder, or the path itself if it is such a file."""
+    if path.suffix.lower() == ".npz":
+        return [path]
+    return sorted(path.glob("*.npz")) if path.is_dir() else []
 
 
-def _is_table(place: Path) -> bool:
-    """Whether this is a table, or an archive of one alone."""
-    if not place.is_file() or text_suffix(place) not in (*TABLE_SUFFIXES, ".txt"):
+def _is_table(path: Path) -> bool:
+    """Return whether a path is a table, or an archive that holds a table only."""
+    if not path.is_file() or text_suffix(path) not in (*TABLE_SUFFIXES, ".txt"):
         return False
-    return place.suffix.lower() != ".zip" or len(text_members(place)) == 1
+    # An archive of images may begin with its table.
+    return path.suffix.lower() != ".zip" or len(text_members(path)) == 1
 
 
 def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = None) -> Source:
-    """The images in class folders, or in tables where there are no folders train, val and test with classes.
+    """Find images in class folders, or in tables if there are no folders train, val and test with class folders.
 
     Args:
         place: a folder, an archive, a table, or a pattern of names (`from_pattern`).
-        on_faults: what to do about rows of a table that cannot be used, see `from_table`.
+        on_faults: "error" or "skip" for rows of a table that cannot be used, see `from_table`.
 
     Raises:
         UserError: there is nothing to train on, or rows cannot be used; see also `from_folder`.
@@ -87,34 +89,41 @@ def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = 
     if _is_table(place):
         return from_table(place, on_faults)
     opened = open_place(place)
-    files = Files(opened[0].path, opened)
-    beside = tables_in(files)
-    has_parts = bool(find_parts(opened[0]))
-    if not has_parts and find_lists(beside)[0]:
+    top, _ = opened
+    files = Files(top.path, opened)
+    tables = tables_in(files)
+
+    has_parts = bool(find_parts(top))
+    if not has_parts and find_lists(tables)[0]:
         return from_table(place, on_faults, files)
     source = from_folder(place, opened)
-    for path in sorted(beside):
+    for path in sorted(tables):
         if text_suffix(Path(path)) in TABLE_SUFFIXES:
             source.notes.append(f"{path} is not used: the class folders are")
     return source
 
 
 def holds_images(place: Path) -> bool:
-    """Whether this is a NumPy file, a table of images, an archive, or a folder that holds one, or image files."""
-    if _CLASS in str(place) or _arrays(place):
+    """Return whether a path is a pattern, NumPy file, table or archive, or a folder with one of these or images."""
+    if _CLASS in str(place) or _numpy_files(place):
         return True
     if place.is_file():
         return is_archive(place) or _is_table(place)
-    return place.is_dir() and bool(find_lists(tables_in(Files(str(place))))[0] or images_below(place)[0])
+    if not place.is_dir():
+        return False
+    tables, _ = find_lists(tables_in(Files(str(place))))
+    return bool(tables or images_below(place)[0])
 
 
 def find_small_images(place: Path) -> Source:
-    """As `find_images`, and the images of a NumPy file.
+    """Find images as `find_images` does, or in a NumPy file.
 
     Raises:
-        UserError: there are none, or what is there cannot be used; the message says what was found.
+        UserError: there are no images, or they cannot be used; the message says what was found.
     """
-    archives = _arrays(place)
-    if len(archives) > 1:
-        raise UserError(f"{place} holds {len(archives)} NumPy files; pass one of them, such as {archives[0]}")
-    return read_npz(archives[0]) if archives else find_images(place)
+    numpy_files = _numpy_files(place)
+    if len(numpy_files) > 1:
+        raise UserError(f"{place} holds {len(numpy_files)} NumPy files; pass one of them, such as {numpy_files[0]}")
+    if numpy_files:
+        return read_npz(numpy_files[0])
+    return find_images(place)

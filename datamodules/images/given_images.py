@@ -1,4 +1,4 @@
-"""Images to predict, as users give them: files, folders, PIL images, arrays and tensors."""
+"""Collects the images to predict from files, folders, PIL images, arrays and tensors."""
 
 import os
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ _COLOURS = (1, 3, 4)
 
 @dataclass
 class GivenImages:
-    """Images in the order in which they were given."""
+    """Sequence of the images to predict, in the order of the input."""
 
     names: list[str]
-    """Of each, its file or its place, such as "images[3]"."""
+    """File of each image, or its index, such as "images[3]"."""
     contents: list[str | Image.Image]
-    """Of each, its file or the image."""
+    """File of each image, or the image itself."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -34,20 +34,21 @@ class GivenImages:
         return self.names[row]
 
     def read(self, row: int) -> str | Image.Image:
-        """The name of a file, or an image."""
+        """Return the path of an image file, or an image in memory."""
         return self.contents[row]
 
 
 def given_images(inputs: Any, colour: bool) -> GivenImages:
-    """Take images apart: a file, a folder with its subfolders, a PIL image, an array or a tensor, or several of these.
+    """Collect the images of a file, a folder with its subfolders, a PIL image, an array or a tensor, or of several.
 
     Args:
-        inputs: arrays hold bytes, whole numbers from 0 to 255, or floats from 0 to 1, and are of shape (height, width),
-            (height, width, channels), (channels, height, width) or with a first dimension for several images.
-        colour: what an array of shape (3, height, width) is: one image in colour, or three in grey.
+        inputs: one input or a list. Arrays hold integers from 0 to 255, or floats from 0 to 1, of shape
+            (height, width), (height, width, channels) or (channels, height, width), or several such images with a
+            first dimension more.
+        colour: whether an array of shape (3, height, width) is one image in colour, or three in grey.
 
     Raises:
-        UserError: there is no image, or what was given is none.
+        UserError: there is no image, or an input is not an image.
 
     Example:
         >>> import torch
@@ -61,14 +62,14 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
     for item in items:
         if isinstance(item, (str, Path)):
             files = [str(item)]
-            if os.path.isdir(item):  # noqa: PTH112 - Path's raises for long names.
-                files, others = images_below(item)
+            if os.path.isdir(item):  # noqa: PTH112 - Path.is_dir raises for long names.
+                files, other_files = images_below(item)
                 if not files:
-                    only = f", only {describe_left_out(others)}" if others else ""
+                    only = f", only {describe_left_out(other_files)}" if other_files else ""
                     notes.append(f"the folder {item} holds no images{only}")
-                elif others:
-                    count = f"{len(others):,} of {len(files) + len(others):,} files in the folder {item}"
-                    notes.append(f"{count} are left out, no images by their endings: {describe_left_out(others)}")
+                elif other_files:
+                    count = f"{len(other_files):,} of {len(files) + len(other_files):,} files in the folder {item}"
+                    notes.append(f"{count} are left out, no images by their endings: {describe_left_out(other_files)}")
             names += files
             contents += files
             continue
@@ -85,7 +86,7 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
 
 
 def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
-    """The images of an array or a tensor."""
+    """Return the images of an array or a tensor."""
     pixels = array
     if isinstance(array, Tensor) or hasattr(array, "toarray"):
         pixels = as_array(array, "the images")
@@ -96,7 +97,8 @@ def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
     if pixels.dtype.kind not in "buif" or pixels.ndim not in (2, 3, 4) or 0 in shape[1:]:
         raise UserError(f"an array of {pixels.dtype} and shape {shape} holds no images; {expected}")
     side = side_of_rows(shape)
-    # Rows of pixels are those of small grey images; a photograph may be so wide by chance.
+    # For the small grey images of MNIST, such an array may be rows of pixels. The width of a photograph may be a square
+    # number by chance.
     if not colour and side >= 8 and (pixels.ndim == 3 or shape[0] != shape[1]):
         raise UserError(
             f"an array of shape {shape} is {shape[0]:,} rows of {side} x {side} pixels, or images of another form; pass"
@@ -116,4 +118,5 @@ def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
 
 
 def _channels_last(shape: tuple[int, ...]) -> bool:
+    """Return whether the last dimension is that of the channels."""
     return shape[-1] in _COLOURS and shape[-3] not in _COLOURS

@@ -1,4 +1,4 @@
-"""Images in idx files, as MNIST and Fashion-MNIST are published: found, downloaded, read and checked."""
+"""Finds, downloads, reads and checks the idx files in which MNIST and Fashion-MNIST are published."""
 
 import gzip
 import math
@@ -18,39 +18,43 @@ FILES = {
     part: (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
     for part, stem in (("train", "train"), ("test", "t10k"))
 }
-"""The published names of the images and labels of MNIST and Fashion-MNIST, by part, without .gz."""
+"""Published names of the files of images and labels of each part, without .gz."""
 _STEMS = [stem for pair in FILES.values() for stem in pair]
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    """The files of a set that a folder holds, by published name: packed or not, also as Kaggle names them."""
-    found: dict[str, Path] = {}
+    """Return the files of a data set in a folder by their published name, compressed or not."""
+    files: dict[str, Path] = {}
     for stem in _STEMS:
+        # Kaggle writes a dot in place of the dash, and puts each file into a folder of its name.
         dotted = stem.replace("-idx", ".idx")
         for name in (f"{stem}.gz", stem, f"{dotted}.gz", dotted, f"{stem}/{stem}", f"{stem}/{dotted}"):
             if (folder / name).is_file():
-                found[stem] = folder / name
+                files[stem] = folder / name
                 break
-    return found
+    return files
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """What is in an idx or idx.gz file, uint8.
+    """Read an idx or idx.gz file as a uint8 tensor.
 
     Args:
-        dimensions: how many are expected: 1 for labels, 3 for images (n, height, width).
+        path: path of the file.
+        dimensions: expected number of dimensions: 1 for labels, 3 for images (n, height, width).
 
     Raises:
-        UserError: the file is damaged, cut short, too long or of another kind.
+        UserError: the file is damaged, truncated, too long or of another type.
     """
     try:
         content = path.read_bytes()
+
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is damaged: {error}; delete it and run again to download it") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    # The format: two zeros, the type (8 is uint8), the number of dimensions, and each size as a big-endian uint32.
     header = 4 + 4 * dimensions
     magic = bytes((0, 0, 8, dimensions))
     if len(content) < header or content[:4] != magic:
@@ -62,37 +66,37 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     size = len(content) - header
     if size != math.prod(shape) or not math.prod(shape):
         raise UserError(f"{path} holds {size:,} bytes, and its header says {' x '.join(map(str, shape))}")
-    # A bytearray, since torch warns of memory that it may not write.
+    # A bytearray, since torch warns of memory that it may not write to.
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(shape)
 
 
 def _candidate_folders(name: str, data_dir: Path) -> list[Path]:
-    """Folders that may hold the files, torchvision's last: downloads go there."""
+    """Return the folders that may hold the files. The last one is torchvision's, into which files are downloaded."""
     return [data_dir, data_dir / (DATASETS[name].torchvision_name or "") / "raw"]
 
 
 def find_files(name: str, data_dir: str | Path) -> dict[str, tuple[Path, Path]] | None:
-    """The image and the label file of each part ("train", "test"), or None where one of the four is missing."""
+    """Return the files of images and labels of "train" and "test", or None if one of the four is missing."""
     for folder in _candidate_folders(name, Path(data_dir)):
-        found = _files_in(folder)
-        if len(found) == len(_STEMS):
-            return {part: (found[images], found[labels]) for part, (images, labels) in FILES.items()}
+        files = _files_in(folder)
+        if len(files) == len(_STEMS):
+            return {part: (files[images], files[labels]) for part, (images, labels) in FILES.items()}
     return None
 
 
 def describe_missing(name: str, data_dir: Path) -> str:
-    """Why `find_files` found nothing."""
+    """Return why `find_files` found nothing."""
     title = DATASETS[name].title
     if not data_dir.exists():
         return f"the folder {data_dir} does not exist, so there are no {title} files"
-    found = max(map(_files_in, _candidate_folders(name, data_dir)), key=len)
-    missing = [stem for stem in _STEMS if stem not in found]
-    lacks = f"lacks {' and '.join(missing)} of the four" if found else "has no"
+    files = max(map(_files_in, _candidate_folders(name, data_dir)), key=len)
+    missing = [stem for stem in _STEMS if stem not in files]
+    lacks = f"lacks {' and '.join(missing)} of the four" if files else "has no"
     return f"{data_dir} {lacks} {title} files"
 
 
 def holds_other_files(data_dir: Path) -> bool:
-    """Whether a folder holds more than what downloads make, and hidden files."""
+    """Return whether a folder holds entries other than downloads and hidden files."""
     if not data_dir.is_dir():
         return data_dir.is_file()
     names = {entry.name for entry in data_dir.iterdir() if entry.name[0] != "."}
@@ -100,10 +104,10 @@ def holds_other_files(data_dir: Path) -> bool:
 
 
 def download_files(name: str, data_dir: Path) -> None:
-    """Download the files of a set that torchvision knows the addresses of.
+    """Download the files of a data set from the URLs that torchvision knows.
 
     Raises:
-        DownloadError: none of the addresses gives a file as it should be.
+        DownloadError: no URL delivers a file with the expected digest.
         OSError: a file cannot be written.
     """
     import torchvision.datasets
@@ -115,10 +119,11 @@ def download_files(name: str, data_dir: Path) -> None:
 
 
 def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
-    """Fashion-MNIST shares MNIST's file names; the statistics of the pixels tell them apart, however packed."""
-    some = images[:10_000].double() / 255
-    mean = float(some.mean())
-    std = float(some.std())
+    """Raise an error if the pixels are those of another data set with the same file names, by their mean and std."""
+    # MNIST and Fashion-MNIST have equal file names. A digest would depend on how the files are compressed.
+    pixels = images[:10_000].double() / 255
+    mean = float(pixels.mean())
+    std = float(pixels.std())
 
     def matches(info: ImageSet) -> bool:
         return abs(mean - info.mean[0]) < 0.01 and abs(std - info.std[0]) < 0.015
@@ -132,10 +137,10 @@ def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
 
 
 def check_pair(images: Tensor, labels: Tensor, images_from: str, labels_from: str) -> None:
-    """Check images, uint8 of shape (n, height, width), and their labels, of shape (n,), against each other.
+    """Check that images, uint8 of shape (n, 28, 28), and labels, of shape (n,), belong together.
 
     Raises:
-        UserError: with the file and the reason.
+        UserError: the numbers of images and labels differ, or the images have another size.
     """
     if len(images) != len(labels):
         raise UserError(f"{images_from} holds {len(images):,} images and {labels_from} {len(labels):,} labels")
@@ -144,10 +149,10 @@ def check_pair(images: Tensor, labels: Tensor, images_from: str, labels_from: st
 
 
 def from_idx(name: str, data_dir: Path) -> Source:
-    """A set by its name in `DATASETS`, in its four files; a part is read when it is first asked for.
+    """Make a data set of the four files of a name in `DATASETS`. A part is read when it is first used.
 
     Raises:
-        UserError: a file is missing, and, when a part is read: it is damaged, or of another set by its pixels.
+        UserError: a file is missing. Reading a part raises it for damaged files and for files of another data set.
     """
     info = DATASETS[name]
     files = find_files(name, data_dir)

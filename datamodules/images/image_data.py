@@ -1,4 +1,4 @@
-"""What the data modules of images share: a source, its split into parts, balance, and images to predict."""
+"""Base class of the image data modules: data set, split into parts, class weights, and images to predict."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -25,22 +25,23 @@ from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 
 class ImageDataModule(BaseDataModule):
-    """Images of a `Source` and their classes; a subclass says how they are augmented, and makes the loaders.
+    """Data module of the images of a `Source`. Subclasses augment the images and build the loaders.
 
-    A part that the source does not have is held out of its training part.
+    If the source has no validation or test part, it is held out of the training part.
 
-    After `setup`, ``_parts`` holds what the loaders of a part read, images and labels, and ``_rows`` which of these
-    samples are of the part.
+    After `setup`, ``_parts`` holds the images and labels that the loaders of a part read, and ``_rows`` the numbers of
+    the part's samples among them.
     """
 
     _colour: ClassVar[bool]
-    """What an array of shape (3, height, width) is: an image in colour, or three in grey."""
+    """Whether an array of shape (3, height, width) is one image in colour, or three in grey."""
     _sets: ClassVar[Mapping[str, ImageSet]]
     _own: ClassVar[str]
-    """What `dataset` is where the images are your own, and what else than class folders they may be."""
+    """Value of `dataset` for the user's images."""
     _own_forms: ClassVar[str]
+    """Other supported forms of the user's images than class folders, for an error message."""
     _validated: ClassVar[tuple[str, ...]] = ("val",)
-    """The parts that "validate" sets up."""
+    """Parts that the stage "validate" sets up."""
 
     batch_size: int
     dataset: str
@@ -48,7 +49,7 @@ class ImageDataModule(BaseDataModule):
     def __init__(self) -> None:
         super().__init__()
         self._source: Source | None = None
-        # What a checkpoint says of its data, where it is used without them.
+        # Data set, classes and statistics of a checkpoint. Prediction needs them without the data.
         self._restored: dict[str, Any] = {}
         self._parts: dict[str, tuple[Any, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}
@@ -59,7 +60,7 @@ class ImageDataModule(BaseDataModule):
     def _check(
         self, dataset: str, data_dir: str | None, balance: str, sizes: tuple[int, int], shares: tuple[float, float]
     ) -> str | None:
-        """Check parameters that all data modules of images have, and give ``data_dir`` as it is saved."""
+        """Check the parameters that all image data modules share, and return ``data_dir`` as a string."""
         check_choice("dataset", dataset, ("auto", *self._sets))
         check_choice("balance", balance, ("none", "loss"))
         share = Range(0, 1, below=True)
@@ -70,7 +71,7 @@ class ImageDataModule(BaseDataModule):
         if dataset == "digits" and data_dir is not None:
             raise UserError(f"dataset='digits' comes with this package, so data_dir={data_dir!s} would not be read")
         self.dataset = dataset
-        # An attribute, since tuners of batch sizes set it.
+        # An attribute besides the hyper-parameter, since Lightning's batch size finder sets it.
         self.batch_size = sizes[0]
         if data_dir is None:
             return None
@@ -79,15 +80,15 @@ class ImageDataModule(BaseDataModule):
 
     @abstractmethod
     def _find_source(self) -> Source:
-        """The data set that ``dataset`` and ``data_dir`` say."""
+        """Return the data set of the parameters ``dataset`` and ``data_dir``."""
 
     @abstractmethod
     def _decide(self) -> None:
-        """Replace ``dataset="auto"`` by what it stands for, and log where that is not what was looked for."""
+        """Replace ``dataset="auto"`` by a data set, and log if it is a fallback."""
 
     @property
     def source(self) -> Source:
-        """The data set; your own images are listed when it is first asked for, and remarks on them are logged."""
+        """The data set. The first access lists the user's images and logs remarks on them."""
         if self._source is None:
             if self._is_own and self.hparams.data_dir is None:
                 raise UserError(
@@ -102,16 +103,16 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def take_samples(self, samples: Any) -> None:
-        """Take a `Source`, or images and labels in memory.
+        """Use a `Source`, or images and labels in memory.
 
         Args:
-            samples: a `Source`; or images and labels; or a dict of such pairs, for "train" and, where they are given,
-                "val" and "test". Images are an array, a tensor or a list of shape (n, height, width), (n, height,
-                width, channels), (n, channels, height, width) or (n, pixels): whole numbers from 0 to 255, or floats
-                from 0 to 1. Labels are class numbers from 0, or names, of shape (n,).
+            samples: a `Source`; (images, labels); or a dict of such pairs for "train" and optionally "val" and "test".
+                Images are an array, a tensor or a list of shape (n, height, width), (n, height, width, channels),
+                (n, channels, height, width) or (n, pixels): integers from 0 to 255, or floats from 0 to 1. Labels are
+                class numbers from 0, or names, of shape (n,).
 
         Raises:
-            UserError: for other types, shapes and values.
+            UserError: types, shapes or values are not supported.
         """
         self._source = samples if isinstance(samples, Source) else from_samples(samples)
         self.dataset = self._own
@@ -123,12 +124,12 @@ class ImageDataModule(BaseDataModule):
 
     @property
     def _is_own(self) -> bool:
-        """Whether the images are your own."""
+        """Whether the data set is the user's images."""
         return self.dataset == self._own
 
     @property
     def info(self) -> ImageSet:
-        """Names and statistics of the set; its classes once it has been read. "auto" is MNIST until it is decided."""
+        """Name, statistics and, once known, classes of the data set. "auto" counts as MNIST until it is decided."""
         known = self._sets["mnist" if self.dataset == "auto" else self.dataset]
         if self.dataset == self._own and self._source is not None:
             return replace(known, title=self._source.title, classes=self._source.classes)
@@ -137,7 +138,7 @@ class ImageDataModule(BaseDataModule):
 
     @property
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The mean and the standard deviation of each channel that images are normalised with."""
+        """Mean and standard deviation of each channel, of pixels from 0 to 1, for the normalisation."""
         return self.info.mean, self.info.std
 
     @property
@@ -148,7 +149,7 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def num_classes(self) -> int:
-        """The number of classes; your own images are listed for it."""
+        """Number of classes. For the user's images, this lists them."""
         if self._is_own and not self._restored.get("classes"):
             return len(self.source.classes)
         return len(self.info.classes)
@@ -161,13 +162,13 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def class_names(self) -> Sequence[str]:
-        """The names of the classes, once the set has been read."""
+        """Names of the classes. Empty until the data set has been read."""
         return self.info.classes
 
     @property
     @override
     def left_out(self) -> Mapping[str, int]:
-        """Files and rows of your own that are not used, by reason."""
+        """Number of the user's files and rows that are not used, by reason."""
         return self._source.left_out if self._source is not None else {}
 
     @property
@@ -177,30 +178,30 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
-        """The files of a part that has been set up; empty for sets in larger files."""
+        """Return the files of a part that has been set up. Empty for data sets that are not files of one image each."""
         return self._names.get(part, ())
 
     @property
     @override
     def validates(self) -> bool:
-        """Whether there is a part to validate on; your own images are listed for it."""
+        """Whether there is a validation part. For the user's images, this lists them."""
         return bool(self.hparams.val_fraction) or "val" in self._published
 
     @property
     def _published(self) -> Collection[str]:
-        """The parts that the set has as it is published; your own images are listed for it."""
+        """Parts that the data set itself has. For the user's images, this lists them."""
         return self.source.parts if self._is_own else self.info.parts
 
     @abstractmethod
     def _choices(self) -> dict[str, Any]:
-        """Parameters that may be left open, and what stands for them here."""
+        """Return the values of all parameters that may be None or "auto"."""
 
     @override
     def resolve(self) -> dict[str, Any]:
-        """Parameters that are open, by the data; what is missing is downloaded, and of a folder some files are read.
+        """Return values for the parameters that are None or "auto". This may download data and read some images.
 
         Raises:
-            UserError: ``data_dir`` was given and holds nothing to train on.
+            UserError: ``data_dir`` was given and holds no data to train on.
         """
         if self.dataset == "auto":
             self.prepare_data()
@@ -208,9 +209,9 @@ class ImageDataModule(BaseDataModule):
         return {name: value for name, value in self._choices().items() if self.hparams.get(name) in (None, "auto")}
 
     def _split(self, labels: Tensor) -> dict[str, Tensor]:
-        """The sample numbers of "train" and of what is held out of it, as it is not published."""
+        """Split the training part and return the sample numbers of "train" and of each held-out part."""
         fractions = {}
-        # The test is held out first: another share to validate on leaves it as it is.
+        # The test part is held out first, so that another `val_fraction` does not change it.
         for part in ("test", "val"):
             share = self.hparams[f"{part}_fraction"]
             if share and part not in self._published:
@@ -219,11 +220,11 @@ class ImageDataModule(BaseDataModule):
 
     @abstractmethod
     def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:
-        """Set up a part: all samples of a published one, or those of the training part with these numbers."""
+        """Set up a part: all samples of a published part, or the samples `rows` of the training part."""
 
     @override
     def setup(self, stage: str) -> None:
-        """Set up the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
+        """Set up the parts for a stage: "fit", "validate" or "test". "predict" needs no part."""
         if stage == "predict":
             return
         self._decide()
@@ -242,7 +243,7 @@ class ImageDataModule(BaseDataModule):
 
     @property
     def _training_labels(self) -> Tensor | None:
-        """The labels of the samples that are trained on, on the CPU; None before `setup`."""
+        """Labels of the training samples, on the CPU, or None before `setup`."""
         if "train" not in self._parts:
             return None
         return self._parts["train"][1].cpu()[self._rows["train"]]
@@ -250,14 +251,14 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def class_weights(self) -> Tensor | None:
-        """Those of ``balance="loss"``, by the samples that are trained on; None otherwise, and before `setup`."""
+        """Class weights of ``balance="loss"``, from the training samples. None otherwise, and before `setup`."""
         labels = self._training_labels
         if self.hparams.balance != "loss" or labels is None:
             return None
         return balanced_class_weights(labels, self.num_classes)
 
     def _note_classes(self) -> None:
-        """Log the classes that are trained on."""
+        """Log the classes and their numbers of training samples."""
         labels = self._training_labels
         assert labels is not None
         names = self.class_names or [str(number) for number in range(self.num_classes)]
@@ -266,13 +267,18 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def preprocessing(self) -> Normalise:
-        """Maps uint8 of shape (batch, channels, height, width) to floats of about mean 0 and standard deviation 1."""
+        """Return the normalisation of uint8 images of shape (batch, channels, height, width) to float32."""
         return Normalise(*self.pixel_statistics)
 
     def _training_order(self) -> dict[str, Any]:
-        """What the training loader needs to know of the order, besides the samples."""
-        how = {"seed": self.hparams.seed, "shuffle": self._shuffles}
-        return {"rows": self._rows["train"], "batch_size": self.batch_size, **self._ranks, **how}
+        """Return the arguments of the training loader that determine its order."""
+        return {
+            "rows": self._rows["train"],
+            "batch_size": self.batch_size,
+            "seed": self.hparams.seed,
+            "shuffle": self._shuffles,
+            **self._ranks,
+        }
 
     @property
     def _ranks(self) -> dict[str, Any]:
@@ -280,26 +286,26 @@ class ImageDataModule(BaseDataModule):
 
     @abstractmethod
     def _evaluation_loader(self, part: str, **ranks: Any) -> Any:
-        """Each sample of a part once."""
+        """Return a loader of each sample of a part once."""
 
     @override
     def val_dataloader(self) -> Any:
-        """What there is or is held out for validation; nothing where there is neither."""
-        # Lightning validates nothing where there is no loader.
+        """Return the loader of the validation part, or an empty list if there is none."""
+        # An empty list makes Lightning skip validation. A loader without samples would not.
         if not len(self._rows["val"]):
             return []
         return self._evaluation_loader("val", **self._ranks)
 
     @override
     def test_dataloader(self) -> Any:
-        """What there is or is held out for testing; nothing where there is neither."""
+        """Return the loader of the test part, or an empty list if there is none."""
         if not len(self._rows["test"]):
             return []
         return self._evaluation_loader("test", **self._ranks)
 
     @override
     def take_inputs(self, inputs: Any) -> None:
-        """Images to predict, as `given_images` takes them."""
+        """Set the images to predict, in the forms of `given_images`."""
         self._given = given_images(inputs, colour=self._colour)
 
     @cached_property
@@ -309,7 +315,7 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """The files, or the places of images from Python; batches of `predict_dataloader` hold their numbers."""
+        """File or index of each image to predict. Batches of `predict_dataloader` contain their numbers."""
         return self._given.names
 
     @property
@@ -323,5 +329,5 @@ class ImageDataModule(BaseDataModule):
         return self._unclear
 
     def _refuse_other_classes(self, saved: Sequence[str], shown: int) -> None:
-        """Refuse a checkpoint of other classes than those that are here."""
+        """Raise an error if a checkpoint has other classes than the data set."""
         refuse_other_classes(saved, self.info.classes, shown)

@@ -1,4 +1,4 @@
-"""Images in class folders or lists, or the bundled digits, for fine-tuning."""
+"""Data module of images in class folders or tables, or of the bundled digits, for fine-tuning."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -112,32 +112,32 @@ class ImageFolderDataModule(ImageDataModule):
         if dataset == "auto":
             self.dataset = "folder" if data_dir else "digits"
         self._held: dict[str, Tensor | None] = {}
-        # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
+        # Weak, so that a loader that is no longer used ends its workers, as when each epoch builds a new one.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
 
     @property
     @override
     def sizes(self) -> dict[str, int]:
-        """Samples in each part that has been set up and is not empty: "train", "val", "test"."""
+        """Number of samples in each part that has been set up and is not empty: "train", "val", "test"."""
         return {part: size for part, size in super().sizes.items() if size}
 
     @property
     @override
     def image_size(self) -> int:
-        """The side of the network's inputs, in pixels; where it is open, some of a folder's files are looked at."""
-        given = self.hparams.image_size or self._restored.get("image_size")
-        return int(given or self._size_of_files or self.info.image_size)
+        """Side of the network's inputs, in pixels. If it is not set, this reads the sizes of some images."""
+        known = self.hparams.image_size or self._restored.get("image_size")
+        return int(known or self._size_of_files or self.info.image_size)
 
     @cached_property
     def _size_of_files(self) -> int | None:
-        """The size that follows from your own images; None where they are large, or there are none yet."""
+        """Size that fits the user's images; None if they are large or not known yet."""
         if not self._is_own or (self._source is None and self.hparams.data_dir is None):
             return None
         return reading.usual_size(self.source.parts["train"].images)
 
     @property
     def augment(self) -> str:
-        """The name of the augmentation of training images."""
+        """Name of the augmentation of training images."""
         name: str = self.hparams.augment
         if name == "auto":
             return "light" if is_small(self.image_size) else "standard"
@@ -145,7 +145,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     @property
     def augments(self) -> bool:
-        """Whether the images of an epoch differ from those of another."""
+        """Whether the images differ from epoch to epoch."""
         return self.augment != "none" or self._mixing
 
     @property
@@ -155,7 +155,7 @@ class ImageFolderDataModule(ImageDataModule):
     @property
     @override
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The mean and the standard deviation of each channel that images are normalised with."""
+        """Mean and standard deviation of each channel, of pixels from 0 to 1, for the normalisation."""
         mean = self.hparams.pixel_mean
         std = self.hparams.pixel_std
         if mean is None or std is None:
@@ -166,21 +166,21 @@ class ImageFolderDataModule(ImageDataModule):
 
     @cached_property
     def _statistics_of_files(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Those of your own images, where they are small: published weights do not fit them."""
+        """Statistics of the user's images if they are small, since published weights are not made for such images."""
         if self._restored or not self._is_own or not is_small(self.image_size):
             return None
         return reading.pixel_statistics(self.source.parts["train"].images, self.image_size)
 
     @override
     def _choices(self) -> dict[str, Any]:
-        """The set, the size of its images, their augmentation and statistics; of a folder some files are looked at."""
+        """Return data set, image size, augmentation and pixel statistics. This reads some of the user's images."""
         mean, std = self.pixel_statistics
         self._note_choices()
-        found = {"dataset": self.dataset, "image_size": self.image_size, "augment": self.augment}
-        return {**found, "pixel_mean": list(mean), "pixel_std": list(std)}
+        names = {"dataset": self.dataset, "image_size": self.image_size, "augment": self.augment}
+        return {**names, "pixel_mean": list(mean), "pixel_std": list(std)}
 
     def _note_choices(self) -> None:
-        """Log in a line what was chosen by the data, and why."""
+        """Log the settings that were chosen by the data."""
         options = self.hparams
         chosen = []
         if options.image_size is None:
@@ -210,22 +210,22 @@ class ImageFolderDataModule(ImageDataModule):
         return normaliser(*self.pixel_statistics, device)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Bytes of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
+        """Normalise uint8 images of shape (batch, 3, height, width) to float32 with about mean 0 and std 1."""
         normalised: Tensor = self._normaliser(images.device)(images)
         return normalised
 
     def numbered_batches(
         self, part: str, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A part's images as evaluation sees them, once: (normalised images, labels, sample numbers), on the device.
+        """Yield (normalised images, labels, sample numbers) of a part on the device, without augmentation.
 
-        Together the ranks get each sample once, in the numbering of the part's loader.
+        The ranks together get each sample once. Sample numbers are those of the part's loader.
         """
         loader = self._evaluation_loader(part, rank=rank, world_size=world_size)
         try:
             for batch in loader.loaded_batches():
                 images = self.normalise(batch.inputs.to(self._device, non_blocking=True))
-                targets, rows = (given.to(self._device, non_blocking=True) for given in (batch.targets, batch.rows))
+                targets, rows = (ints.to(self._device, non_blocking=True) for ints in (batch.targets, batch.rows))
                 yield images, targets, rows
         finally:
             loader.close()
@@ -250,7 +250,7 @@ class ImageFolderDataModule(ImageDataModule):
         if isinstance(images, FileTable):
             self._names[part] = images
         self._parts[part] = self._open(images, self.augment if part == "train" else "none"), labels
-        # Samples are numbered within their part: their noise depends on these numbers.
+        # Samples are numbered within their part. Their random numbers depend on these numbers.
         self._rows[part] = torch.arange(len(labels))
 
     def _open(self, images: Images, crop: str) -> reading.ImageFiles:
@@ -265,11 +265,11 @@ class ImageFolderDataModule(ImageDataModule):
             self._note_choices()
 
     def _reader(self, part: str, augment: str) -> BatchReader:
-        """Reads a part's images; small ones are held in memory, all of one size, and those of a GPU on it."""
+        """Return the reader of a part. Small images are kept in memory, at one size, on the device."""
         images, targets = self._parts[part]
         crop = Crop(augment, self.image_size, self.hparams.seed)
         if part != "predict" and crop.is_centre:
-            # Once for all loaders of the part, also where they cannot be held.
+            # Tried once per part, also if the images cannot be kept: it reads all of them.
             if part not in self._held:
                 held = reading.held_in_memory(images, crop, self._processes_here)
                 self._held[part] = None if held is None else held.to(self._device)
@@ -282,7 +282,7 @@ class ImageFolderDataModule(ImageDataModule):
         if reader.is_in_memory:
             workers = 0
         elif workers is None:
-            # A process costs more than the digits do.
+            # Starting a process takes longer than decoding the digits.
             beside_gpu = self.photographs and self._device.type != "cpu"
             workers = reading.usual_workers(self._processes_here) if beside_gpu else 0
         return {"num_workers": workers, "pin_memory": self._device.type == "cuda", "device": self._device}
@@ -323,30 +323,30 @@ class ImageFolderDataModule(ImageDataModule):
 
     @override
     def predict_dataloader(self) -> WorkerEvaluationLoader:
-        """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
-        # Not at set-up: a checkpoint that is read later may hold the size of the images.
+        """Return a loader of the images in ``predict_inputs`` and their numbers, without unreadable images."""
+        # Not in `setup`: the checkpoint, which Lightning reads after it, may hold the size of the images.
         self._parts["predict"] = self._open(self._given, "none"), torch.arange(len(self._given))
         loader = self._evaluation_loader("predict", **self._ranks)
-        # They get a row each.
+        # The table of predictions has a row for each of them.
         loader.warn_unreadable = False
         self._unreadable = loader.unreadable
         return loader
 
     @override
     def teardown(self, stage: str) -> None:
-        """End the worker processes."""
+        """Shut the worker processes down."""
         for loader in list(self._loaders):
             loader.close()
         self._loaders.clear()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """End the worker processes, also after Ctrl-C."""
+        """Shut the worker processes down after an error or Ctrl-C."""
         self.teardown("fit")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The data set and its classes, so that a checkpoint is not resumed or tested on others."""
+        """Return data set, classes, image size and statistics, so that no checkpoint is used on other classes."""
         mean, std = self.pixel_statistics
         names = {"dataset": self.dataset, "classes": list(self.info.classes)}
         return {**names, "image_size": self.image_size, "statistics": [list(mean), list(std)]}
@@ -357,10 +357,10 @@ class ImageFolderDataModule(ImageDataModule):
         check_choice("dataset", saved, tuple(self._sets))
         self._restored = dict(state_dict)
         if self._source is None:
-            # Prediction needs no data set: the class names and the size of an image are those of the run.
+            # Prediction reads no data set. Class names and image size are then those of the checkpoint.
             self.dataset = saved
             return
         if saved != self.dataset:
-            how = f"dataset={saved!r}" if saved != "folder" else "data_dir='FOLDER'"
-            raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {how}")
+            parameter = f"dataset={saved!r}" if saved != "folder" else "data_dir='FOLDER'"
+            raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {parameter}")
         self._refuse_other_classes(state_dict["classes"], shown=8)

@@ -1,4 +1,4 @@
-"""Image data sets by name, with their statistics and what suits them, and the bundled digits."""
+"""Names, statistics and usual augmentation of known image data sets, and the bundled digits."""
 
 import string
 from dataclasses import dataclass, replace
@@ -20,10 +20,10 @@ _DIGITS = tuple(string.digits)
 
 @dataclass(frozen=True)
 class ImageSet:
-    """The names of a data set, the statistics of its training pixels (0..1) by channel, and what suits it.
+    """Names of a data set, mean and std of its training pixels (0..1) by channel, and its usual augmentation.
 
-    Of photographs the statistics are ImageNet's, which published weights expect. `classes` is empty where the images
-    are your own.
+    Photographs have the statistics of ImageNet, which published weights expect. `classes` is empty for the user's
+    images.
     """
 
     title: str
@@ -32,13 +32,14 @@ class ImageSet:
     std: tuple[float, ...] = (0.3081,)
     torchvision_name: str | None = None
     flip: bool = False
-    """Whether its images may be mirrored."""
+    """Whether images may be mirrored."""
     rotation: float = 10.0
-    """The usual augmentation, in degrees; `scale` as in 0.1 for 0.9 to 1.1."""
+    """Largest rotation of the usual augmentation, in degrees."""
     scale: float = 0.1
+    """Largest change of scale of the usual augmentation, as in 0.1 for 0.9 to 1.1."""
     image_size: int = 28
     parts: tuple[str, ...] = ("train", "test")
-    """Of the set as it is published."""
+    """Parts of the data set as it is published."""
 
 
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -47,33 +48,33 @@ DATASETS = {
     # Clothing lies upright and fills the image.
     "fashion-mnist": ImageSet("Fashion-MNIST", _CLOTHES, (0.2860,), (0.3530,), "FashionMNIST", True, 0.0, 0.0),
     "digits": ImageSet("scikit-learn digits", mean=(0.1558,), std=(0.2774,)),
-    # Your own take MNIST's form, so its statistics fit, and a checkpoint needs no others.
+    # The user's images are converted to MNIST's form, so its statistics fit, and a checkpoint need not hold others.
     "custom": ImageSet("your images", (), parts=()),
 }
-"""Sets in MNIST's form."""
+"""Data sets of 28 x 28 grey images, by name."""
 
 IMAGE_SETS = {
     "folder": ImageSet("images", (), IMAGENET_MEAN, IMAGENET_STD, flip=True, image_size=224, parts=()),
     "digits": replace(DATASETS["digits"], mean=IMAGENET_MEAN, std=IMAGENET_STD, image_size=32),
 }
-"""Sets in colour."""
+"""Data sets of images in colour, by name."""
 
 
 def _digits_file() -> dict[str, npt.NDArray[Any]]:
-    """Optical Recognition of Handwritten Digits (Alpaydin, Kaynak 1998; CC BY 4.0), as scikit-learn 1.9 has it.
+    """Load Optical Recognition of Handwritten Digits (Alpaydin, Kaynak 1998; CC BY 4.0), as in scikit-learn 1.9.
 
-    `images` are (1797, 8, 8) from 0 to 16; `train` and `test` are the rows of
-    ``train_test_split(test_size=0.2, random_state=0, stratify=labels)``: a fifth of each class is the test set.
+    `images` has shape (1797, 8, 8) and values from 0 to 16. `train` and `test` are the row numbers of
+    ``train_test_split(test_size=0.2, random_state=0, stratify=labels)``: a fifth of each class is the test part.
     """
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         return dict(file)
 
 
 def bundled_digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Load the digits that come with this package, to try things on without a download.
+    """Load the digits that come with this package, for examples without a download.
 
     Returns:
-        The images, (1797, 8, 8) from 0 to 1, and their labels, (1797,) from 0 to 9.
+        Images of shape (1797, 8, 8) from 0 to 1, and labels of shape (1797,) from 0 to 9.
 
     Example:
         >>> images, labels = bundled_digits()
@@ -85,26 +86,30 @@ def bundled_digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 
 
 def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
-    """The 1,797 bundled digits in MNIST's form: 20 x 20 pixels in the middle of 28 x 28, bytes.
+    """Load the 1,797 bundled digits in MNIST's form: uint8, enlarged to 20 x 20 pixels and padded to 28 x 28.
 
-    A fifth of each class is the test set, the same for every seed.
+    A fifth of each class is the test part, the same for every seed.
     """
     digits = {name: torch.from_numpy(values) for name, values in _digits_file().items()}
     small = digits["images"].float().unsqueeze(1) / 16
     large = F.interpolate(small, size=(20, 20), mode="bilinear", align_corners=False)
     images = F.pad(large, (4, 4, 4, 4)).mul(255).round().to(torch.uint8).squeeze(1)
-    return {part: (images[digits[part].long()], digits["labels"][digits[part].long()]) for part in ("train", "test")}
+    parts = {}
+    for part in ("train", "test"):
+        rows = digits[part].long()
+        parts[part] = (images[rows], digits["labels"][rows])
+    return parts
 
 
 def digits_source(colour: bool = False) -> Source:
-    """The bundled digits: in MNIST's form, or as small colour images with most of their empty margin cut off."""
+    """Make a data set of the bundled digits: in MNIST's form, or as 32 x 32 colour images with a smaller margin."""
     title = DATASETS["digits"].title
 
     def read(part: str) -> Samples:
         images, labels = load_digits()[part]
         if colour:
-            cut = images[:, None, 2:26, 2:26].float()
-            large = F.interpolate(cut, size=(32, 32), mode="bilinear", align_corners=False)
+            cropped = images[:, None, 2:26, 2:26].float()
+            large = F.interpolate(cropped, size=(32, 32), mode="bilinear", align_corners=False)
             images = large.round().to(torch.uint8).expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
         return Samples(ArrayImages(images.numpy(), f"the {part} images of the {title}"), labels.long())
 

@@ -1,4 +1,8 @@
-"""Labels of a classifier: classes by name, and checks before use: a number out of range ends a process on a GPU."""
+"""Class names and labels of a classifier, and their checks.
+
+Labels are checked before they are used. On a GPU, a label out of range ends the process with an assertion that names
+no sample.
+"""
 
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,64 +18,72 @@ from datamodules.loading.numbered import NumberedDataLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
 IGNORED = -100
-"""The label of samples that have none: `ignore_index` of `torch.nn.functional.cross_entropy`."""
+"""Label of samples without a class: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
-    """The distinct names of classes, sorted; numbers as such, so that the label 10 comes after 9."""
+    """Return the distinct names of classes in order: numbers by value, so that "10" follows "9", others by alphabet."""
+
+    def by_value(name: str) -> tuple[int, str]:
+        # The name as well, so that "1" and "01" have a fixed order.
+        return int(name), name
+
     distinct = set(names)
     if all(name.isascii() and name.isdigit() for name in distinct):
-        return tuple(sorted(distinct, key=lambda name: (int(name), name)))
+        return tuple(sorted(distinct, key=by_value))
     return tuple(sorted(distinct))
 
 
 def same_name(name: str) -> str:
-    """The name of a class with composed letters (NFC): macOS writes "Bär" with a letter and a mark."""
+    """Return a class name in Unicode form NFC. macOS writes "ä" in a file name as a letter and a combining mark."""
     return unicodedata.normalize("NFC", name)
 
 
 def check_classes(by_part: Mapping[str, Collection[str]], where: str, expected: str) -> list[str]:
-    """Refuse classes that cannot be trained on, and remark on those that a part lacks.
+    """Check that the classes can be trained on, and return remarks on classes that a part lacks.
 
     Args:
-        by_part: the names of the classes that have images: of "train", and of others.
-        where: what holds them, such as a folder, with its verb.
-        expected: what to pass instead.
+        by_part: names of the classes that have images, for "train" and any other part.
+        where: beginning of a message: the path and a verb, as in "photos holds".
+        expected: end of a message: what to pass instead.
 
     Returns:
-        Remarks for the user, a line each.
+        Remarks for the user, one line each.
 
     Raises:
-        UserError: there are fewer than two classes to train on, or another part has one that train lacks.
+        UserError: there are fewer than two classes to train on, or another part has a class that train lacks.
     """
     classes = by_part["train"]
     if len(classes) < 2:
-        what = "no image to train on"
+        problem = "no image to train on"
         if classes:
-            what = f"images of one class only, {next(iter(classes))}"
-        raise UserError(f"{where} {what}; {expected}")
+            problem = f"images of one class only, {next(iter(classes))}"
+        raise UserError(f"{where} {problem}; {expected}")
     notes = []
     for part, names in by_part.items():
-        if unknown := sorted(set(names) - set(classes)):
+        unknown = sorted(set(names) - set(classes))
+        if unknown:
             known = ", ".join(list(classes)[:10])
-            more = ", ..." * (len(classes) > 10)
+            more = ", ..." if len(classes) > 10 else ""
             raise UserError(
                 f"{part} holds classes that train has no image of: {', '.join(unknown[:10])}; expected only {known}"
                 f"{more}"
             )
-        if missing := sorted(set(classes) - set(names)):
+        missing = sorted(set(classes) - set(names))
+        if missing:
             notes.append(f"{part} has no image of {', '.join(missing)}: scores say nothing about them")
     return notes
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
-    """Weights with which all classes that have labels weigh the same, float32 of shape (classes,).
+    """Return class weights that give all classes with labels the same total weight, float32 of shape (classes,).
 
-    A class with count_c of n labels gets n / (classes with labels * count_c), as scikit-learn's "balanced"; their mean
-    over the labels is 1. A class without labels gets 0.
+    A class with count_c of n labels gets n / (classes with labels * count_c), as scikit-learn's "balanced". The mean
+    weight over the labels is 1. A class without labels gets 0.
 
     Args:
-        labels: int64 of shape (n,); negative ones do not count.
+        labels: class numbers, int64 of shape (n,); negative ones do not count.
+        num_classes: number of classes.
 
     Example:
         >>> balanced_class_weights(torch.tensor([0, 0, 0, 2, -100]), num_classes=3)
@@ -83,40 +95,45 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def describe_classes(names: Sequence[str], counts: Sequence[int]) -> str:
-    """A line on the classes and how many samples each has, which a run prints before it trains; ten are named."""
-    named = [f"{name} ({count:,})" for name, count in zip(names[:10], counts)]
+    """Return a line with the number of classes, and the name and number of samples of the first ten."""
+    phrases = [f"{name} ({count:,})" for name, count in zip(names[:10], counts)]
     if len(names) > 10:
-        named.append(f"and {len(names) - 10:,} more")
-    return f"{len(names):,} classes: {', '.join(named)}"
+        phrases.append(f"and {len(names) - 10:,} more")
+    return f"{len(names):,} classes: {', '.join(phrases)}"
 
 
 def refuse_other_classes(saved: Sequence[str], here: Sequence[str], shown: int) -> None:
-    """Refuse a checkpoint of other classes than those that are here, naming the first `shown` of them.
+    """Check that a checkpoint has the same classes as the data set. An error names the first `shown` of both.
 
     Raises:
-        UserError: they differ.
+        UserError: the classes differ.
     """
-    if tuple(saved) == tuple(here):
-        return
-    theirs, ours = (
-        ", ".join(names[:shown]) + f", ... ({len(names)} in all)" * (len(names) > shown) for names in (saved, here)
-    )
-    raise UserError(
-        f"the checkpoint was trained on the classes {theirs}, found {ours}; pass the `data_dir` that it was trained on"
-    )
+
+    def describe(names: Sequence[str]) -> str:
+        listed = ", ".join(names[:shown])
+        return f"{listed}, ... ({len(names)} in all)" if len(names) > shown else listed
+
+    if tuple(saved) != tuple(here):
+        raise UserError(
+            f"the checkpoint was trained on the classes {describe(saved)}, found {describe(here)}; pass the `data_dir`"
+            " that it was trained on"
+        )
 
 
 def check_form(
     labels: Tensor, num_classes: int, source: str, soft: bool = False, error: type[UserError] = UserError
 ) -> None:
-    """Refuse labels that are no whole numbers of shape (n,); their values are not read.
+    """Check that labels are integers of shape (n,), without reading their values.
 
     Args:
-        source: what the labels are of, for the message.
-        soft: whether probabilities of shape (n, classes) are labels, too.
+        labels: the labels.
+        num_classes: number of classes.
+        source: name of the data, for the message.
+        soft: whether probabilities of shape (n, classes) are valid labels.
+        error: type of the exception.
 
     Raises:
-        error: with what to do.
+        error: the labels have another type or shape; the message says what to do.
     """
     if soft and labels.is_floating_point() and tuple(labels.shape[1:]) == (num_classes,):
         return
@@ -129,53 +146,54 @@ def check_form(
         cure = "long()"
     elif labels.dim() == 1:
         return
-    how = f": pass labels.{cure}" if cure else ""
-    kind = str(labels.dtype).removeprefix("torch.")
+    advice = f": pass labels.{cure}" if cure else ""
+    dtype = str(labels.dtype).removeprefix("torch.")
     raise error(
-        f"the labels of {source} are {kind} of shape {tuple(labels.shape)}, expected class numbers 0 to"
-        f" {num_classes - 1}, whole numbers of shape ({len(labels)},){how}"
+        f"the labels of {source} are {dtype} of shape {tuple(labels.shape)}, expected class numbers 0 to"
+        f" {num_classes - 1}, whole numbers of shape ({len(labels)},){advice}"
     )
 
 
 def check_labels(
     labels: Tensor, num_classes: int, source: str, rows: Tensor | None = None, error: type[UserError] = UserError
 ) -> int:
-    """Refuse labels that are neither a class nor -100; the device is waited for once.
+    """Check that each label is a class or -100, and return the number of labels that are -100.
 
     Args:
-        labels: of shape (n,).
-        source: what the labels are of, for the message.
-        rows: the row of each in `source`; by default they are all of its rows.
-
-    Returns:
-        How many are -100.
+        labels: labels of shape (n,).
+        num_classes: number of classes.
+        source: name of the data, for the message.
+        rows: row of each label in `source`; by default 0 to n - 1.
+        error: type of the exception.
 
     Raises:
-        error: with the first row and what to type.
+        error: a label is out of range; the message has the first row and what to do.
     """
     check_form(labels, num_classes, source, error=error)
     ignored = labels == IGNORED
     outside = ~ignored & ((labels < 0) | (labels >= num_classes))
-    counts: list[int] = torch.stack((ignored.sum(), outside.sum())).tolist()
-    if counts[1]:
-        first, largest = int(outside.nonzero()[0]), int(labels.max())
+    # One transfer of both counts, so that valid labels wait for the device once.
+    num_ignored, num_outside = torch.stack((ignored.sum(), outside.sum())).tolist()
+    if num_outside:
+        first = int(outside.nonzero()[0])
+        largest = int(labels.max())
         row = first if rows is None else int(rows[first])
         if largest >= num_classes:
-            how = f"pass num_classes={largest + 1} or correct the labels"
+            advice = f"pass num_classes={largest + 1} or correct the labels"
         else:
-            how = f"correct the labels; {IGNORED} leaves a sample out"
+            advice = f"correct the labels; {IGNORED} leaves a sample out"
         raise error(
             f"label {int(labels[first])} at row {row} of {source} is outside 0..{num_classes - 1}"
-            f" ({counts[1]:,} of {len(labels):,} labels are); {how}"
+            f" ({num_outside:,} of {len(labels):,} labels are); {advice}"
         )
-    return counts[0]
+    return int(num_ignored)
 
 
 def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
-    """The labels of all samples of a loader, and their rows in the data set; None where they cannot be known.
+    """Return the labels of all samples of a loader and their rows in the data set, or None if they are not in memory.
 
-    They are known of the loaders of this package, and of a `DataLoader` over a `TensorDataset` of inputs and labels, or
-    over a subset of one.
+    They are known for the loaders of this package, and for a `DataLoader` over a `TensorDataset` of inputs and labels
+    or a `Subset` of one.
     """
     match loader:
         case TrainLoader() | EvaluationLoader():
@@ -189,11 +207,16 @@ def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _labels_of_set(data: Any) -> tuple[Tensor, Tensor] | None:
-    # Not isinstance: a subclass may change its samples.
-    if type(data) is Subset and (whole := _labels_of_set(data.dataset)):
-        rows = torch.as_tensor(data.indices, dtype=torch.int64)
-        return whole[0][rows], whole[1][rows]
-    if type(data) is TensorDataset and len(data.tensors) == 2:
-        return data.tensors[1], torch.arange(len(data))
+def _labels_of_set(dataset: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the labels and rows of a `TensorDataset` or a `Subset` of one, or None for other data sets."""
+    # Not isinstance, since a subclass may yield other samples.
+    if type(dataset) is Subset:
+        known = _labels_of_set(dataset.dataset)
+        if known is None:
+            return None
+        labels, rows = known
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        return labels[indices], rows[indices]
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return dataset.tensors[1], torch.arange(len(dataset))
     return None

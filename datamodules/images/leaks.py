@@ -1,4 +1,4 @@
-"""Images that are in two parts of a set: what is scored on them says little."""
+"""Finds images that are in the training part and in another part, on which scores would be too good."""
 
 import hashlib
 from collections.abc import Hashable, Mapping
@@ -8,13 +8,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from datamodules.images.source import Samples
 from datamodules.loading.file_table import FileTable
 
-# Files on disk whose size is looked at, and bytes of those of one size that are read: seconds on a local disk.
+# Limits of the check: the number of files whose size is read, and the bytes of files of equal size that are read. Both
+# take seconds on a local disk.
 _MOST_FILES = 100_000
 _MOST_BYTES = 2**28
 
 
 def _keys(files: FileTable) -> list[Hashable] | None:
-    """What equal files have in common: size and CRC-32 of those in an archive, and the size of others."""
+    """Return a key for each file, equal for equal files: size and CRC-32 in a zip archive, the size of other files."""
     checksums = files.checksums()
     if checksums is not None:
         return [tuple(pair) for pair in checksums.tolist()]
@@ -26,17 +27,15 @@ def _keys(files: FileTable) -> list[Hashable] | None:
         return None
 
 
-def _contents(files: FileTable, rows: list[int], hashes: dict[str, int]) -> dict[str, int]:
-    """The rows of some files by the hash of their content."""
-    for row in rows:
-        hashes.setdefault(hashlib.blake2b(files.read(row), digest_size=16).hexdigest(), row)
-    return hashes
+def _digest(files: FileTable, row: int) -> str:
+    """Return a hash of the content of a file."""
+    return hashlib.blake2b(files.read(row), digest_size=16).hexdigest()
 
 
 def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
-    """How many files of "val" and "test" are also in "train", by their content: a line for each part, on rank 0."""
+    """Return a line for each of "val" and "test" that shares files with "train", by their content, on rank 0."""
     train = parts["train"].images
-    # Rank 0 logs the lines, and the files need not be read by each rank.
+    # Only rank 0 logs the lines, so the other ranks need not read the files.
     is_rank_zero = getattr(rank_zero_only, "rank", 0) == 0
     if len(parts) < 2 or not isinstance(train, FileTable) or not is_rank_zero:
         return []
@@ -48,37 +47,56 @@ def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
         by_key.setdefault(key, []).append(row)
     notes = []
     for part, (images, _) in parts.items():
-        keys = _keys(images) if part != "train" and isinstance(images, FileTable) else None
+        if part == "train" or not isinstance(images, FileTable):
+            continue
+        keys = _keys(images)
         if keys is None:
             continue
-        alike = [row for row, key in enumerate(keys) if key in by_key]
-        shared = {row: by_key[keys[row]][0] for row in alike}
+        candidates = [row for row, key in enumerate(keys) if key in by_key]
+        shared = {row: by_key[keys[row]][0] for row in candidates}
+        # An equal size does not prove equal content, unlike an equal CRC-32.
         if images.checksums() is None:
-            shared = _equal_files(train, images, by_key, keys, alike)
+            shared = _equal_files(train, images, by_key, keys, candidates)
         if shared:
-            row, other = next(iter(shared.items()))
+            row, train_row = next(iter(shared.items()))
             notes.append(
-                f"{len(shared):,} images of {part} are also in train, such as {images[row]} and {train[other]}"
+                f"{len(shared):,} images of {part} are also in train, such as {images[row]} and {train[train_row]}"
             )
     return notes
 
 
 def _equal_files(
-    train: FileTable, images: FileTable, by_key: Mapping[Hashable, list[int]], keys: list[Hashable], alike: list[int]
+    train: FileTable,
+    images: FileTable,
+    by_key: Mapping[Hashable, list[int]],
+    keys: list[Hashable],
+    candidates: list[int],
 ) -> dict[int, int]:
-    """The files with an equal one in training, and which that is; of those whose size a training file has."""
-    sizes = {keys[row] for row in alike}
-    beside = [row for size in sizes for row in by_key[size]]
+    """Return the row of an equal training file for each candidate that has one, by the candidate's row.
+
+    Args:
+        train: training files.
+        images: files of another part.
+        by_key: rows of the training files by size.
+        keys: sizes of the files of the other part.
+        candidates: rows of the other part's files whose size a training file has.
+    """
+    sizes = {keys[row] for row in candidates}
+    train_rows = [row for size in sizes for row in by_key[size]]
     try:
-        if sum(images.stamp(row)[0] for row in alike) + sum(train.stamp(row)[0] for row in beside) > _MOST_BYTES:
+        total_bytes = sum(images.stamp(row)[0] for row in candidates)
+        total_bytes += sum(train.stamp(row)[0] for row in train_rows)
+        if total_bytes > _MOST_BYTES:
             return {}
-        known = _contents(train, beside, {})
-        found = {}
-        for row in alike:
-            (digest,) = _contents(images, [row], {})
-            if digest in known:
-                found[row] = known[digest]
-        return found
+        by_digest: dict[str, int] = {}
+        for row in train_rows:
+            by_digest.setdefault(_digest(train, row), row)
+        equal = {}
+        for row in candidates:
+            digest = _digest(images, row)
+            if digest in by_digest:
+                equal[row] = by_digest[digest]
+        return equal
     except OSError:
-        # The loaders report what cannot be read.
+        # The loaders report files that cannot be read.
         return {}

@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST, and small images of your own as one uint8 tensor, on the training device where it fits."""
+"""Data module of MNIST, Fashion-MNIST and the user's small images, as one uint8 tensor, on the device if it fits."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -88,10 +88,10 @@ class MNISTDataModule(ImageDataModule):
             scale=(scale, Range(0, 1, below=True)),
         )
         data_dir = self._check(dataset, data_dir, balance, (batch_size, eval_batch_size), (val_fraction, test_fraction))
-        # An open number is no hyper-parameter: Lightning refuses one that differs from the network's.
+        # None is not saved: Lightning raises an error if a hyper-parameter differs from that of the network.
         self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
         self._num_classes = num_classes
-        self._no_download: Exception | None = None
+        self._download_error: Exception | None = None
         self._tensors: dict[str, tuple[Tensor, Tensor]] = {}
 
     @override
@@ -111,45 +111,47 @@ class MNISTDataModule(ImageDataModule):
     @property
     @override
     def _is_own(self) -> bool:
-        """As "auto" decides where ``data_dir`` is given and holds no MNIST files."""
+        """Whether the data set is the user's images. "auto" is, if ``data_dir`` holds images and no MNIST files."""
         if self.dataset != "auto":
             return self.dataset == "custom"
-        given = self.hparams.data_dir is not None
-        return given and idx.find_files("mnist", self._folder) is None and holds_images(self._folder)
+        has_data_dir = self.hparams.data_dir is not None
+        return has_data_dir and idx.find_files("mnist", self._folder) is None and holds_images(self._folder)
 
     @property
     @override
     def num_classes(self) -> int:
-        """``num_classes``, or the number of the data set's; your own are listed for it."""
+        """Parameter ``num_classes``, or the number of the data set's classes. This lists the user's images."""
         return self._num_classes or super().num_classes
 
     @property
     @override
     def class_names(self) -> Sequence[str]:
-        """The data set's names; empty where ``num_classes`` is not its number of classes."""
+        """Names of the classes. Empty if ``num_classes`` differs from the number of classes of the data set."""
         return self.info.classes if len(self.info.classes) == self.num_classes else ()
 
     @override
     def prepare_data(self) -> None:
-        """Download what is missing. Lightning calls this in one process per node.
+        """Download missing files. Lightning calls this in one process per node.
 
-        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
+        An error is raised later, in `setup`, which every process calls. Raised here, the other processes would wait
+        forever.
         """
         name = "mnist" if self.dataset == "auto" else self.dataset
         predicts = self.trainer is not None and self.trainer.state.fn == "predict"
         if predicts or not self.hparams.download or not self.info.torchvision_name:
             return
-        # Only an empty folder is one to download into without being asked by dataset="mnist".
+        # Without dataset="mnist", files are downloaded into a given folder only if it is empty.
         asked = self.dataset != "auto" or self.hparams.data_dir is None
         try:
             if not idx.find_files(name, self._folder) and (asked or not idx.holds_other_files(self._folder)):
                 idx.download_files(name, self._folder)
         except (UserError, OSError) as error:
-            self._no_download = error
+            self._download_error = error
 
     def _missing(self, name: str) -> str:
-        why = f"; {self._no_download}" if self._no_download else ""
-        return idx.describe_missing(name, self._folder) + why
+        """Return which files of a data set are missing, and why they were not downloaded."""
+        reason = f"; {self._download_error}" if self._download_error else ""
+        return idx.describe_missing(name, self._folder) + reason
 
     @override
     def _choices(self) -> dict[str, Any]:
@@ -157,16 +159,16 @@ class MNISTDataModule(ImageDataModule):
 
     @property
     def _augmentation(self) -> dict[str, Any]:
-        """Rotation, scale and flip, which are the data set's where they are not given."""
-        found = {}
+        """Rotation, scale and flip. By default they are those of the data set."""
+        options = {}
         for name in ("rotation", "scale", "flip"):
-            given = self.hparams[name]
-            found[name] = getattr(self.info, name) if given is None else given
-        return found
+            value = self.hparams[name]
+            options[name] = getattr(self.info, name) if value is None else value
+        return options
 
     @override
     def _decide(self) -> None:
-        """The same on every rank: rank 0 decides, since nodes may see different folders."""
+        """Choose the data set of "auto" on rank 0, for all ranks, since nodes may see different folders."""
         if self.dataset != "auto":
             return
         choices = (*DATASETS, "none")
@@ -175,12 +177,13 @@ class MNISTDataModule(ImageDataModule):
         elif self._is_own:
             chosen = "custom"
         else:
-            # Only the default folder is replaced by other data than it holds.
+            # Another data set replaces a missing one only if no folder was given.
             chosen = "none" if self.hparams.data_dir is not None else "digits"
         if self.trainer is not None:
+            # The other ranks contribute 0, so that the sum is the choice of rank 0.
             number = choices.index(chosen) if self.trainer.is_global_zero else 0
-            mine = torch.tensor(number, device=self.trainer.strategy.root_device)
-            chosen = choices[int(self.trainer.strategy.reduce(mine, reduce_op="sum"))]
+            contribution = torch.tensor(number, device=self.trainer.strategy.root_device)
+            chosen = choices[int(self.trainer.strategy.reduce(contribution, reduce_op="sum"))]
         if chosen == "none":
             raise UserError(
                 f"{self._missing('mnist')} and no images of your own; pass a folder with them, with a folder of images "
@@ -194,7 +197,7 @@ class MNISTDataModule(ImageDataModule):
         self.dataset = chosen
 
     def _read(self, part: str, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Images and labels of a part, checked, and on the device where they fit."""
+        """Read and check images, uint8 of shape (n, 1, 28, 28), and labels, and move them to the device if they fit."""
         if self._is_own:
             images = read_set(samples.images)
             blank = (images.flatten(1).amax(1) == 0).nonzero().flatten().tolist()
@@ -206,14 +209,14 @@ class MNISTDataModule(ImageDataModule):
         labels = samples.labels
         check_labels(labels, self.num_classes, self.source.labels_from.get(part, f"the {part} labels"))
         images = images.unsqueeze(1)
-        # A quarter of the memory at most: the rest is the network's.
+        # At most a quarter of the free memory, since the network needs the rest.
         if self._device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(self._device)[0] // 4:
             return images.to(self._device), labels.to(self._device)
         return images, labels
 
     @override
     def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:
-        # What is held out stays in the tensors of the training part, which both parts share.
+        # A held-out part shares the tensors of the training part and differs in `rows` only.
         if published not in self._tensors:
             self._tensors[published] = self._read(published, samples)
         self._parts[part] = self._tensors[published]
@@ -228,7 +231,7 @@ class MNISTDataModule(ImageDataModule):
         fraction = self.hparams.val_fraction
         held_out = 0
         if fraction:
-            # A share that is small still validates on something.
+            # At least one sample, even if the share rounds to none.
             held_out = max(round(len(labels) * fraction), 1)
         train, val = split_indices(len(labels), held_out, self.hparams.seed)
         return {"train": train, "val": val}
@@ -239,7 +242,7 @@ class MNISTDataModule(ImageDataModule):
         normalise = self.preprocessing()
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-            # The map fills with zeros, which is the background before normalisation, so it comes first.
+            # Before the normalisation, since the affine map fills borders with zeros, the value of the background.
             if augment and len(images):
                 images = augment(images.float(), rows, epoch)
             normalised: Tensor = normalise(images)
@@ -249,9 +252,10 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def train_dataloader(self) -> TrainLoader:
-        how = {"transform": self._training_transform(), "device": self._device, **self._training_order()}
-        loader = TrainLoader(*self._parts["train"], **how)
-        # A loader that is refused is not described.
+        images, labels = self._parts["train"]
+        options = {"transform": self._training_transform(), "device": self._device, **self._training_order()}
+        loader = TrainLoader(images, labels, **options)
+        # After the loader, whose constructor may raise an error.
         self._note_classes()
         augmentation = {"shift": self.hparams.shift, **self._augmentation}
         settings = ", ".join(f"{name}={value}" for name, value in augmentation.items())
@@ -263,14 +267,20 @@ class MNISTDataModule(ImageDataModule):
         images, labels = self._parts[part]
         normalise = self.preprocessing()
         rows = self._rows[part] if part in self._rows else torch.arange(len(labels))
-        how = {"transform": lambda images, *_: normalise(images), "device": self._device, **ranks}
-        return EvaluationLoader(images, labels, rows, self.hparams.eval_batch_size, **how)
+
+        def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
+            normalised: Tensor = normalise(images)
+            return normalised
+
+        batch_size = self.hparams.eval_batch_size
+        return EvaluationLoader(images, labels, rows, batch_size, transform=transform, device=self._device, **ranks)
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
-        """The images of ``predict_inputs`` and their places in `prediction_names`, without blank ones."""
+        """Return a loader of the ``predict_inputs`` and their indices in `prediction_names`, without blank images."""
         images = read_digits(self._given.contents)
-        self._unreadable, self._unclear = images.unreadable, images.unclear
+        self._unreadable = images.unreadable
+        self._unclear = images.unclear
         if len(images.unreadable) == len(self._given):
             raise UserError(next(iter(images.unreadable.values())))
         self._parts["predict"] = images.pixels.to(self._device), images.numbers.to(self._device)
@@ -278,9 +288,11 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The data set that "auto" stood for, so that a checkpoint is used with the right classes and statistics."""
-        own = {"classes": list(self.info.classes)} if self.dataset == "custom" else {}
-        return {"dataset": self.dataset, **own}
+        """Return the data set that "auto" has chosen and its classes, so that a checkpoint is used with the same."""
+        state: dict[str, Any] = {"dataset": self.dataset}
+        if self.dataset == "custom":
+            state["classes"] = list(self.info.classes)
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -292,11 +304,12 @@ class MNISTDataModule(ImageDataModule):
                 f"the checkpoint was trained on {saved}, found dataset={self.dataset!r}; pass dataset={saved!r}"
             )
         if self.dataset not in ("auto", saved):
-            # Lightning sets up before it reads the checkpoint, so "auto" was resolved by the files found here.
+            # Lightning calls `setup` before it reads the checkpoint, so "auto" was resolved by the files on this
+            # machine.
             self.dataset = saved
             self._source = None
-            for read in (self._tensors, self._parts, self._rows):
-                read.clear()
+            for cached in (self._tensors, self._parts, self._rows):
+                cached.clear()
             if self.trainer is not None and self.trainer.state.fn is not None:
                 self.setup(self.trainer.state.fn)
         self.dataset = saved

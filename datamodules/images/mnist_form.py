@@ -1,4 +1,4 @@
-"""Photographs and drawings of digits in MNIST's form: resized, light on dark, and centred."""
+"""Converts photographs and drawings of digits to the form of MNIST: 28 x 28 pixels, light on dark, centred."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,18 +13,19 @@ from datamodules.images.decoding import open_image, without_alpha
 from datamodules.images.source import ArrayImages, Images
 
 _SIDE = 28
-_READ_AT = 56  # Pixels of the short side: twice MNIST's.
+# Short side, in pixels, to which larger images are reduced first: twice that of MNIST.
+_READ_AT = 56
 
 
 def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
-    """An image of any mode, upright and on white: uint8 of shape (height, width), its short side 56 pixels at most.
+    """Load an image of any mode in grey, upright and on white: uint8 (height, width), short side of at most 56 pixels.
 
     Args:
-        source: a file, its content, or an image in memory.
-        name: of the image, in messages; by default the file's.
+        source: path of a file, content of a file, or an image in memory.
+        name: name of the image, for messages; by default that of the file.
 
     Raises:
-        UnreadableImage: the file is missing, damaged, not an image, or one of more than 8 bits.
+        UnreadableImage: the file is missing, damaged, not an image, or has more than 8 bits.
     """
     with open_image(source, name or str(source)) as (image, _):
         grey = without_alpha(ImageOps.exif_transpose(image)).convert("L")
@@ -36,21 +37,21 @@ def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
 
 
 def _border_of(images: Tensor) -> Tensor:
-    """The pixels along the border of images of shape (..., height, width)."""
+    """Return the pixels along the border of images of shape (..., height, width), in one dimension."""
     return torch.cat((images[..., 0, :], images[..., -1, :], images[..., 0], images[..., -1]), -1)
 
 
 def as_mnist(grey: Tensor) -> Tensor:
-    """A grey image in MNIST's form: light on dark, the digit 20 pixels high or wide and centred by mass.
+    """Convert a grey image to MNIST's form: light on dark, the digit 20 pixels high or wide and centred by mass.
 
-    What is light along its border is inverted. An image of 28 x 28 pixels stays as it is otherwise; a smaller one is
-    enlarged to 20 pixels.
+    An image with a light border is inverted. Apart from that, an image of 28 x 28 pixels stays as it is. A smaller one
+    is enlarged to 20 pixels.
 
     Args:
         grey: uint8 of shape (height, width).
 
     Returns:
-        uint8 of shape (28, 28); all 0 where the image has one shade.
+        uint8 of shape (28, 28); all 0 if the image has one shade only.
     """
     light = grey
     if _border_of(grey).median() > 127:
@@ -69,24 +70,30 @@ def as_mnist(grey: Tensor) -> Tensor:
 
 
 def _in_mnist_form(images: Sequence[Tensor]) -> Tensor:
-    """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
+    """Convert a data set of images to MNIST's form, uint8 of shape (n, 28, 28).
 
-    Where those of 28 x 28 are light on dark, they stay as they are; all others are prepared by `as_mnist`.
+    Images of 28 x 28 pixels stay as they are if most of them are light on dark. `as_mnist` converts all others.
     """
-    same = [image for image in images if image.shape == (28, 28)]
-    # Of the set and not of each image: a bag may touch the border where digits do not.
-    ready = bool(same) and bool(_border_of(torch.stack(same)).median() < 128)
-    return torch.stack([image if ready and image.shape == (28, 28) else as_mnist(image) for image in images])
+    mnist_sized = [image for image in images if image.shape == (_SIDE, _SIDE)]
+    # One decision for the whole set: unlike a digit, an image such as a bag of Fashion-MNIST may touch the border.
+    keep = bool(mnist_sized) and bool(_border_of(torch.stack(mnist_sized)).median() < 128)
+    converted = []
+    for image in images:
+        if keep and image.shape == (_SIDE, _SIDE):
+            converted.append(image)
+        else:
+            converted.append(as_mnist(image))
+    return torch.stack(converted)
 
 
 def _resized(image: Tensor) -> Tensor:
-    """An image whose longer side is 20 pixels."""
+    """Resize an image to a longer side of 20 pixels."""
     size = [max(1, round(length * 20 / max(image.shape))) for length in image.shape]
     return F.interpolate(image[None, None], size=size, mode="bilinear", antialias=True)[0, 0]
 
 
 def _on_black(digit: Tensor, corner: Sequence[int]) -> Tensor:
-    """A digit on 28 x 28 pixels, its top and left at `corner`."""
+    """Place a digit on 28 x 28 black pixels, with its top and left at `corner`."""
     canvas = torch.zeros(_SIDE, _SIDE, dtype=torch.uint8)
     top, left = corner
     height, width = digit.shape
@@ -95,34 +102,37 @@ def _on_black(digit: Tensor, corner: Sequence[int]) -> Tensor:
 
 
 def _foreground(light: Tensor) -> Tensor:
-    """What is lighter than its surroundings, from 0 to 1, cut out."""
+    """Crop an image to the strokes that are lighter than their surroundings, with values from 0 to 1."""
+    # An odd window, so that the average has the size of the image.
     window = min(light.shape) // 4 * 2 + 3
     around = F.pad(light[None, None], (window // 2,) * 4, mode="replicate")
     ink = (light - F.avg_pool2d(around, window, stride=1)[0, 0]).clamp(min=0)
-    ink = (ink / ink.max() - 0.2).clamp(min=0) / 0.8  # Without the noise of paper.
-    rows, columns = ((ink > 0.5).any(1 - axis).nonzero().flatten() for axis in (0, 1))
+    # The threshold removes the texture of paper.
+    ink = (ink / ink.max() - 0.2).clamp(min=0) / 0.8
+    rows = (ink > 0.5).any(1).nonzero().flatten()
+    columns = (ink > 0.5).any(0).nonzero().flatten()
     return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
 def _begin(along: Tensor) -> int:
-    """Where an axis begins whose centre of mass is to be in the middle, as MNIST's are (LeCun et al., 1998)."""
+    """Return the start of a digit along an axis, with its centre of mass at 14 as in MNIST (LeCun et al., 1998)."""
     centre = float((along * torch.arange(len(along))).sum() / along.sum())
     return min(max(0, round(_SIDE / 2 - centre)), _SIDE - len(along))
 
 
 def read_set(images: Images) -> Tensor:
-    """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
+    """Read a data set of images in MNIST's form, uint8 of shape (n, 28, 28).
 
     Raises:
-        UserError: some cannot be read; the message names five of them.
+        UserError: some images cannot be read; the message names five of them.
     """
     if isinstance(images, ArrayImages) and images.pixels.shape[1:] == (_SIDE, _SIDE):
         return _in_mnist_form(list(torch.tensor(images.pixels)))
-    found: list[Tensor] = []
+    grey_images: list[Tensor] = []
     faults: list[str] = []
     for row in range(len(images)):
         try:
-            found.append(grey_image(images.read(row), images[row]))
+            grey_images.append(grey_image(images.read(row), images[row]))
         except (UserError, OSError) as error:
             faults.append(str(error))
     if faults:
@@ -131,24 +141,24 @@ def read_set(images: Images) -> Tensor:
             f"{len(faults):,} of {len(images):,} images cannot be used: {'; '.join(faults[:5])}{more}; correct or"
             " delete them"
         )
-    return _in_mnist_form(found)
+    return _in_mnist_form(grey_images)
 
 
 class ReadDigits(NamedTuple):
-    """Digits to predict."""
+    """Digits to predict, and remarks on images that have no prediction."""
 
     pixels: Tensor
-    """uint8 of shape (n, 1, 28, 28), without images that cannot be read or are blank."""
+    """Images, uint8 of shape (n, 1, 28, 28), without those that cannot be read or are blank."""
     numbers: Tensor
-    """Their places among the images that were given, int64 of shape (n,)."""
+    """Index of each image in the input, int64 of shape (n,)."""
     unreadable: dict[int, str]
-    """Why others cannot be read, by place."""
+    """Reasons why images cannot be read, by index."""
     unclear: dict[int, str]
-    """What is unclear, by place."""
+    """Remarks on doubtful images, by index."""
 
 
 def read_digits(images: Sequence[str | Image.Image]) -> ReadDigits:
-    """Images of a digit each in MNIST's form, as `as_mnist` makes them of files and of images in memory."""
+    """Read images of one digit each, from files or from memory, and convert them by `as_mnist`."""
     pixels: dict[int, Tensor] = {}
     unreadable: dict[int, str] = {}
     unclear: dict[int, str] = {}
@@ -162,7 +172,7 @@ def read_digits(images: Sequence[str | Image.Image]) -> ReadDigits:
             unclear[number] = "unclear: the image is blank"
         else:
             pixels[number] = digit.unsqueeze(0)
-    found = torch.empty(0, 1, _SIDE, _SIDE, dtype=torch.uint8)
+    digits = torch.empty(0, 1, _SIDE, _SIDE, dtype=torch.uint8)
     if pixels:
-        found = torch.stack(list(pixels.values()))
-    return ReadDigits(found, torch.tensor(list(pixels), dtype=torch.int64), unreadable, unclear)
+        digits = torch.stack(list(pixels.values()))
+    return ReadDigits(digits, torch.tensor(list(pixels), dtype=torch.int64), unreadable, unclear)

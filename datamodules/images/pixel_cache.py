@@ -1,6 +1,6 @@
-"""Decoded images in a file on disk, mapped to memory, that processes and runs share.
+"""Cache of decoded images in memory-mapped files on disk, which processes and runs share.
 
-What was not written to its end, or belongs to a file that has changed since, is decoded again.
+An entry that was not written completely, or whose image file has changed since, counts as missing.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor
 
 log = logging.getLogger("lightning_recipes")
 
-# Where an image lies, its shape, which file it is of, and the sum of its bytes.
+# Byte offset of an image, its shape, the stamp of its file, and the checksum of its bytes.
 _ENTRY = np.dtype([("start", "<i8"), ("height", "<i4"), ("width", "<i4"), ("stamp", "<u8"), ("sum", "<u8")])
 _FILES = ("lock", "pixels", "index")
 _NAME = re.compile(r"[0-9a-f]{24}-\d+")
@@ -29,19 +29,19 @@ _UNUSED = 30 * 24 * 3600  # Seconds.
 
 
 def _open_to_write(path: Path) -> BinaryIO:
-    """A file to read and write at any place, made where there is none, and not emptied where there is."""
+    """Open a file for reading and writing. A missing file is created, and an existing one keeps its content."""
     return cast("BinaryIO", os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b"))
 
 
 def _sum(content: np.ndarray[Any, Any]) -> int:
-    """The sum of bytes in 64-bit words: at the speed of memory, where a CRC would cost as much as the decoding."""
+    """Return a checksum: the sum of 64-bit words. It runs at the speed of memory; a CRC takes as long as decoding."""
     words = len(content) // 8 * 8
     total = np.add.reduce(content[:words].view("<u8"), dtype=np.uint64)
     return (int(total) + int.from_bytes(content[words:].tobytes(), "little") + len(content)) % 2**64
 
 
 def delete_unused(folder: Path) -> None:
-    """Delete the caches in a folder, by their names, that no process has opened for 30 days; all else stays."""
+    """Delete the caches in a folder that no process has opened for 30 days. Entries with other names stay."""
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
             if _NAME.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - _UNUSED:
@@ -49,22 +49,22 @@ def delete_unused(folder: Path) -> None:
 
 
 class PixelCache:
-    """Images of bytes by row, as far as they have been kept.
+    """Cache of uint8 images by row. A copy in another process opens the files itself, even after a fork.
 
     Args:
-        folder: of this cache; it is made where there is none.
-        rows: how many images there may be.
-        limit: bytes of images that are kept.
-
-    Copies in other processes, forked or not, open the files for themselves.
+        folder: folder of the cache, which is created if it is missing.
+        rows: number of rows.
+        limit: greatest size of all cached images together, in bytes.
     """
 
     def __init__(self, folder: Path, rows: int, limit: int) -> None:
-        self.folder, self.rows, self.limit = folder, rows, limit
+        self.folder = folder
+        self.rows = rows
+        self.limit = limit
         self._process = 0
         self._files: contextlib.ExitStack | None = None
         self._full = False
-        # Where the image of a row lay when its bytes were last verified in this process.
+        # Offset of each row's image when this process verified its checksum: later reads need no check.
         self._verified = np.full(rows, -1, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,11 +72,12 @@ class PixelCache:
         return {**{name: self.__dict__[name] for name in plain}, "_process": 0, "_files": None}
 
     def _open(self) -> bool:
-        """Whether the files are open in this process."""
+        """Open the files in this process unless they are open, and return whether that has succeeded."""
         if self._process == os.getpid():
             return self._files is not None
-        # A lock belongs to an open file, which a forked process would share.
-        self._process, self._files = os.getpid(), None
+        # After a fork the files are opened again: a lock belongs to an open file, so both processes would hold it.
+        self._process = os.getpid()
+        self._files = None
         stack = contextlib.ExitStack()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,11 +85,13 @@ class PixelCache:
             self._lock, self._pixels, index = (
                 stack.enter_context(_open_to_write(self.folder / name)) for name in _FILES
             )
+            size = self.rows * _ENTRY.itemsize
             with self._locked():
-                if os.fstat(index.fileno()).st_size != (size := self.rows * _ENTRY.itemsize):
+                if os.fstat(index.fileno()).st_size != size:
                     index.truncate(size)
                     if hasattr(os, "posix_fallocate"):
-                        # A write to memory for which the disk has no room would kill the process.
+                        # Without reserved blocks, writing to the mapped memory of a full disk kills the process by
+                        # SIGBUS.
                         os.posix_fallocate(index.fileno(), 0, size)
             self._index = np.memmap(index, _ENTRY, "r+", shape=(self.rows,))
             self._map: mmap.mmap | None = None
@@ -101,6 +104,7 @@ class PixelCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        """Hold the lock that serialises writers of all processes."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             yield
@@ -108,19 +112,23 @@ class PixelCache:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def get(self, row: int, stamp: int) -> Tensor | None:
-        """The image of a row, uint8 of shape (3, height, width), not to be changed; None where it is not kept.
+        """Return the image of a row, uint8 of shape (3, height, width), or None. The image must not be changed.
 
         Args:
-            stamp: of the file now, below 2^64.
+            row: row of the image.
+            stamp: current stamp of its file, below 2^64. With another stamp than in `put`, the result is None.
         """
         if not self._open():
             return None
         entry = self._index[row]
-        start, height, width = int(entry["start"]), int(entry["height"]), int(entry["width"])
+        start = int(entry["start"])
+        height = int(entry["height"])
+        width = int(entry["width"])
         size = 3 * height * width
         if start < 0 or height <= 0 or width <= 0 or int(entry["stamp"]) != stamp:
             return None
         if self._map is None or start + size > len(self._map):
+            # Another process may have appended since the file was mapped.
             length = os.fstat(self._pixels.fileno()).st_size
             if start + size > length:
                 return None
@@ -133,9 +141,11 @@ class PixelCache:
         return torch.from_numpy(content).view(height, width, 3).permute(2, 0, 1)
 
     def put(self, row: int, stamp: int, image: Tensor) -> None:
-        """Keep the image of a row, where there is room for it.
+        """Store the image of a row, if there is room for it.
 
         Args:
+            row: row of the image.
+            stamp: stamp of its file, below 2^64.
             image: uint8 of shape (3, height, width).
         """
         if self._full or not self._open():
@@ -144,7 +154,8 @@ class PixelCache:
         content = image.permute(1, 2, 0).contiguous().view(-1).numpy()
         try:
             with self._locked():
-                # Appended, so that two processes never write to the same place.
+                # The file grows under the lock, so that two processes never write to the same bytes. The slow write
+                # comes after.
                 start = os.fstat(self._pixels.fileno()).st_size
                 self._full = start + len(content) > self.limit
                 if self._full:
@@ -157,4 +168,5 @@ class PixelCache:
             self._full = True
             log.info("no more decoded images are kept in %s: %s", self.folder, error.strerror or error)
             return
+        # Last, so that no reader finds an entry whose pixels are not in the file.
         self._index[row] = (start, height, width, stamp, _sum(content))

@@ -1,7 +1,7 @@
-"""A data set of images, wherever it comes from: its samples by part, how each is read, and of which class it is.
+"""Defines `Source`, a data set of images: samples of each part, classes, and how an image is read.
 
-`from_folder`, `from_table`, `from_arrays` and `from_idx` make one. What reads, crops and augments asks a source for the
-names and the contents of its samples, and for nothing else.
+`from_folder`, `from_table`, `from_arrays` and `from_idx` return a `Source`. The code that decodes, crops and augments
+uses only the names and contents of its samples.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,27 +21,27 @@ PARTS = ("train", "val", "test")
 
 
 class Images(Protocol):
-    """Images by number: what each is called, and its content, which is decoded elsewhere."""
+    """Interface of images by index, with a name and an undecoded content each."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> str:
-        """The name of an image, as it is shown to people."""
+        """Return the name of an image, as it is written in messages."""
 
     def read(self, row: int) -> Any:
-        """A file, the content of one, or an image of PIL.
+        """Return the path of an image, the content of its file, or a PIL image.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the image cannot be read.
         """
 
 
 class ArrayImages(Sequence[str]):
-    """Images in memory by number.
+    """Sequence of the names of images in memory, which reads an image by its index.
 
     Args:
-        pixels: bytes of shape (n, height, width), or (n, height, width, channels) with 3 or 4 channels.
-        called: what they are, for messages, such as "the train images".
+        pixels: uint8 of shape (n, height, width), or (n, height, width, channels) with 3 or 4 channels.
+        called: name of the images, for messages, such as "the train images".
     """
 
     def __init__(self, pixels: npt.NDArray[np.uint8], called: str) -> None:
@@ -57,20 +57,20 @@ class ArrayImages(Sequence[str]):
         return f"row {row} of {self.called}"
 
     def read(self, row: int) -> Image.Image:
-        """One of the images."""
+        """Return an image."""
         return Image.fromarray(np.ascontiguousarray(self.pixels[row]))
 
     def select(self, rows: Tensor) -> "ArrayImages":
-        """Some of the images, in the order of `rows`, int64 of shape (m,)."""
+        """Return the images at `rows`, int64 of shape (m,), in this order."""
         return ArrayImages(self.pixels[rows.numpy()], self.called)
 
 
 class BytesImages(Sequence[str]):
-    """Files whose contents lie in memory, such as those in a table.
+    """Sequence of the names of files whose contents are in memory, as in a Parquet table.
 
     Args:
-        contents: by name.
-        names: of those that are meant, in their order.
+        contents: content of each file, by name.
+        names: names of the files of this sequence, in order.
     """
 
     def __init__(self, contents: Mapping[str, bytes], names: Sequence[str]) -> None:
@@ -86,34 +86,34 @@ class BytesImages(Sequence[str]):
         return self._names[row]
 
     def read(self, row: int) -> bytes:
-        """What one of the files holds."""
+        """Return the content of a file."""
         return self._contents[self._names[row]]
 
     def select(self, rows: Tensor) -> "BytesImages":
-        """Some of the files, in the order of `rows`, int64 of shape (m,)."""
+        """Return the files at `rows`, int64 of shape (m,), in this order."""
         return BytesImages(self._contents, [self._names[row] for row in rows.tolist()])
 
 
 class Samples(NamedTuple):
-    """The samples of a part."""
+    """Samples of a part."""
 
     images: Any
-    """`Images` of which some can be selected: a `FileTable`, `ArrayImages` or `BytesImages`."""
+    """`Images` with a method `select`: a `FileTable`, `ArrayImages` or `BytesImages`."""
     labels: Tensor
-    """The classes' numbers, int64 of shape (n,)."""
+    """Class numbers, int64 of shape (n,)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of images.
+    """Data set of images.
 
     Attributes:
         classes: names of the classes, in the order of their numbers.
-        parts: the samples of "train", and of "val" and "test" where the set has them.
-        title: what the set is called.
-        notes: remarks for the user, a line each.
-        left_out: how many files or rows are not used, by reason.
-        labels_from: by part, what its labels are called in messages, where that is not "the PART labels".
+        parts: samples of "train", and of "val" and "test" if the data set has them.
+        title: name of the data set.
+        notes: remarks for the user, one line each.
+        left_out: number of files or rows that are not used, by reason.
+        labels_from: name of the labels of each part in messages, if it is not "the PART labels".
     """
 
     classes: tuple[str, ...]
@@ -125,7 +125,7 @@ class Source:
 
 
 class PartsOnDemand(Mapping[str, Samples]):
-    """Parts that lie in files of their own: one is read when it is first asked for."""
+    """Mapping of parts that reads a part on first access, for data sets with files of their own for each part."""
 
     def __init__(self, names: Sequence[str], read: Callable[[str], Samples]) -> None:
         self._names = names
@@ -152,27 +152,30 @@ class PartsOnDemand(Mapping[str, Samples]):
 def split_by_class(
     targets: Tensor, classes: Sequence[str], fractions: Mapping[str, float], seed: int
 ) -> dict[str, Tensor]:
-    """Sorted sample numbers of "train" and of each part in `fractions`, which takes its share of every class.
+    """Split samples into "train" and the parts in `fractions`, each with its share of every class.
 
-    A function of the seed, the classes' names and the order of their samples. A class with two samples or more is in
-    each part, as far as they suffice; training keeps one at least.
+    The split is a function of the seed, the names of the classes and the order of their samples. A class with several
+    samples is in each part as far as they suffice. Training keeps at least one sample of each class.
 
     Args:
-        targets: the classes' numbers, int64 of shape (n,).
+        targets: class numbers, int64 of shape (n,).
+        classes: names of the classes.
+        fractions: share of each held-out part.
+        seed: seed of the split.
 
     Returns:
-        int64 of shape (samples,) by part.
+        Sorted sample numbers of each part, int64 of shape (samples,).
     """
     parts: dict[str, list[Tensor]] = {"train": []}
     for part in fractions:
         parts[part] = []
     numbers, counts = targets.unique(return_counts=True)
     for number, rows in zip(numbers.tolist(), targets.argsort(stable=True).split(counts.tolist())):
-        # Each class has an order of its own, so that another class changes nothing in it.
+        # The order is drawn for each class by its name, so that adding a class changes no other class.
         order = rows[permutation(len(rows), seed, f"split {classes[number]}")]
         for part, fraction in fractions.items():
-            wanted = max(round(len(rows) * fraction), 1) if fraction else 0
-            held_out = min(wanted, len(order) - 1)
+            count = max(round(len(rows) * fraction), 1) if fraction else 0
+            held_out = min(count, len(order) - 1)
             parts[part].append(order[:held_out])
             order = order[held_out:]
         parts["train"].append(order)

@@ -1,4 +1,4 @@
-"""Images by tables: a column of paths, one of labels, and perhaps one of parts; in a folder, or in an archive."""
+"""Makes a data set of images that tables list, with columns of paths, labels and optionally parts."""
 
 import io
 import os
@@ -24,7 +24,7 @@ from datamodules.loading.tables import TABLE_SUFFIXES, describe_columns, read_ta
 from datamodules.loading.text_files import Faults, decoded_lines, text_suffix
 
 _SUFFIXES = (*TABLE_SUFFIXES, ".txt")
-# Of several files to a part, as Hugging Face stores large sets.
+# Formats in which a part may have several files, as Hugging Face stores large data sets.
 _SHARDED = (".parquet", ".jsonl", ".ndjson")
 _WEAKER_NAMES = {"dev": "val", "eval": "val"}
 _UNKNOWN_FILE = "whose file does not exist"
@@ -32,11 +32,11 @@ _SEVERAL_FILES = "of a name that several files have"
 
 
 class Files:
-    """The files that tables name: on disk, or in an archive.
+    """Lookup of the image files that tables name, on disk or in an archive.
 
     Args:
-        folder: the tables' own, as it is shown to people.
-        opened: the folder, or the archive, and all files in it by number; on disk it is listed when it is needed.
+        folder: folder of the tables, as it is written in messages.
+        opened: tree and files of the folder or archive; None lists a folder on disk when it is needed.
     """
 
     def __init__(self, folder: str, opened: tuple[Folder, FileTable] | None = None) -> None:
@@ -50,30 +50,30 @@ class Files:
     def _exists(self, path: str) -> bool:
         if self.archived is not None:
             return path in self.archived
-        return os.path.isfile(path)  # noqa: PTH113 - Path's raises for long names.
+        return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for long names.
 
     @cached_property
     def _by_base(self) -> dict[str, list[str]]:
-        """The images in the folder by their names, with and without ending."""
+        """Paths of the images in the folder, by name with and without suffix."""
         images = []
         if self.archived is not None:
             images = [path for path in self.archived if is_image(path)]
         else:
-            # What cannot be listed there holds no file that could be read.
+            # In a folder that cannot be listed, no file can be read either, which is reported for each row.
             with suppress(UserError):
                 images = images_below(self.folder)[0]
-        found: dict[str, list[str]] = {}
+        paths: dict[str, list[str]] = {}
         for path in images:
             base = os.path.basename(path)  # noqa: PTH119
             for name in {base, os.path.splitext(base)[0]}:  # noqa: PTH122
-                found.setdefault(name, []).append(path)
-        return found
+                paths.setdefault(name, []).append(path)
+        return paths
 
     def find(self, name: str, part: str) -> tuple[str, str]:
-        """The file that a cell names, or "" and why there is none.
+        """Return the path of the file that a cell names and "", or "" and the reason why there is none.
 
-        It is looked for relative to the table and to the folder of its part, and then, also without its ending, in all
-        folders below.
+        The name is relative to the folder of the table or of the part. Otherwise all folders below are searched, for
+        the name with or without suffix.
         """
         for spelled in (name, name.replace("\\", "/")):
             for folder in (self.folder, os.path.join(self.folder, part)):  # noqa: PTH118
@@ -81,21 +81,21 @@ class Files:
                 if self._exists(path):
                     return path, ""
         spelled = name.replace("\\", "/").removeprefix("./")
-        ends = []
+        matches = []
         for path in self._by_base.get(spelled.rpartition("/")[2], []):
             if f"{os.path.splitext(path)[0]}/".endswith(f"/{spelled}/") or path.endswith(f"/{spelled}"):  # noqa: PTH122
-                ends.append(path)
-        if len(ends) > 1:
-            # train/1.png and test/1.png: the one in the folder of its part.
-            here = [path for path in ends if part in map(part_of, path[len(self.folder) :].split("/")[:-1])]
-            ends = here or ends
-        if len(ends) == 1:
+                matches.append(path)
+        if len(matches) > 1:
+            # Of train/1.png and test/1.png, the file in the folder of the row's part is meant.
+            in_part = [path for path in matches if part in map(part_of, path[len(self.folder) :].split("/")[:-1])]
+            matches = in_part or matches
+        if len(matches) == 1:
             self.by_stem += 1
-            return ends[0], ""
-        return "", _SEVERAL_FILES if ends else _UNKNOWN_FILE
+            return matches[0], ""
+        return "", _SEVERAL_FILES if matches else _UNKNOWN_FILE
 
     def lines(self, path: str) -> Iterator[str | None] | None:
-        """The lines of a table in an archive; None for one on disk."""
+        """Return the lines of a table in an archive, or None for a table on disk."""
         if self.archived is None or self._opened is None:
             return None
         if text_suffix(Path(path)) == ".parquet":
@@ -104,21 +104,21 @@ class Files:
         return decoded_lines(io.BytesIO(content), path)
 
     def table(self, paths: Sequence[str]) -> FileTable:
-        """These files."""
+        """Return the table of the files at these paths, to read images from."""
         if self.archived is None or self._opened is None:
             return FileTable(paths)
         numbers = [self.archived[path] for path in paths]
         return self._opened[1].select(torch.tensor(numbers, dtype=torch.int64))
 
     def unlisted(self, used: Iterable[str]) -> list[str]:
-        """The images that no row names."""
-        every = {path for paths in self._by_base.values() for path in paths}
-        return sorted(every.difference(used))
+        """Return the images that no row names."""
+        images = {path for paths in self._by_base.values() for path in paths}
+        return sorted(images.difference(used))
 
 
 @dataclass
 class _Listed:
-    """What a table lists: files, or their contents, with the line and the label, by part; and what cannot be used."""
+    """Contents of a table: for each part, line number and label by file; contents of files; and faulty lines."""
 
     path: str
     part: str
@@ -131,7 +131,7 @@ class _Listed:
 
 
 def _read_list(path: str, part: str, files: Files) -> _Listed:
-    """Read a table of one part, or of the parts that its column of parts names."""
+    """Read a table of one part, or of the parts in its column of parts."""
     if text_suffix(Path(path)) == ".txt":
         stem = Path(path).stem
         raise UserError(f"{path} is no table; write it as {stem}.csv, with a line path,label above its rows")
@@ -155,13 +155,13 @@ def _text(cell: Any) -> str:
 def _add_row(
     listed: _Listed, files: Files, columns: Columns, number: int, cells: Sequence[Any], names: Mapping[str, str]
 ) -> None:
-    """Take a row that has a label, a part and a file, or note why it cannot be used."""
+    """Add a row with its label, part and file, or add the reason why it cannot be used."""
     part = listed.part if columns.part is None else columns.part_of_cell(cells[columns.part])
     label = _text(cells[columns.label])
     label = names.get(label, label)
     image = cells[columns.path]
     content = None
-    # Hugging Face's form of an image: its content, and perhaps where it was.
+    # Hugging Face stores an image as its content and optionally its former path.
     if isinstance(image, Mapping):
         content = image.get("bytes")
         image = image.get("path") or f"row {number}"
@@ -189,14 +189,14 @@ def _add_row(
 
 
 def find_lists(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The tables of "train", "val" and "test" among files, by their names in any case; and the tables of none.
+    """Return the tables of "train", "val" and "test" among files, by their names in any case, and the other tables.
 
     Raises:
-        UserError: there are two of a part.
+        UserError: a part has two tables.
     """
     strong: dict[str, list[str]] = {part: [] for part in PARTS}
     weak: dict[str, list[str]] = {part: [] for part in PARTS}
-    others: list[str] = []
+    other_tables: list[str] = []
     for path in sorted(paths):
         suffix = text_suffix(Path(path))
         if suffix not in _SUFFIXES:
@@ -212,82 +212,83 @@ def find_lists(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
         elif stem in _WEAKER_NAMES:
             weak[_WEAKER_NAMES[stem]].append(path)
         elif suffix != ".txt":
-            others.append(path)
-    found: dict[str, list[str]] = {}
+            other_tables.append(path)
+    by_part: dict[str, list[str]] = {}
     for part in PARTS:
         tables = strong[part] or weak[part]
         if strong[part]:
-            others += weak[part]
+            other_tables += weak[part]
         sharded = all(text_suffix(Path(path)) in _SHARDED for path in tables)
         if len(tables) > 1 and not sharded:
             folder = Path(tables[0]).parent
             first, second = (Path(path).name for path in tables[:2])
             raise UserError(f"{folder} holds both {first} and {second}; pass one of them, or remove one")
         if tables:
-            found[part] = tables
-    if "train" not in found:
-        return {}, [*others, *(path for tables in found.values() for path in tables)]
-    return found, others
+            by_part[part] = tables
+    if "train" not in by_part:
+        return {}, [*other_tables, *(path for tables in by_part.values() for path in tables)]
+    return by_part, other_tables
 
 
-def _beside(place: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """The tables that a table brings with it: where it is train's those beside it of the same kind; and the others."""
-    suffix = text_suffix(place)
-    others = [str(path) for path in place.parent.iterdir() if path != place and text_suffix(path) == suffix]
-    if place.name.lower().partition(".")[0] in PART_NAMES["train"]:
-        found, unused = find_lists([str(place), *others])
-        return found, unused
+def _beside(table: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the tables of all parts for a table: beside train's, those of val and test; and the unused tables."""
+    suffix = text_suffix(table)
+    other_tables = [str(path) for path in table.parent.iterdir() if path != table and text_suffix(path) == suffix]
+    if table.name.lower().partition(".")[0] in PART_NAMES["train"]:
+        by_part, unused = find_lists([str(table), *other_tables])
+        return by_part, unused
 
     def may_be_a_part(path: str) -> bool:
         stem = Path(path).name.partition(".")[0]
         return bool(part_of(stem)) or stem.lower() in _WEAKER_NAMES
 
-    return {"train": [str(place)]}, [path for path in others if may_be_a_part(path)]
+    return {"train": [str(table)]}, [path for path in other_tables if may_be_a_part(path)]
 
 
 def from_table(
     place: str | Path, on_faults: Literal["error", "skip"] | None = None, files: Files | None = None
 ) -> Source:
-    """The images that a table lists, or the tables of parts in a folder or beside it; what is wrong is named by line.
+    """Make a data set of the images in a table and in the tables of other parts beside it, or in a folder's tables.
 
     Args:
         place: a table, or a folder with train.csv and perhaps val.csv and test.csv.
-        on_faults: what to do about rows that cannot be used, the value of the parameter `on_corrupt`; None is an error
-            for a data module without it.
-        files: of an archive.
+        on_faults: "error" or "skip" for rows that cannot be used: the parameter `on_corrupt`. None raises an error for
+            a data module without that parameter.
+        files: files of an archive, or of a folder that was listed before.
 
     Raises:
-        UserError: see `read_table`; or rows cannot be used, or there are no classes to train on.
+        UserError: rows cannot be used, or there are no classes to train on; see also `read_table`.
     """
     place = Path(place)
     if files is None and place.is_file():
         tables, unused = _beside(place)
         files = Files(str(place.parent))
-        whole = False
+        is_folder = False
     else:
         files = files or Files(str(place))
         tables, unused = find_lists(tables_in(files))
-        whole = True
+        is_folder = True
     lists = [_read_list(path, part, files) for part, paths in tables.items() for path in paths]
-    notes = [one.note for one in lists if one.note]
+    notes = [listed.note for listed in lists if listed.note]
     left_out: Counter[str] = Counter()
     rows: dict[str, dict[str, tuple[int, str]]] = {part: {} for part in PARTS}
     contents: dict[str, bytes] = {}
-    for one in lists:
-        without = one.part == "test" and not any(one.rows.values())
-        if not one.has_labels or (without and set(one.faults.lines) == {"without a label"}):
-            notes.append(f"{one.path} is not used: it has no labels")
-        elif one.faults:
+    for listed in lists:
+        # Competitions publish test tables without labels, or with an empty column of labels.
+        is_empty_test = listed.part == "test" and not any(listed.rows.values())
+        if not listed.has_labels or (is_empty_test and set(listed.faults.lines) == {"without a label"}):
+            notes.append(f"{listed.path} is not used: it has no labels")
+        elif listed.faults:
             hint = f"; expected columns such as path,label, and paths relative to {files.folder}"
             parameter = on_faults and "on_corrupt"
-            note = one.faults.raise_or_report(on_faults or "error", one.path, one.read, parameter, hint)
+            note = listed.faults.raise_or_report(on_faults or "error", listed.path, listed.read, parameter, hint)
             notes.append(note)
-        left_out.update({reason: len(lines) for reason, lines in one.faults.lines.items()})
-        contents |= one.contents
-        for part, of_part in one.rows.items():
-            rows[part] |= of_part
-    where = " and ".join(one.path for one in lists)
-    by_part = {part: {label for _, label in of_part.values()} for part, of_part in rows.items() if of_part}
+        left_out.update({reason: len(lines) for reason, lines in listed.faults.lines.items()})
+        contents |= listed.contents
+        for part, part_rows in listed.rows.items():
+            rows[part] |= part_rows
+    where = " and ".join(listed.path for listed in lists)
+    by_part = {part: {label for _, label in part_rows.values()} for part, part_rows in rows.items() if part_rows}
     classes = class_order(by_part.get("train", ()))
     _name_unknown_classes(where, rows, classes)
     notes += check_classes({"train": classes, **by_part}, f"{where} lists", "expected CSV with path,label")
@@ -297,48 +298,49 @@ def from_table(
     ]
     if files.by_stem:
         notes.append(f"{files.by_stem:,} files are found in folders below {files.folder}, by their names")
-    if whole and not contents:
-        unlisted = files.unlisted(file for of_part in rows.values() for file in of_part)
+    if is_folder and not contents:
+        unlisted = files.unlisted(file for part_rows in rows.values() for file in part_rows)
         if unlisted:
             notes.append(f"left out {len(unlisted):,} images that no table names, such as {unlisted[0]}")
     numbers = {name: number for number, name in enumerate(classes)}
     parts: dict[str, Samples] = {}
-    for part, of_part in rows.items():
-        both = rows["train"].keys() & of_part.keys()
-        if part != "train" and both:
-            notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")
-        if of_part:
-            images: Any = BytesImages(contents, list(of_part)) if contents else files.table(list(of_part))
-            parts[part] = Samples(images, torch.tensor([numbers[label] for _, label in of_part.values()]))
+    for part, part_rows in rows.items():
+        shared = rows["train"].keys() & part_rows.keys()
+        if part != "train" and shared:
+            notes.append(f"{len(shared):,} files are in train and in {part}, such as {min(shared)}")
+        if part_rows:
+            images: Any = BytesImages(contents, list(part_rows)) if contents else files.table(list(part_rows))
+            parts[part] = Samples(images, torch.tensor([numbers[label] for _, label in part_rows.values()]))
     notes += note_shared_images(parts)
     return Source(classes, parts, place.resolve().name, notes, dict(left_out))
 
 
 def tables_in(files: Files) -> list[str]:
-    """The files of a folder, or at the top of an archive, among which there may be tables."""
+    """Return the files of a folder, or at the top of an archive, that may be tables."""
     if files.archived is not None:
         prefix = f"{files.folder}/"
         return [path for path in files.archived if path.startswith(prefix) and "/" not in path[len(prefix) :]]
-    # As Hugging Face's repositories have them: in data/, or metadata.jsonl in the folder of a part.
+    # Repositories of Hugging Face have tables in data/, or a metadata.jsonl in the folder of each part.
     top = Path(files.folder)
-    found = [path for path in top.iterdir() if path.is_file()]
+    paths = [path for path in top.iterdir() if path.is_file()]
     for folder in sorted(top.iterdir()):
         if folder.name != "data" and not part_of(folder.name):
             continue
         inner = folder.iterdir() if folder.is_dir() else ()
-        found += [path for path in inner if path.is_file() and (folder.name == "data" or path.stem == "metadata")]
-    return [str(path) for path in found]
+        paths += [path for path in inner if path.is_file() and (folder.name == "data" or path.stem == "metadata")]
+    return [str(path) for path in paths]
 
 
 def _name_unknown_classes(
     where: str, rows: Mapping[str, Mapping[str, tuple[int, str]]], classes: Sequence[str]
 ) -> None:
+    """Raise an error with part and line if a row has a class that train lacks."""
     known = set(classes)
-    for part, of_part in rows.items():
-        for line, label in of_part.values():
+    for part, part_rows in rows.items():
+        for line, label in part_rows.values():
             if label not in known and known:
-                named = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
+                listed = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
                 raise UserError(
                     f"{where}: {part} holds classes that train has no image of, such as {label} in line {line};"
-                    f" expected only {named}"
+                    f" expected only {listed}"
                 )

@@ -1,4 +1,8 @@
-"""Files in zip and tar archives, listed by Python's modules, and read in place by their numbers, by any process."""
+"""Reads single files of zip and tar archives by number, in any process, without unpacking the archive.
+
+Python's `zipfile` and `tarfile` list an archive once. Files are then read with `os.pread`, which needs no file position
+that processes or threads would have to share.
+"""
 
 import contextlib
 import os
@@ -19,24 +23,26 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-_LOCAL = struct.Struct("<26xHH")  # The header before a file in a zip archive.
+# A zip archive has a local header of 30 bytes before each file, then its name and an extra field. The last four bytes
+# of the header are the lengths of these two.
+_LOCAL = struct.Struct("<26xHH")
 _IN_TAR = -1
-"""The method of compression of files in a tar archive: none, without a header of their own."""
+"""Compression method that marks a file of a tar archive: not compressed, without checksum."""
 _PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def is_archive(file: str | Path) -> bool:
-    """Whether a file is an archive that can be read, by its ending."""
+    """Return whether a file is a supported archive, by its suffix."""
     return str(file).lower().endswith((".zip", ".tar", *_PACKED_TARS))
 
 
 def unpacked(path: Path, cache: Path) -> Path | None:
-    """The folder in which a compressed tar archive has been unpacked, once; None for an archive that is read in place.
+    """Unpack a compressed tar archive, unless done before, and return the folder; None for other archives.
 
-    Its files cannot be read one by one where they are.
+    Such an archive is compressed as a whole, so that a single file cannot be read without all files before it.
 
     Args:
-        cache: the folder of such folders.
+        cache: parent folder of the unpacked archives.
 
     Raises:
         UserError: the archive is missing or damaged, or the disk has no room.
@@ -49,45 +55,51 @@ def unpacked(path: Path, cache: Path) -> Path | None:
         if folder.is_dir():
             return folder
         cache.mkdir(parents=True, exist_ok=True)
-        # Other ranks may do the same: whoever is first gives the folder its name.
-        made = Path(tempfile.mkdtemp(dir=cache))
+        # Other ranks may unpack at the same time, each into its own folder. The first one renames its folder.
+        temporary_folder = Path(tempfile.mkdtemp(dir=cache))
         try:
             with tarfile.open(path) as archive:
-                archive.extractall(made, filter="data")
+                archive.extractall(temporary_folder, filter="data")
             if not folder.is_dir():
-                made.rename(folder)
+                temporary_folder.rename(folder)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(temporary_folder, ignore_errors=True)
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise UserError(f"{path} cannot be unpacked into {cache}: {error}") from error
     return folder
 
 
 class Archive:
-    """Files in an archive by number; the archive is opened once in each process, when one is read.
+    """Files of an archive by number. Each process opens the archive when it reads the first file.
 
     Args:
-        path: of the archive.
-        members: int64 of shape (n, 5): the byte where a file begins with its header, its bytes in the archive, those
-            that it holds, the CRC-32 of these, and the method of compression.
-        state: its size in bytes and the time of its last change in nanoseconds, when it was listed.
+        path: path of the archive.
+        members: int64 of shape (n, 5), with a row for each file: byte offset of its header in the archive, compressed
+            size in bytes, uncompressed size in bytes, CRC-32, and compression method. Files in a tar archive have the
+            offset of their content.
+        state: size of the archive in bytes and its modification time in nanoseconds, when it was listed.
     """
 
     def __init__(self, path: str, members: Tensor, state: tuple[int, int]) -> None:
-        self.path, self.members, self.state = path, members, state
-        self._opened: int | None = None
+        self.path = path
+        self.members = members
+        self.state = state
+        self._open_descriptor: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        # The number of a file descriptor means nothing in another process.
+        return {**self.__dict__, "_open_descriptor": None}
 
     def _descriptor(self) -> int:
-        if self._opened is None:
-            opened = os.open(self.path, os.O_RDONLY)
-            weakref.finalize(self, os.close, opened)
-            if _state(opened) != self.state:
+        """Return the file descriptor of the archive, opened on first use."""
+        if self._open_descriptor is None:
+            descriptor = os.open(self.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, descriptor)
+            # In a changed archive the offsets would point to other files.
+            if _state(descriptor) != self.state:
                 raise OSError(f"{self.path} has changed since it was listed; start the run again")
-            self._opened = opened
-        return self._opened
+            self._open_descriptor = descriptor
+        return self._open_descriptor
 
     @property
     def has_checksums(self) -> bool:
@@ -95,64 +107,81 @@ class Archive:
         return bool((self.members[:, 4] != _IN_TAR).all())
 
     def size(self, row: int) -> int:
-        """Bytes that a file holds."""
+        """Return the uncompressed size of a file in bytes."""
         return int(self.members[row, 2])
 
     def read(self, row: int) -> bytes:
-        """What a file holds.
+        """Return the content of a file.
 
         Raises:
-            OSError: the archive is missing, has changed or is damaged there.
+            OSError: the archive is missing, has changed or is damaged at this file.
         """
-        start, packed, _, check, method = self.members[row].tolist()
+        start, compressed_size, _, crc, method = self.members[row].tolist()
         if method == _IN_TAR:
-            data = os.pread(self._descriptor(), packed, start)
-            if len(data) < packed:
+            data = os.pread(self._descriptor(), compressed_size, start)
+            # tar has no checksum of the content, so only the length can be verified.
+            if len(data) < compressed_size:
                 raise OSError(f"{self.path} is truncated there; copy or download it again")
             return data
-        # How long the header is only the header says.
+        # The archive's directory repeats the name but may have an extra field of another length than the local header.
         header = os.pread(self._descriptor(), _LOCAL.size, start).ljust(_LOCAL.size)
-        data = os.pread(self._descriptor(), packed, start + _LOCAL.size + sum(_LOCAL.unpack(header)))
-        try:
-            data = zlib.decompress(data, -15) if method == zipfile.ZIP_DEFLATED else data
-        except zlib.error as error:
-            raise OSError(f"{self.path} is damaged there ({error}); copy or download it again") from error
-        if zlib.crc32(data) != check:
+        name_size, extra_size = _LOCAL.unpack(header)
+        data = os.pread(self._descriptor(), compressed_size, start + _LOCAL.size + name_size + extra_size)
+        if method == zipfile.ZIP_DEFLATED:
+            try:
+                # A negative window size: zip stores raw deflate data without zlib's header.
+                data = zlib.decompress(data, -15)
+            except zlib.error as error:
+                raise OSError(f"{self.path} is damaged there ({error}); copy or download it again") from error
+        if zlib.crc32(data) != crc:
             raise OSError(f"{self.path} is damaged there, by its CRC-32; copy or download it again")
         return data
 
 
-def _state(file: int) -> tuple[int, int]:
-    status = os.fstat(file)
+def _state(descriptor: int) -> tuple[int, int]:
+    """Return the size in bytes and the modification time in nanoseconds of an open file."""
+    status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def _zip_name(member: zipfile.ZipInfo) -> str:
-    """A file's name: Info-ZIP on Linux writes UTF-8 without saying so, and some programs of Windows backslashes."""
+    """Return the path of a member with its encoding and its separators corrected."""
     name = member.filename
+    # Bit 11 says that the name is UTF-8. Info-ZIP on Linux writes UTF-8 without it, and zipfile then decodes cp437.
     if not member.flag_bits & 0x800:
         with contextlib.suppress(UnicodeError):
             name = name.encode("cp437").decode()
-    return name if "/" in name else name.replace("\\", "/")
+    # Some programs of Windows separate folders by backslashes. Beside a slash, a backslash is part of a name.
+    if "/" not in name:
+        name = name.replace("\\", "/")
+    return name
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name of each member and its row of `Archive.members`, which is empty for a folder."""
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if member.is_dir():
                 yield _zip_name(member), ()
-            # A link's content is the path of another file.
+            # Links are left out: the content of a link is the path of another file.
             elif not stat.S_ISLNK(member.external_attr >> 16):
                 if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     raise UserError(
                         f"{path}: {member.filename} is encrypted or not compressed by deflate; unpack the archive, and"
                         " pass its folder"
                     )
-                sizes = member.compress_size, member.file_size
-                yield _zip_name(member), (member.header_offset, *sizes, member.CRC, member.compress_type)
+                row = (
+                    member.header_offset,
+                    member.compress_size,
+                    member.file_size,
+                    member.CRC,
+                    member.compress_type,
+                )
+                yield _zip_name(member), row
 
 
 def _tar_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name of each member and its row of `Archive.members`, which is empty for a folder."""
     with tarfile.open(path, "r:") as archive:
         for member in archive:
             if member.isdir():
@@ -162,19 +191,22 @@ def _tar_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def list_archive(path: Path) -> tuple[list[str], Archive]:
-    """The names of an archive's files, and the files by their place among these; folders end with a slash.
+    """List an archive: the names of its files and folders, and the files by their index among these names.
 
-    Links are left out.
+    Names of folders end with a slash. Links are left out.
 
     Raises:
-        UserError: it is missing, damaged or truncated, or holds files that are encrypted.
+        UserError: the archive is missing, damaged or truncated, or holds encrypted files.
     """
     try:
-        with path.open("rb") as opened:
-            state = _state(opened.fileno())
+        # Before the listing, so that an archive that is written meanwhile has another state when it is read.
+        with path.open("rb") as file:
+            state = _state(file.fileno())
         list_members = _tar_members if path.suffix.lower() == ".tar" else _zip_members
-        found = list(list_members(path))
+        members = list(list_members(path))
     except (OSError, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UserError(f"{path} cannot be read: {error}; copy or download it again") from error
-    members = torch.tensor([member or (0,) * 5 for _, member in found], dtype=torch.int64).view(-1, 5)
-    return [name for name, _ in found], Archive(str(path), members, state)
+    # Folders have a row of zeros, so that a row has the same index as its name.
+    rows = [row or (0,) * 5 for _, row in members]
+    names = [name for name, _ in members]
+    return names, Archive(str(path), torch.tensor(rows, dtype=torch.int64).view(-1, 5), state)

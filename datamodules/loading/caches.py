@@ -1,16 +1,14 @@
-"""Where this package keeps what it has made from the data of users and can make again."""
+"""Location of the cache folders, whose files can be computed again from the user's data."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder(*names: str) -> Path:
-    """A folder of this package below the user's folder for caches: ``$XDG_CACHE_HOME``, ``~/.cache`` by default.
-
-    A user without a home, as in some containers, has none: there it is a folder that cannot be made.
-    """
+    """Return a folder below the user's cache folder, ``$XDG_CACHE_HOME`` or ``~/.cache``. It need not exist."""
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
-        home = Path(os.devnull)
-    return home.joinpath("lightning-recipes", *names)
+        # A user without a home, as in some containers: below this path no folder can be created, so nothing is cached.
+        cache_home = Path(os.devnull)
+    return cache_home.joinpath("lightning-recipes", *names)

@@ -1,4 +1,4 @@
-"""Files from the network: verified, with a time limit, once per node, never half a file."""
+"""Downloads files with a checksum and a timeout, once per node, so that no partial file keeps the final name."""
 
 import contextlib
 import hashlib
@@ -21,24 +21,31 @@ _CHUNK = 1 << 18
 
 
 class DownloadError(UserError):
-    """No address delivered the file with the expected digest."""
+    """Error of a file that no URL delivered with the expected digest."""
 
 
 def digest_of(path: Path, algorithm: str = "md5") -> str:
-    """The digest of a file in hexadecimal, by any algorithm of hashlib."""
+    """Return the hexadecimal digest of a file, for any algorithm of `hashlib`."""
+    # Systems in FIPS mode refuse MD5 unless it is declared that security does not depend on it.
+    new_hash = partial(hashlib.new, algorithm, usedforsecurity=False)
     with path.open("rb") as file:
-        return hashlib.file_digest(file, partial(hashlib.new, algorithm, usedforsecurity=False)).hexdigest()
+        return hashlib.file_digest(file, new_hash).hexdigest()
 
 
-def _fetch(url: str, part: Path, digest: str | None, algorithm: str, timeout: float) -> None:
+def _fetch(url: str, partial_file: Path, digest: str | None, algorithm: str, timeout: float) -> None:
+    """Download a URL into `partial_file` and verify its length and digest.
+
+    Raises:
+        OSError: the server cannot be reached, or the file is incomplete or has another digest.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # A bar that vanishes in a terminal, one line in a log file; standard output is for results.
+    # Standard output is for results. The bar disappears from a terminal, and leaves one line in a log file.
     console = Console(stderr=True)
-    # A new file, and not what a link in somebody else's folder names.
-    part.unlink(missing_ok=True)
+    # Removed first, since in a shared folder this name may be a link to another file.
+    partial_file.unlink(missing_ok=True)
     with (
         urllib.request.urlopen(url, timeout=timeout) as response,
-        part.open("xb") as file,
+        partial_file.open("xb") as file,
         Progress(*columns, console=console, transient=console.is_terminal) as progress,
     ):
         length = int(response.headers.get("Content-Length") or 0)
@@ -51,27 +58,29 @@ def _fetch(url: str, part: Path, digest: str | None, algorithm: str, timeout: fl
         os.fsync(file.fileno())
     if received < length:
         raise OSError(f"it ended after {received:,} of {length:,} bytes")
-    # Of the file on the disk, which is what will be read.
-    if digest and not (found := digest_of(part, algorithm)).startswith(digest):
-        raise OSError(f"its {algorithm.upper()} is {found}, expected {digest}")
+    if digest:
+        # The digest is that of the file on disk, not of the bytes received, since the file is what will be read.
+        actual_digest = digest_of(partial_file, algorithm)
+        if not actual_digest.startswith(digest):
+            raise OSError(f"its {algorithm.upper()} is {actual_digest}, expected {digest}")
 
 
 def download(
     urls: Sequence[str], path: Path, digest: str | None, timeout: float = 10.0, algorithm: str = "md5"
 ) -> None:
-    """Download a file from the first address that delivers it, unless it exists.
+    """Download a file from the first URL that delivers it, unless it exists.
 
-    Processes that call it at the same time take turns, and the later ones find the file. It appears under its name only
-    when it is complete; nothing else stays behind, save after a kill a hidden part that the next download overwrites.
+    Concurrent calls of several processes take turns, and the later ones find the file. The file gets its name when it
+    is complete. A killed process leaves a hidden partial file, which the next download overwrites.
 
     Args:
-        urls: addresses to try in turn.
-        digest: what the file's digest has to begin with, in hexadecimal; None checks only its length.
-        timeout: seconds without an answer or without data before the next address is tried.
-        algorithm: of the digest, by hashlib's name.
+        urls: URLs to try in turn.
+        digest: hexadecimal prefix of the expected digest; None checks only the length.
+        timeout: seconds without an answer or without data before the next URL is tried.
+        algorithm: algorithm of the digest, by its name in `hashlib`.
 
     Raises:
-        DownloadError: every address failed; the message holds the reason of each.
+        DownloadError: every URL failed; the message holds the reason of each.
         OSError: the folder cannot be written.
     """
     if path.exists():
@@ -79,7 +88,7 @@ def download(
     new_folders = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
-    part = path.with_name(f".{path.name}.part")
+    partial_file = path.with_name(f".{path.name}.part")
     reasons = []
     with FileLock(lock):
         try:
@@ -87,19 +96,20 @@ def download(
                 return
             for url in urls:
                 try:
-                    _fetch(url, part, digest, algorithm, timeout)
+                    _fetch(url, partial_file, digest, algorithm, timeout)
                 except (OSError, http.client.HTTPException) as error:
-                    # URLError wraps the reason; HTTPError's own text holds the status as well.
+                    # URLError wraps the cause in `reason`. The text of an HTTPError has the status as well.
                     reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)
                     reasons.append(f"{urlsplit(url).netloc}: {reason or type(error).__name__}")
                 else:
-                    part.replace(path)
+                    partial_file.replace(path)
                     return
         finally:
-            part.unlink(missing_ok=True)
-            # While it is held, so that the next process makes a new one; Windows removes it by itself.
+            partial_file.unlink(missing_ok=True)
+            # While the lock is held, so that the next process creates a new one. On Windows, filelock removes the file.
             with contextlib.suppress(OSError):
                 lock.unlink()
+
     with contextlib.suppress(OSError):
         for folder in new_folders:
             folder.rmdir()

@@ -1,8 +1,9 @@
-"""Files by number, on disk or in an archive: their names, what they hold, and the tree of folders that they are in."""
+"""Tables of numbered files, on disk or in an archive, and the folder trees that contain them."""
 
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ from datamodules.loading.archives import Archive, list_archive
 
 
 class FileTable(Sequence[str]):
-    """Files by number.
+    """Sequence of file names that reads files by index, on disk or in an archive.
+
+    Selections share one list of names, and differ in a tensor of indices.
 
     Args:
-        names: of the files; what they begin with in common may be left to `root`.
-        root: the beginning of each name, such as a folder with its slash.
-        archive: that holds files of these names; without one they are on disk.
+        names: names of the files, without `root`.
+        root: common prefix of the names, such as a folder with its slash.
+        archive: archive that holds the files; None for files on disk.
     """
 
     def __init__(self, names: Iterable[str] = (), root: str = "", archive: Archive | None = None) -> None:
-        self._names, self._root, self._archive = list(names), root, archive
+        self._names = list(names)
+        self._root = root
+        self._archive = archive
         self._rows = torch.arange(len(self._names))
 
     @override
@@ -33,7 +38,7 @@ class FileTable(Sequence[str]):
 
     @override
     def __getitem__(self, row: Any) -> Any:
-        """The name of a file, as it is shown to people."""
+        """Return the path of a file, as it is written in messages."""
         return self._root + self._names[self._rows[row]]
 
     @override
@@ -41,46 +46,46 @@ class FileTable(Sequence[str]):
         return (self._root + self._names[row] for row in self._rows.tolist())
 
     def select(self, rows: Tensor) -> "FileTable":
-        """Some of the files, in the order of `rows`, int64 of shape (m,); the names are shared, not copied."""
-        return self._with_places(self._rows[rows])
+        """Return a table of the files at `rows`, int64 of shape (m,), in this order. It shares the list of names."""
+        return self._with_rows(self._rows[rows])
 
-    def _with_places(self, places: Tensor) -> "FileTable":
-        chosen = object.__new__(FileTable)
-        chosen.__dict__ = {**self.__dict__, "_rows": places}
-        return chosen
+    def _with_rows(self, rows: Tensor) -> "FileTable":
+        selection = object.__new__(FileTable)
+        selection.__dict__ = {**self.__dict__, "_rows": rows}
+        return selection
 
     @property
     def is_archived(self) -> bool:
-        """Whether the files lie in an archive."""
+        """Whether the files are in an archive."""
         return self._archive is not None
 
     def whole(self) -> "FileTable":
-        """The table that this one was selected from."""
-        return self._with_places(torch.arange(len(self._names)))
+        """Return the full table that this table was selected from."""
+        return self._with_rows(torch.arange(len(self._names)))
 
     def place(self, row: int) -> int:
-        """Where a file stands in the whole table."""
+        """Return the index of a file in the full table."""
         return int(self._rows[row])
 
     def read(self, row: int) -> bytes:
-        """What a file holds.
+        """Return the content of a file.
 
         Raises:
-            OSError: it is missing or cannot be read.
+            OSError: the file is missing or cannot be read.
         """
         if self._archive is not None:
             return self._archive.read(int(self._rows[row]))
-        # Twice as fast as a Path, which counts where an image takes less than a millisecond.
+        # `open` is twice as fast as `Path.open`, which matters where an image takes less than a millisecond.
         with open(self[row], "rb") as file:  # noqa: PTH123
             return file.read()
 
     def stamp(self, row: int) -> tuple[int, int]:
-        """The size of a file in bytes and the time of its last change in nanoseconds, as they are now.
+        """Return the current size of a file in bytes and its modification time in nanoseconds.
 
-        The time of a file in an archive is that of the archive when it was listed; `read` refuses one that has changed.
+        A file in an archive has the time of the archive when it was listed. If the archive changes, `read` fails.
 
         Raises:
-            OSError: it is missing.
+            OSError: the file is missing.
         """
         if self._archive is not None:
             return self._archive.size(int(self._rows[row])), self._archive.state[1]
@@ -88,28 +93,29 @@ class FileTable(Sequence[str]):
         return status.st_size, status.st_mtime_ns
 
     def checksums(self) -> Tensor | None:
-        """Of files in a zip archive their sizes and CRC-32, int64 of shape (n, 2); None where they are not known."""
+        """Return size in bytes and CRC-32 of each file, int64 of shape (n, 2); None if not all are in a zip archive."""
         if self._archive is None or not self._archive.has_checksums:
             return None
         return self._archive.members[self._rows][:, 2:4]
 
     def digest(self) -> str:
-        """A hash of the whole table's names and of which of them are taken, for the keys of caches; 64 letters."""
+        """Return a SHA-256 hash of all names and of the selected rows, for the keys of caches."""
         names = "\0".join([self._root, *self._names, ""])
-        found = hashlib.sha256(names.encode("utf-8", "surrogateescape"))
-        found.update(self._rows.numpy().data)
-        return found.hexdigest()
+        # Linux allows any bytes in a name. Python decodes those that are not UTF-8 as surrogates.
+        sha256 = hashlib.sha256(names.encode("utf-8", "surrogateescape"))
+        sha256.update(self._rows.numpy().data)
+        return sha256.hexdigest()
 
 
 class Folder:
-    """A folder and what it holds, without hidden entries.
+    """Folder of a tree, without hidden entries.
 
     Args:
-        path: as it is shown to people.
+        path: path of the folder, as it is written in messages.
 
     Attributes:
-        folders: by name.
-        files: their numbers, by name.
+        folders: subfolders by name.
+        files: indices of the files in the `FileTable`, by name.
     """
 
     def __init__(self, path: str) -> None:
@@ -123,38 +129,42 @@ class Folder:
 
     @property
     def prefix(self) -> str:
-        """What the paths of its entries begin with."""
+        """Path of the folder with a slash at its end."""
         return os.path.join(self.path, "")  # noqa: PTH118 - a Path has no slash at its end.
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether an entry is not looked at: hidden, or written by macOS, by Windows or by Synology's file server."""
+    """Return whether an entry is ignored: hidden, or written by macOS, Windows or Synology's file server."""
     return name.startswith((".", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "@eaDir"))
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # A link that leads to itself: as a file it is named.
+    except OSError:
+        # A link to itself. Listed as a file, it is reported as unreadable instead of disappearing.
         return False
 
 
-def list_folder(place: Path) -> tuple[Folder, FileTable]:
-    """A folder on disk with all that is below it, through links too, and the files by their numbers.
+def list_folder(path: Path) -> tuple[Folder, FileTable]:
+    """List a folder on disk with its subfolders, following links, and return the tree and the table of its files.
 
     Raises:
         UserError: a folder cannot be listed.
     """
-    top, names = Folder(str(place)), list[str]()
+    top = Folder(str(path))
+    names: list[str] = []
 
-    def add_entries(folder: Folder, above: tuple[str, ...]) -> None:
-        real = os.path.realpath(folder.path)
-        if real in above:  # A link to a folder that it is in.
+    def add_entries(folder: Folder, parents: tuple[str, ...]) -> None:
+        real_path = os.path.realpath(folder.path)
+        # A link to one of the folders that contain it would be followed forever.
+        if real_path in parents:
             return
         prefix = folder.prefix[len(top.prefix) :]
         try:
-            # Sorted, so that the files of equal folders have equal numbers.
-            entries = sorted(os.scandir(folder.path), key=lambda entry: entry.name)
+            # Sorted, since the file system's order differs between machines, and sample numbers decide the random
+            # numbers.
+            entries = sorted(os.scandir(folder.path), key=attrgetter("name"))
         except OSError as error:
             raise UserError(f"{folder.path} cannot be listed: {error.strerror or error}") from error
         for entry in entries:
@@ -166,14 +176,14 @@ def list_folder(place: Path) -> tuple[Folder, FileTable]:
                 folder.files[entry.name] = len(names)
                 names.append(prefix + entry.name)
         for inner in folder.folders.values():
-            add_entries(inner, (*above, real))
+            add_entries(inner, (*parents, real_path))
 
     add_entries(top, ())
     return top, FileTable(names, top.prefix)
 
 
 def open_archive(path: Path) -> tuple[Folder, FileTable]:
-    """The folders in an archive, and its files; the last of several files with the same name counts.
+    """List an archive and return its folder tree and the table of its files.
 
     Raises:
         UserError: see `list_archive`.
@@ -181,24 +191,29 @@ def open_archive(path: Path) -> tuple[Folder, FileTable]:
     names, archive = list_archive(path)
     top = Folder(str(path))
     for number, name in enumerate(names):
-        *folders, base = (part for part in name.split("/") if part != ".")
+        *folders, base = (component for component in name.split("/") if component != ".")
         if any(map(_is_hidden, (*folders, base))):
             continue
-        here = top
-        for part in filter(None, folders):
-            here = here.folders.setdefault(part, Folder(here.prefix + part))
+        parent = top
+        for component in filter(None, folders):
+            parent = parent.folders.setdefault(component, Folder(parent.prefix + component))
         if base:
-            here.files[base] = number
-    # A name is that of the tree, whichever way the archive spells it.
-    spelled = ("/".join(part for part in name.split("/") if part not in ("", ".")) for name in names)
-    return top, FileTable(spelled, top.prefix, archive)
+            # Of several files with the same name the last one counts, as when an archive is unpacked.
+            parent.files[base] = number
+    # Archives write "./a", "a" or "a//b" for the same files. Equal folders have to give equal names.
+    normalised = []
+    for name in names:
+        normalised.append("/".join(component for component in name.split("/") if component not in ("", ".")))
+    return top, FileTable(normalised, top.prefix, archive)
 
 
 def files_below(folder: Folder) -> dict[str, int]:
-    """The numbers of the files in a folder and its subfolders, by sorted path."""
-    stack, found = [folder], dict[str, int]()
+    """Return the indices of the files in a folder and its subfolders by path, sorted by path."""
+    numbers: dict[str, int] = {}
+    stack = [folder]
     while stack:
-        here = stack.pop()
-        found |= {here.prefix + name: number for name, number in here.files.items()}
-        stack += here.folders.values()
-    return dict(sorted(found.items()))
+        current = stack.pop()
+        for name, number in current.files.items():
+            numbers[current.prefix + name] = number
+        stack += current.folders.values()
+    return dict(sorted(numbers.items()))

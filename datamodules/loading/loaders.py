@@ -1,4 +1,4 @@
-"""Loaders of tensors in memory: a batch is one indexing operation, on the device that the tensors are on."""
+"""Loaders over tensors in memory. A batch is one indexing operation on the device of the tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -15,19 +15,19 @@ from datamodules.loading.sampling import epoch_order, evaluation_spans
 from datamodules.ranges import COUNT, check_ranges
 
 Transform = Callable[[Tensor, Tensor, int], Tensor]
-"""What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time."""
+"""Function from (inputs, sample numbers, epoch) to the network's inputs, for a whole batch."""
 
 
 class _SampleLoader(ABC):
-    """What batches of samples are made of is left to `_batches`."""
+    """Base class of loaders over samples. Subclasses read the samples in `_batches`."""
 
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
-        """The samples at these positions of `order`."""
+        """Yield the batch at each span of positions in `order`."""
 
 
 class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
-    """Every epoch in its own shuffle order, from a position in it on."""
+    """Resumable loader over samples that draws a shuffle order for every epoch."""
 
     def __init__(
         self,
@@ -45,19 +45,24 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         if len(rows) == 0:
             raise UserError("there is no sample to train on: the training set is empty")
         super().__init__(len(rows), batch_size, rank, world_size)
-        self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
-        self._identity = (rows, targets) if inputs is None else (rows, targets, inputs), names
+        self.rows = rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._names = names
+        # The tensors that identify the data set: a checkpoint is not resumed with others.
+        self._identity = (rows, targets) if inputs is None else (rows, targets, inputs)
 
     @override
     def _describe_data(self) -> tuple[int, str]:
-        return len(self.rows), fingerprint(*self._identity)
+        return len(self.rows), fingerprint(self._identity, self._names)
 
     @override
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         return self._batches(epoch, self.order_of_epoch(epoch), spans)
 
     def order_of_epoch(self, epoch: int) -> Tensor:
-        """The samples of an epoch in their order, int64 of shape (len(rows),)."""
+        """Return the sample numbers of an epoch in their order, int64 of shape (len(rows),)."""
         if self.keeps_order or not self.shuffle:
             return self.rows
         positions = epoch_order(len(self.rows), self.seed, epoch)
@@ -65,17 +70,20 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
 
 
 class EvaluationSampling(_SampleLoader):
-    """Every sample once, in the order of the rows."""
+    """Loader that yields every sample once, in the order of `rows`."""
 
     def __init__(self, rows: Tensor, batch_size: int, rank: int, world_size: int) -> None:
         check_ranges(batch_size=(batch_size, COUNT))
-        self.rows, self.batch_size, self.rank, self.world_size = rows, batch_size, rank, world_size
+        self.rows = rows
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
 
     def _spans(self) -> list[tuple[int, int]]:
         return list(evaluation_spans(len(self.rows), self.batch_size, self.rank, self.world_size))
 
     def sample_numbers(self) -> Tensor:
-        """The numbers of this rank's samples in the order of the batches, int64 on the CPU."""
+        """Return the numbers of this rank's samples in the order of the batches, int64 on the CPU."""
         return torch.cat([self.rows[start:stop] for start, stop in self._spans()]).cpu()
 
     def __len__(self) -> int:
@@ -86,7 +94,7 @@ class EvaluationSampling(_SampleLoader):
 
 
 class _Tensors(_SampleLoader):
-    """Batches by indexing, transformed on the device."""
+    """Loader that indexes tensors and transforms the batch on the device."""
 
     inputs: Tensor
     targets: Tensor
@@ -96,7 +104,9 @@ class _Tensors(_SampleLoader):
     def _set_tensors(
         self, inputs: Tensor, targets: Tensor, transform: Transform | None, device: torch.device | str | None
     ) -> None:
-        self.inputs, self.targets, self.transform = inputs, targets, transform
+        self.inputs = inputs
+        self.targets = targets
+        self.transform = transform
         self.device = torch.device(device) if device is not None else inputs.device
 
     @override
@@ -114,20 +124,20 @@ class _Tensors(_SampleLoader):
 
 
 class TrainLoader(TrainSampling, _Tensors):
-    """Shuffled batches in one global order for any number of ranks, resumable at any update.
+    """Loader of shuffled batches in one global order for any number of ranks, resumable at any update.
 
-    Epoch e's order is a function of (seed, e). An update consumes the next samples of it, by default a batch for each
-    rank; see `divide_updates`. It is cut into micro-batches, and each rank takes a range of them. Where an epoch's last
-    update has fewer micro-batches than ranks, a rank without one repeats the first.
+    The order of an epoch is a function of (seed, epoch). Each update consumes the next samples of this order, by
+    default one batch per rank; see `divide_updates`. An update is cut into micro-batches, and each rank takes a range
+    of them. If the last update of an epoch has fewer micro-batches than ranks, a rank without one repeats the first.
 
     Args:
-        inputs: of shape (n, ...), all samples.
-        targets: of shape (n, ...).
-        rows: int64, the numbers of those samples to train on.
+        inputs: all samples, of shape (n, ...).
+        targets: targets of all samples, of shape (n, ...).
+        rows: numbers of the samples to train on, int64 of shape (m,).
         batch_size: samples of a micro-batch.
         seed: seed of the shuffling.
-        transform: makes the network's inputs of a batch, on `device`.
-        device: where batches go; by default where `inputs` are.
+        transform: computes the network's inputs of a batch, on `device`.
+        device: device of the batches; by default that of `inputs`.
         shuffle: False keeps the order of `rows` in every epoch.
 
     Raises:
@@ -158,15 +168,15 @@ class TrainLoader(TrainSampling, _Tensors):
 
 
 class EvaluationLoader(EvaluationSampling, _Tensors):
-    """Every sample exactly once, on any number of ranks, in batches that do not depend on that number.
+    """Loader of every sample exactly once, in batches that do not depend on the number of ranks.
 
     Args:
-        inputs: of shape (n, ...), all samples.
-        targets: of shape (n, ...).
-        rows: int64, the numbers of those samples to evaluate.
+        inputs: all samples, of shape (n, ...).
+        targets: targets of all samples, of shape (n, ...).
+        rows: numbers of the samples to evaluate, int64 of shape (m,).
         batch_size: samples in one forward pass.
-        transform: makes the network's inputs of a batch, on `device`; it gets epoch 0.
-        device: where batches go; by default where `inputs` are.
+        transform: computes the network's inputs of a batch, on `device`; it gets epoch 0.
+        device: device of the batches; by default that of `inputs`.
 
     Example:
         >>> samples = torch.arange(5)
@@ -191,10 +201,10 @@ class EvaluationLoader(EvaluationSampling, _Tensors):
 
 
 def sample_numbers(loader: Any) -> Tensor | None:
-    """The numbers of the samples that an evaluation's loader has yielded on this rank, int64, in their order.
+    """Return the numbers of the samples that an evaluation loader yields on this rank, int64, in order.
 
-    Those of the batches that it did not come to follow. They are known of the loaders of this package, and of a
-    `DataLoader` that takes its data set in order; None is returned for others.
+    If the evaluation stopped early, the numbers of the remaining batches come last. The numbers are known for the
+    loaders of this package, and for a `DataLoader` that takes its data set in order. Other loaders give None.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -203,8 +213,9 @@ def sample_numbers(loader: Any) -> Tensor | None:
     """
     if isinstance(loader, EvaluationSampling):
         return loader.sample_numbers()
-    batches: Any = getattr(loader, "batch_sampler", None)
-    # Another sampler may draw another order the next time.
-    if type(getattr(batches, "sampler", None)) is not SequentialSampler and type(batches) is not list:
+    batch_sampler: Any = getattr(loader, "batch_sampler", None)
+    # Any other sampler may draw another order when it is asked again.
+    is_sequential = type(getattr(batch_sampler, "sampler", None)) is SequentialSampler
+    if not is_sequential and type(batch_sampler) is not list:
         return None
-    return torch.tensor([number for batch in batches for number in batch], dtype=torch.int64)
+    return torch.tensor([number for batch in batch_sampler for number in batch], dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""A stock `DataLoader` as numbered micro-batches: its data set, collate function and workers, in our order.
+"""Wraps a stock `DataLoader` so that its order depends on (seed, epoch) only and its position can be saved.
 
-Lightning puts a sampler of its own into a `DataLoader` on several devices only, so that one device sees another order
-than two, and saves no position of it. Here the order is a function of (seed, epoch), on any number of ranks.
+On several devices Lightning replaces the sampler of a `DataLoader` by a `DistributedSampler`, so that one device sees
+another order than two. Lightning saves no position within the epoch either. The wrapper keeps data set, collate
+function and workers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +30,19 @@ from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Those whose epoch is known when it begins."""
+"""Samplers whose order is known when an epoch begins."""
 
 
 class _Request(NamedTuple):
-    """A micro-batch to load."""
+    """Request of one micro-batch."""
 
     seed: int | None
-    """From which the noise of its samples is drawn."""
+    """Seed of the random transforms of its samples; None leaves the generators alone."""
     rows: list[int]
 
 
 class _Batches:
-    """Makes whole micro-batches of the samples of a data set, in a worker or here."""
+    """Dataset whose items are collated micro-batches. It runs in the workers, or in this process without workers."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset = dataset
@@ -50,6 +51,7 @@ class _Batches:
     def __getitem__(self, request: _Request) -> Any:
         if request.seed is not None:
             seed_generators(request.seed)
+        # Like torch's fetcher: data sets with `__getitems__` read a batch at once, which may be much faster.
         if callable(getattr(self.dataset, "__getitems__", None)):
             samples = self.dataset.__getitems__(request.rows)
         else:
@@ -58,24 +60,26 @@ class _Batches:
 
 
 class _StartWorker:
-    """Shows a worker the user's data set, and calls the user's function."""
+    """Function that starts a worker: `get_worker_info().dataset` becomes the user's data set, as in a plain loader."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self.function = function
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # Its own refuses.
+        # WorkerInfo raises an error in its own `__setattr__`.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.function is not None:
             self.function(worker)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
+    """Return the batch. A module-level function and not a lambda, since spawned workers have to pickle it."""
     return batch
 
 
 def can_be_numbered(loader: Any) -> bool:
-    """Whether a loader is a stock `DataLoader` over a data set with a length, whose sampler is torch's.
+    """Return whether a loader is a stock `DataLoader` over a map-style data set, with one of torch's samplers.
 
     Example:
         >>> can_be_numbered(DataLoader(range(4), shuffle=True)), can_be_numbered(DataLoader(range(4), batch_size=None))
@@ -85,21 +89,21 @@ def can_be_numbered(loader: Any) -> bool:
         return False
     if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in _SAMPLERS:
         return False
-    # A generator of the user's goes on from epoch to epoch.
+    # The state of a user's generator carries over from epoch to epoch, so the order is no function of the epoch.
     return getattr(loader.sampler, "generator", None) is None
 
 
 class NumberedDataLoader(ResumableLoader[Any]):
-    """A stock `DataLoader` whose micro-batches are dealt to the ranks by their numbers, resumable at any update.
+    """Loader over a stock `DataLoader` that deals numbered micro-batches to the ranks, resumable at any update.
 
-    ``shuffle=True`` shuffles in the order of `epoch_order`; other samplers of torch draw from (seed, epoch). A
-    `DistributedSampler` gives the order only: no sample is repeated to fill up an epoch.
+    With ``shuffle=True`` the order is that of `epoch_order`. Other samplers of torch draw with a seed from
+    (seed, epoch). A `DistributedSampler` gives the order only: no sample is repeated to fill up an epoch.
 
     Args:
         stock: the loader; see `can_be_numbered`.
-        seed: of the order.
-        noise_seed: each micro-batch is loaded with the generators of torch, NumPy and Python at (seed, epoch, number);
-            None leaves them alone.
+        seed: seed of the order.
+        noise_seed: if given, the generators of torch, NumPy and Python are seeded for each micro-batch, with a seed
+            from (noise_seed, epoch, position).
         keeps_order: whether the samples come in the order of the data set, as for over-fitting.
     """
 
@@ -119,7 +123,8 @@ class NumberedDataLoader(ResumableLoader[Any]):
         self.drop_last = stock.drop_last
         self.pin_memory = stock.pin_memory
         self.seed = seed
-        self._resumed = -1, seed
+        # The epoch that a checkpoint has interrupted, and the seed of its order.
+        self._resumed = (-1, seed)
         assert stock.batch_size is not None
         self.batch_size = stock.batch_size
         self._noise_key = None if noise_seed is None else derive_seed(noise_seed, "items")
@@ -144,41 +149,45 @@ class NumberedDataLoader(ResumableLoader[Any]):
             batches,
             batch_size=None,
             sampler=self._requests,
-            collate_fn=_as_it_is,
-            # Its own: each iterator draws a number, by default from the generator that dropout uses.
+            collate_fn=_identity,
+            # Each new iterator draws a base seed, by default from the global generator, which dropout uses as well.
             generator=self._generator,
             **options,
         )
 
     def _number_of_samples(self, keeps_order: bool) -> int:
+        """Return the samples of an epoch on all ranks."""
         sampler: Any = self.stock.sampler
+        # The length of a DistributedSampler is that of one rank's share.
         if isinstance(sampler, DistributedSampler) or keeps_order:
             dataset: Any = self.stock.dataset
             return len(dataset)
         return len(sampler)
 
     def order_of_epoch(self, epoch: int) -> Sequence[int]:
-        """The samples of an epoch in their order, on all ranks."""
+        """Return the sample numbers of an epoch in their order, for all ranks together."""
         sampler: Any = self.stock.sampler
         if self.keeps_order or type(sampler) is SequentialSampler:
             return range(self._number_of_samples(self.keeps_order))
         if type(sampler) is DistributedSampler:
-            whole: DistributedSampler[Any] = DistributedSampler(
+            # With one replica it yields the whole order, and adds no samples to make the ranks equal.
+            single: DistributedSampler[Any] = DistributedSampler(
                 sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
             )
-            whole.set_epoch(epoch)
-            return [*whole]
+            single.set_epoch(epoch)
+            return [*single]
         if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
             order: list[int] = epoch_order(len(sampler), self._seed_of(epoch), epoch).tolist()
             return order
+        # A sampler without a generator draws from the global one, whose state is restored afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(self._seed_of(epoch), "order", epoch))
             return [*sampler]
 
     def _seed_of(self, epoch: int) -> int:
-        """The seed of an epoch's order: an epoch that was saved within goes on in the order in which it began."""
-        resumed, seed = self._resumed
-        return seed if epoch == resumed else self.seed
+        """Return the seed of an epoch's order. An interrupted epoch keeps the seed that it began with."""
+        resumed_epoch, resumed_seed = self._resumed
+        return resumed_seed if epoch == resumed_epoch else self.seed
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +198,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if state["consumed"]:
-            self._resumed = state["epoch"], state.get("seed", self.seed)
+            self._resumed = (state["epoch"], state.get("seed", self.seed))
 
     @override
     def _describe_data(self) -> tuple[int, str]:
@@ -203,11 +212,13 @@ class NumberedDataLoader(ResumableLoader[Any]):
             _Request(self._noise_seed(epoch, start), [*order[start:stop]]) for start, stop in spans
         ]
         if self.stock.generator is None:
-            # Workers draw what is not addressed from it: other numbers on each rank and in each epoch.
+            # Workers draw their base seeds from this generator: they have to differ between ranks and epochs.
             seed = derive_seed(self.seed, "workers", epoch, start_at, self.rank)
             self._generator.manual_seed(seed)
         yield from self._loader
 
     def _noise_seed(self, epoch: int, start: int) -> int | None:
-        """The address of a micro-batch's noise is where it starts in the epoch, the same on any number of ranks."""
-        return None if self._noise_key is None else derive_seed_at(self._noise_key, epoch, start)
+        """Return the seed of a micro-batch, from its first position in the epoch, which no rank count changes."""
+        if self._noise_key is None:
+            return None
+        return derive_seed_at(self._noise_key, epoch, start)

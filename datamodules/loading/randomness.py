@@ -1,6 +1,8 @@
-"""Random numbers that are pure functions of their address, ``(seed, purpose, epoch, index)``, on every device.
+"""Computes random numbers as pure functions of ``(seed, purpose, epoch, index)``, equal on every device.
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic.
+A generator with a state would give a sample other numbers once batches are split over more processes or a run resumes.
+The hash function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic. Integers
+are exact everywhere, so CPU and GPU draw the same bits.
 """
 
 import hashlib
@@ -13,14 +15,15 @@ from torch import Tensor
 
 
 def signed(value: int, bits: int = 64) -> int:
-    """The signed integer with the same bits.
+    """Return the signed integer with the same lowest `bits` bits.
 
     Example:
         >>> signed(0xFFFFFFFF, bits=32)
         -1
     """
     value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
+    is_negative = value >> (bits - 1)
+    return value - (1 << bits) if is_negative else value
 
 
 _GOLDEN = signed(0x9E3779B97F4A7C15)
@@ -29,30 +32,37 @@ _MIX_2 = signed(0x94D049BB133111EB)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser. Torch shifts signed integers arithmetically, hence the masks."""
+    """Apply the finaliser of SplitMix64 to int64. The masks remove the copies of the sign bit that torch shifts in."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 def derive_seed(seed: int, *address: int | str) -> int:
-    """A seed for an ordinary generator (torch, NumPy, Python) at an address.
+    """Return a seed for an ordinary generator (torch, NumPy, Python) at an address.
 
     Args:
         seed: the run's seed.
-        address: the purpose of the numbers and their place, such as ``("dropout", rank, update, micro_batch)``.
+        address: purpose and position of the numbers, such as ``("dropout", rank, update, micro_batch)``.
 
     Returns:
         A non-negative integer below 2**63, the same on every machine and Python version.
     """
-    # NumPy's and torch's integers print under other type names: the same number has to give the same seed.
-    parts = (f"str:{part}" if isinstance(part, str) else f"int:{operator.index(part)}" for part in (seed, *address))
-    text = "\x1f".join(parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    components = []
+    for component in (seed, *address):
+        if isinstance(component, str):
+            components.append(f"str:{component}")
+        else:
+            # NumPy's and torch's integers have other type names, and an equal number has to give an equal seed.
+            components.append(f"int:{operator.index(component)}")
+    # A separator that no purpose contains: ("a", "b") and ("ab",) are different addresses.
+    text = "\x1f".join(components)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def derive_seed_at(seed: int, *numbers: int) -> int:
-    """A further seed below a derived one, for places that need thousands of them a second.
+    """Return a seed for integers below a derived seed, where thousands are needed per second.
 
     `derive_seed` hashes text, in 10 microseconds; this mixes integers, in 1.
 
@@ -71,11 +81,11 @@ def derive_seed_at(seed: int, *numbers: int) -> int:
 
 
 def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -> Tensor:
-    """64 random bits for each index and draw.
+    """Return 64 random bits for each index and draw.
 
     Args:
-        index: sample numbers, int64 of shape (n,); the result lives on their device.
-        draws: how many numbers each sample needs.
+        index: sample numbers, int64 of shape (n,); the result is on their device.
+        draws: random numbers of each sample.
 
     Returns:
         int64 of shape (n, draws).
@@ -86,20 +96,22 @@ def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int =
 
 
 def uniform(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -> Tensor:
-    """Uniform float32 numbers in [0, 1), of shape (n, draws); 24 bits each. Arguments as in `random_bits`."""
+    """Return uniform float32 numbers in [0, 1) of shape (n, draws). Arguments are those of `random_bits`."""
+    # float32 holds 24 bits exactly. With more, a number could be rounded up to 1.
     bits = (random_bits(seed, purpose, epoch, index, draws) >> 40) & ((1 << 24) - 1)
     return bits.to(torch.float32) * (1.0 / (1 << 24))
 
 
 def permutation(n: int, seed: int, purpose: str, epoch: int = 0) -> Tensor:
-    """The numbers 0..n-1 in random order, int64 of shape (n,): sorted by the random bits of each."""
+    """Return the numbers 0..n-1 in random order, int64 of shape (n,), sorted by the random bits of each number."""
+    # Not torch.randperm: its algorithm depends on the device and may change with the version.
     return torch.argsort(random_bits(seed, purpose, epoch, torch.arange(n)).squeeze(1), stable=True)
 
 
 def alternating_flips(seed: int, epoch: int, index: Tensor) -> Tensor:
-    """Which samples are mirrored: a random half in the even epochs, and the others in the odd ones.
+    """Return which samples are mirrored: a random half in even epochs, and the other half in odd ones.
 
-    Two epochs show both forms of each sample, as in airbench (Jordan, 2024).
+    Two successive epochs show both forms of each sample, as in airbench (Jordan, 2024).
 
     Args:
         index: sample numbers, int64 of shape (n,).
@@ -111,7 +123,7 @@ def alternating_flips(seed: int, epoch: int, index: Tensor) -> Tensor:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seeds the global generators of Python, NumPy, torch and one accelerator, in about 8 microseconds.
+    """Seed the global generators of Python, NumPy, torch and one accelerator, in about 8 microseconds.
 
     Example:
         >>> seed_generators(5)
@@ -122,8 +134,8 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not `torch.manual_seed`, which takes 100 microseconds, since it asks for every kind of device that there might be.
-    # A CUDA generator's state lives on the host.
+    # Not `torch.manual_seed`, which takes 100 microseconds because it looks for every kind of device.
+    # The state of a CUDA generator is on the host, so seeding it does not wait for the GPU.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What the workers of a `DataLoader` are asked for in an epoch."""
+"""Sampler that passes arbitrary requests to the workers of a `DataLoader`."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -7,7 +7,7 @@ Request = TypeVar("Request")
 
 
 class Requests(Generic[Request]):
-    """The batches that are loaded next: a sampler of a `DataLoader`, which is refilled for each epoch."""
+    """Sampler of the batches to load. Its owner sets `pending` before each epoch, so that workers can persist."""
 
     def __init__(self) -> None:
         self.pending: list[Request] = []

@@ -1,4 +1,4 @@
-"""The position of a training loader, which Lightning saves and restores: in which epoch it is, and how far in it."""
+"""Base class of the training loaders, which saves the epoch and the position in it and resumes from there."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -16,82 +16,90 @@ from datamodules.loading.updates import Update
 Batch = TypeVar("Batch")
 
 Spans = Sequence[tuple[int, int]]
-"""Batches as positions ``[start, stop)`` in an epoch's order."""
+"""Batches as ranges of positions ``[start, stop)`` in the order of an epoch."""
 
 
 class _InOrder(SequentialSampler):
-    """The sampler of a loader that keeps the order: Lightning asks for its class, and says which epoch begins."""
+    """Sampler of a loader that does not shuffle. Lightning checks its class for over-fitting and calls `set_epoch`."""
 
     def __init__(self, loader: "ResumableLoader[Any]") -> None:
         super().__init__(range(len(loader)))
         self.set_epoch = loader.set_epoch
 
 
-_MOST = 1 << 26  # Bytes of a tensor that are looked at.
+_MOST = 1 << 26
+"""Number of bytes of a tensor that its fingerprint reads at most."""
 
 
 def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
-    """A hash of whole numbers, and of the names of files without their folders; 32 letters.
+    """Return a hash of tensors and of file names, 32 hexadecimal digits.
 
-    Of floating-point numbers only the shape counts: another machine may compute them with another rounding. Of a tensor
-    of more than 64 MiB every k-th row counts.
+    Integer tensors count with their values, and of more than 64 MiB with every k-th row. Floating-point tensors count
+    with their shape only, since another machine may have computed them with other rounding. Names count without their
+    folders, so that a data set may be moved.
     """
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in tensors:
-        found.update(f"{tuple(tensor.shape)}".encode())
+        sha256.update(f"{tuple(tensor.shape)}".encode())
         if not tensor.is_floating_point():
             step = max(1, -(-tensor.numel() * tensor.element_size() // _MOST))
-            found.update(tensor[::step].cpu().contiguous().view(-1).numpy().data)
+            sha256.update(tensor[::step].cpu().contiguous().view(-1).numpy().data)
     for name in names:
-        found.update(name.rpartition("/")[2].encode("utf-8", "surrogateescape") + b"\0")
-    return found.hexdigest()[:32]
+        base_name = name.rpartition("/")[2]
+        sha256.update(base_name.encode("utf-8", "surrogateescape") + b"\0")
+    return sha256.hexdigest()[:32]
 
 
 class ResumableLoader(ABC, Generic[Batch]):
-    """Epochs of updates, the same on any number of ranks, resumable at any of them; a subclass makes the batches.
+    """Iterable over the updates of an epoch, the same on any number of ranks, resumable at each update.
 
-    An update is one micro-batch on each rank, and an item of the loader is this rank's. Once `divide_updates` has said
-    what else an update is, the items are `Update` objects. ``len(loader)`` is the number of updates of an epoch.
+    By default an update is one micro-batch on each rank, and the loader yields the micro-batch of its rank. After
+    `divide_updates` it yields `Update` objects. ``len(loader)`` is the number of updates of an epoch. Subclasses read
+    the batches.
 
     Args:
-        items: how many an epoch has: samples, or batches that were cut before.
-        items_at_once: how many of them a micro-batch has.
+        items: number of items of an epoch: samples, or batches that were cut before.
+        items_at_once: number of items of a micro-batch.
     """
 
     def __init__(self, items: int, items_at_once: int, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._items, self._items_at_once = items, items_at_once
+        self.rank = rank
+        self.world_size = world_size
+        self._items = items
+        self._items_at_once = items_at_once
         self._epoch = 0
+        # Items of the epoch that all ranks have consumed: the position that a checkpoint saves.
         self._consumed = 0
+        # Items of the epoch that the next iteration skips: the position that a checkpoint has restored.
         self._start_at = 0
         self.keeps_order = False
-        """Whether each epoch has the samples in the order of the data, as for over-fitting."""
+        """Whether each epoch has the samples in the order of the data set, as for over-fitting."""
         self.divide_updates(None)
 
     def items_of(self, micro_batches: int) -> int:
-        """The items of an update of so many micro-batches, on all ranks."""
+        """Return the items of an update of `micro_batches` micro-batches, on all ranks together."""
         return self._items_at_once * micro_batches
 
     def items_of_samples(self, samples: int) -> int:
-        """The items of an update of so many samples, on all ranks.
+        """Return the items of an update of `samples` samples, on all ranks together.
 
         Raises:
-            UserError: batches are limited by tokens, so that their samples are not known.
+            UserError: batches are limited by tokens, so that their number of samples varies.
         """
         return samples
 
     def divide_updates(self, items: int | None) -> None:
-        """Say what an update is. It holds from the next epoch on, and the items of the loader are then `Update`s.
+        """Set the size of an update, from the next iteration on. The loader then yields `Update` objects.
 
         Args:
-            items: of an update, on all ranks; its last micro-batch may be short. None gives back what the loader began
-                with: one micro-batch on each rank, which is itself the item.
+            items: items of an update on all ranks together; its last micro-batch may be short. None restores the
+                default: one micro-batch on each rank, which the loader yields itself.
 
         Raises:
             UserError: there are more ranks than micro-batches in an update.
         """
         self.gives_updates = items is not None
-        """Whether an item is an `Update`."""
+        """Whether the loader yields `Update` objects."""
         if items is None:
             items = self.items_of(self.world_size)
         self.division = Division(self._items, self._items_at_once, items, self.world_size)
@@ -104,36 +112,37 @@ class ResumableLoader(ABC, Generic[Batch]):
 
     @property
     def samples_per_update(self) -> int:
-        """On all ranks; their mean number where batches are limited by tokens."""
+        """Samples of an update on all ranks together; their mean number if batches are limited by tokens."""
         return self.division.update_size
 
     @abstractmethod
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Batch]:
-        """This rank's batches of an epoch, one for each span, from position `start_at` in its order on."""
+        """Yield this rank's batch at each span of an epoch, whose first update begins at position `start_at`."""
 
     @abstractmethod
     def _describe_data(self) -> tuple[int, str]:
-        """How many samples it trains on, and their `fingerprint`."""
+        """Return the number of training samples and their `fingerprint`."""
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """Of which data it is: the number of samples, and a hash of them."""
-        samples, found = self._describe_data()
-        return {"samples": samples, "fingerprint": found}
+        """Identity of the training data: the number of samples and a hash."""
+        samples, data_fingerprint = self._describe_data()
+        return {"samples": samples, "fingerprint": data_fingerprint}
 
     @property
     def sampler(self) -> Any:
-        """What Lightning calls ``set_epoch`` of: itself, or what says that the samples come in their order."""
+        """Object whose ``set_epoch`` Lightning calls: the loader, or a sequential sampler if it does not shuffle."""
         return _InOrder(self) if self.keeps_order else self
 
     def __len__(self) -> int:
         return self.division.updates
 
     def __iter__(self) -> Iterator[Any]:
-        """Each `Update`, or this rank's batch where `divide_updates` has said nothing."""
-        # A generator: Lightning makes the iterator before it says which epoch it is, and asks for an item after.
+        """Yield an `Update`, or by default this rank's batch, for each remaining update of the epoch."""
+        # A generator reads the epoch at the first item. Lightning makes the iterator before it calls `set_epoch`.
         epoch = self._epoch
         begin = self.updates_done
+        # Kept for the whole epoch: `divide_updates` may be called within it.
         division = self.division
         self._start_at = 0
         shares = [division.share(update, self.rank) for update in range(begin, division.updates)]
@@ -141,8 +150,8 @@ class ResumableLoader(ABC, Generic[Batch]):
         batches = self._batches_of_epoch(epoch, begin * division.update_size, spans)
         for update, share in enumerate(shares, begin + 1):
             micro_batches = [next(batches) for _ in share.spans]
-            # Lightning saves before it asks for the next item, so the position is already what comes after this one,
-            # however many batches are being made ahead of it.
+            # Set before the item is yielded: Lightning saves before it asks for the next item, and the saved position
+            # has to be behind this one. Batches that workers prefetch do not count.
             self._consumed = update * division.update_size
             if update == division.updates:
                 self._epoch = epoch + 1
@@ -154,7 +163,7 @@ class ResumableLoader(ABC, Generic[Batch]):
                 yield micro_batches[0]
 
     def first_number(self, update: int) -> int:
-        """The number of this rank's first micro-batch in the update of that number of the epoch."""
+        """Return the number in the epoch of this rank's first micro-batch of an update."""
         division = self.division
         if self.rank == 0:
             return update * division.micro_batches
@@ -162,23 +171,25 @@ class ResumableLoader(ABC, Generic[Batch]):
 
     @property
     def updates_done(self) -> int:
-        """The updates of this epoch before the position from which the next iteration goes on."""
+        """Number of updates of this epoch that the next iteration skips."""
         return self._start_at // self.division.update_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch` with its first batch, unless the restored position lies in it."""
+        """Start `epoch` with its first update, unless the restored position is in this epoch."""
         if epoch != self._epoch:
-            self._epoch, self._start_at, self._consumed = epoch, 0, 0
+            self._epoch = epoch
+            self._start_at = 0
+            self._consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, and how many items of its order all ranks have consumed; and of which data."""
+        """Return the epoch, the items of it that all ranks have consumed, and the identity of the data."""
         return {"epoch": self._epoch, "consumed": self._consumed, "data": self.data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved, on any number of ranks.
+        """Restore the position of `state`, which any number of ranks may have saved.
 
         Raises:
-            UserError: it was saved with other training data, or within an epoch of updates of another size.
+            UserError: `state` was saved with other training data, or within an epoch of updates of another size.
         """
         self.check_data(state)
         if state["consumed"] % self.division.update_size:
@@ -190,15 +201,16 @@ class ResumableLoader(ABC, Generic[Batch]):
         self._start_at = self._consumed = state["consumed"]
 
     def check_data(self, state: dict[str, Any]) -> None:
-        """Refuse a `state` that was saved with other training data: an epoch of it would be another one.
+        """Check that `state` was saved with the same training data. The same positions of other data would differ.
 
         Raises:
-            UserError: other samples, or in another order.
+            UserError: the samples or their order differ.
         """
-        saved, found = state.get("data", self.data), self.data
-        if saved != found:
-            others = ", others or in another order" if saved["samples"] == found["samples"] else ""
+        current = self.data
+        saved = state.get("data", current)
+        if saved != current:
+            difference = ", others or in another order" if saved["samples"] == current["samples"] else ""
             raise UserError(
-                f"the checkpoint is of a run on {saved['samples']:,} samples, found {found['samples']:,}{others};"
+                f"the checkpoint is of a run on {saved['samples']:,} samples, found {current['samples']:,}{difference};"
                 " resume with the same data, or start a new run from its weights"
             )

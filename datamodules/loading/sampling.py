@@ -1,6 +1,7 @@
-"""Which samples make which batch: pure functions from (seed, epoch, batch size, rank) to sample numbers.
+"""Pure functions from (seed, epoch, batch size, rank) to the sample numbers of a batch.
 
-Update k consumes the k-th slice of one global order, cut into micro-batches, of which each rank computes a range.
+Every epoch has one global order. Update k consumes the k-th slice of this order. The slice is cut into micro-batches,
+and each rank computes a range of them, so the number of ranks changes neither the updates nor the micro-batches.
 """
 
 from collections.abc import Iterator
@@ -14,15 +15,15 @@ from datamodules.loading.randomness import permutation
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """The shuffle order of n samples in an epoch, int64 of shape (n,)."""
+    """Return the shuffle order of n samples in an epoch, int64 of shape (n,)."""
     return permutation(n, seed, "order", epoch)
 
 
 def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Two disjoint, sorted sets of sample numbers: what to train on, and `held_out` samples to validate on.
+    """Split n samples at random and return the sorted numbers of the training samples and of `held_out` others.
 
     Raises:
-        UserError: nothing would be left to train on.
+        UserError: no sample would be left to train on.
     """
     if not 0 <= held_out < n:
         raise UserError(
@@ -34,7 +35,9 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def range_of_rank(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The micro-batches ``[first, stop)`` of an update that a rank computes; the first ranks have one more.
+    """Return the range ``[first, stop)`` of an update's micro-batches that a rank computes.
+
+    If the micro-batches do not divide evenly, the first ranks compute one more than the others.
 
     Example:
         >>> [range_of_rank(5, rank, 3) for rank in range(3)]
@@ -46,29 +49,29 @@ def range_of_rank(count: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 class Share(NamedTuple):
-    """What one rank computes of an update."""
+    """Micro-batches of an update that one rank computes."""
 
     spans: list[tuple[int, int]]
-    """The positions ``[start, stop)`` of its micro-batches in the order of the epoch."""
+    """Positions ``[start, stop)`` of the micro-batches in the order of the epoch."""
     first: int
-    """The number of its first micro-batch in the epoch, the same on any number of ranks."""
+    """Number of the rank's first micro-batch in the epoch. A micro-batch has the same number on any number of ranks."""
     total: int
-    """How many micro-batches the update has on all ranks."""
+    """Number of micro-batches of the update on all ranks together."""
     is_stand_in: bool
-    """Whether the update has fewer micro-batches than ranks and none for this rank, which repeats the first one."""
+    """Whether there is no micro-batch for this rank, so that it repeats the first one of the update."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """An epoch cut into updates, and updates into micro-batches, of which each rank computes a range.
+    """Partition of an epoch into updates, and of updates into micro-batches, of which each rank computes a range.
 
-    Each update has `update_size` items and the last one what is left; an update is cut into micro-batches of
-    `batch_size` items, of which the last may be short. The number of updates does not depend on the number of ranks.
+    Each update has `update_size` items, and the last one has the remaining items. An update is cut into micro-batches
+    of `batch_size` items, of which the last may be short. The number of updates does not depend on the number of ranks.
 
     Args:
-        items: of an epoch: samples, or batches that were cut before.
+        items: items of an epoch: samples, or batches that were cut before.
         batch_size: items of a micro-batch.
-        update_size: items of an update, on all ranks.
+        update_size: items of an update, on all ranks together.
         world_size: number of ranks.
     """
 
@@ -79,22 +82,22 @@ class Division:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a whole update, on all ranks."""
+        """Number of micro-batches of a full update, on all ranks together."""
         return -(-self.update_size // self.batch_size)
 
     @property
     def updates(self) -> int:
-        """Updates of an epoch; the last may have fewer items."""
+        """Number of updates of an epoch. The last update may have fewer items."""
         return -(-self.items // self.update_size)
 
     def micro_batches_of(self, update: int) -> int:
-        """Micro-batches of the update of that number, on all ranks."""
+        """Return the number of micro-batches of an update, counted from 0, on all ranks together."""
         start = update * self.update_size
         items = min(self.update_size, self.items - start)
         return -(-items // self.batch_size)
 
     def share(self, update: int, rank: int) -> Share:
-        """A rank's share of the update of that number, counted from 0.
+        """Return a rank's share of an update, counted from 0.
 
         Example:
             >>> Division(items=10, batch_size=2, update_size=6, world_size=2).share(0, rank=1)
@@ -106,20 +109,22 @@ class Division:
         first, end = range_of_rank(count, rank, self.world_size)
         is_stand_in = first == end
         if is_stand_in:
-            # DDP needs a backward pass on each rank, and a real micro-batch is one that every network accepts.
-            first, end = 0, 1
+            # DDP needs a backward pass on each rank. A network may fail on an empty batch, but not on a real one.
+            first = 0
+            end = 1
         starts = [start + number * self.batch_size for number in range(first, end)]
         spans = [(begin, min(begin + self.batch_size, stop)) for begin in starts]
         return Share(spans, update * self.micro_batches + first, count, is_stand_in)
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:
-    """This rank's batches of an evaluation, as positions ``[start, stop)``; together the ranks visit each once.
+    """Yield this rank's batches of an evaluation as positions ``[start, stop)``; the ranks together cover each once.
 
-    Whole batches go to the ranks in turn, so a batch holds the same samples on any number of ranks and its
-    result is the same to the bit. A rank without a batch gets an empty span: each takes part in the reductions.
+    The ranks take whole batches in turn. A batch therefore holds the same samples on any number of ranks, and its
+    result is bit-identical.
     """
     starts = range(rank * batch_size, n, batch_size * world_size)
+    # A rank without a batch yields an empty one, since every rank has to take part in the collective reductions.
     if not starts:
         yield n, n
     for start in starts:

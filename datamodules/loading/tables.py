@@ -1,7 +1,7 @@
-"""Tables: comma-separated values, JSON lines, Parquet, and text between tabs, each read by the library made for it.
+"""Reads tables: comma-separated values, JSON lines, Parquet, and tab-separated text without a header.
 
-Cells are kept as they are written. A row that has another number of cells than the header is a fault: what it means,
-nobody knows.
+Cells are kept as they are written. A row with another number of cells than the header is a fault, since its cells
+cannot be assigned to columns with certainty.
 """
 
 import csv
@@ -17,25 +17,25 @@ from datamodules.errors import UserError
 from datamodules.loading.text_files import NOT_UTF8, Faults, iter_lines, text_suffix
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-"""Of files whose columns have names: in the first line, or in each row."""
+"""Suffixes of files whose columns have names, in the first line or in each row."""
 _SEPARATORS = ",;\t|"
 _QUOTE_FIRST = re.compile(r'(?:^|\t)"')
 _QUOTED = re.compile(r'(?:^|(?<=\t))"(?:[^"]|"")*"(?=\t|$)')
-# Lines by which the form of a file is known.
+# Number of lines that decide the form of a file.
 _LOOKED_AT = 200
 
 
 @dataclass
 class Table:
-    """The rows of a file.
+    """Rows and columns of a file.
 
     Attributes:
-        where: the file.
-        names: of the columns; numbers from 1 where the file has no names.
-        rows: the number of the line or the row, from 1, and its cells, as many as there are names.
+        where: name of the file, for messages.
+        names: names of the columns, or numbers from 1 if the file has no names.
+        rows: number of the line or row, from 1, and its cells, as many as `names`.
         faults: lines that cannot be used.
-        apart: lines that are no rows and no faults, by reason: "header" and "blank".
-        class_names: names of the numbers in a column, where the file has them.
+        apart: number of lines that are neither rows nor faults, by reason: "header" and "blank".
+        class_names: names of the class numbers of a column, if the file has them.
     """
 
     where: str
@@ -47,19 +47,20 @@ class Table:
 
     @property
     def read(self) -> int:
-        """Lines that were read, without a header and blank ones."""
+        """Number of lines that were read, without a header and blank lines."""
         return len(self.rows) + len(self.faults)
 
-    def column(self, place: int) -> list[Any]:
-        """The cells of a column."""
-        return [cells[place] for _, cells in self.rows]
+    def column(self, index: int) -> list[Any]:
+        """Return the cells of a column, by its index in `names`."""
+        return [cells[index] for _, cells in self.rows]
 
     def _add(self, number: int, cells: list[Any], width: int, fewer: str, more: str) -> None:
-        """Take a row of `width` cells; further ones may be empty, as behind a separator at the end of the line."""
+        """Add a row of `width` cells, or a fault: `fewer` or `more` names the reason."""
         if not any(cells):
             self.apart["blank"] = self.apart.get("blank", 0) + 1
         elif len(cells) < width:
             self.faults.add(fewer, [number])
+        # Further cells may be empty: programs write a separator at the end of a line.
         elif any(cells[width:]):
             self.faults.add(more, [number])
         else:
@@ -67,29 +68,30 @@ class Table:
 
 
 def _separator(header: str) -> str:
-    """What separates the cells of a header: by which it has most of them, those in quotes aside."""
-    best = ","
-    most = 1
+    """Return the separator that splits a header into most cells. Separators in quotes do not count."""
+    separator = ","
+    most_cells = 1
     for candidate in _SEPARATORS:
         try:
             count = len(next(csv.reader([header], delimiter=candidate, strict=True), []))
         except csv.Error:
             continue
-        if count > most:
-            best = candidate
-            most = count
-    return best
+        if count > most_cells:
+            separator = candidate
+            most_cells = count
+    return separator
 
 
 def _csv_rows(lines: Iterable[str | None], faults: Faults, **form: Any) -> Iterator[tuple[int, list[str]]]:
-    """The rows of separated values (RFC 4180), with the numbers of their first lines; quoted cells may hold lines."""
+    """Yield the rows of separated values (RFC 4180) with the numbers of their first lines, and add faults."""
+    # A quoted cell may span several lines, so a row is faulty if any of its lines could not be decoded.
     last_undecoded = 0
 
     def texts() -> Iterator[str]:
         nonlocal last_undecoded
-        for at, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             if line is None:
-                last_undecoded = at
+                last_undecoded = line_number
             yield f"{line or ''}\n"
 
     reader = csv.reader(texts(), strict=True, **form)
@@ -100,7 +102,7 @@ def _csv_rows(lines: Iterable[str | None], faults: Faults, **form: Any) -> Itera
         except StopIteration:
             return
         except csv.Error as error:
-            # Such as a quote that is not closed, which takes the following lines into its cell.
+            # Such as a quote that is not closed, which includes the following lines in its cell.
             faults.add(f"no CSV: {error}", [number])
         else:
             if last_undecoded >= number:
@@ -111,21 +113,22 @@ def _csv_rows(lines: Iterable[str | None], faults: Faults, **form: Any) -> Itera
 
 
 def read_csv(lines: Iterable[str | None], where: str) -> Table:
-    """Comma-separated values whose first line names the columns; also separated by semicolons, tabs or bars.
+    """Read separated values whose first line names the columns. Separators are commas, semicolons, tabs or bars.
 
-    Where the header has a blank behind each separator, the blanks there are no part of the cells.
+    If the header has a blank after each separator, blanks after separators do not belong to the cells.
 
     Args:
-        lines: None where one is not UTF-8.
+        lines: lines of the file, None for a line that is not UTF-8.
+        where: name of the file, for messages.
     """
     table = Table(where)
     lines = list(lines)
-    first = (lines[0] if lines else "") or ""
-    separator = _separator(first)
-    blanks = first.count(separator) == first.count(f"{separator} ") > 0
-    rows = _csv_rows(lines, table.faults, delimiter=separator, skipinitialspace=blanks)
+    header_line = (lines[0] if lines else "") or ""
+    separator = _separator(header_line)
+    has_blanks = header_line.count(separator) == header_line.count(f"{separator} ") > 0
+    rows = _csv_rows(lines, table.faults, delimiter=separator, skipinitialspace=has_blanks)
     header = next(rows, (0, []))[1]
-    # An empty name at the end, as behind a separator there, is of no column.
+    # A separator at the end of the header makes an empty name, which is not a column.
     while header and not header[-1].strip():
         header.pop()
     table.names = [name.strip() for name in header]
@@ -138,9 +141,9 @@ def read_csv(lines: Iterable[str | None], where: str) -> Table:
 
 
 def _written_with_quotes(lines: Sequence[str | None]) -> bool:
-    """Whether the quotes around cells between tabs are those of a program, as pandas writes them, and not of the text.
+    """Return whether the quotes around tab-separated cells are CSV quoting, as pandas writes it, and not quotations.
 
-    They are where all cells have them, or each that begins with one needs it: there are doubled quotes within.
+    They are CSV quoting if all cells have them, or if every quoted cell needs them: it contains doubled quotes or tabs.
     """
     quoted = 0
     needed = 0
@@ -162,23 +165,27 @@ def _written_with_quotes(lines: Sequence[str | None]) -> bool:
 
 
 def read_tabs(lines: Iterable[str | None], where: str, fewer: str, least: int = 2) -> Table:
-    """Text between tabs, without a header: as many columns as most of the first lines have.
+    """Read tab-separated text without a header. The number of columns is that of most of the first lines.
 
     Args:
-        fewer: the fault of a line with fewer than `least` cells.
+        lines: lines of the file, None for a line that is not UTF-8.
+        where: name of the file, for messages.
+        fewer: reason of the fault of a line with fewer than `least` cells.
+        least: least number of columns.
     """
     table = Table(where)
     lines = list(lines)
     if _written_with_quotes(lines):
-        rows = _csv_rows(lines, table.faults, delimiter="\t")
+        parsed = _csv_rows(lines, table.faults, delimiter="\t")
     else:
-        rows = _split_at_tabs(lines, table.faults)
-    found = list(rows)
-    widths = Counter(len(cells) for _, cells in found[:_LOOKED_AT] if len(cells) >= least)
+        parsed = _split_at_tabs(lines, table.faults)
+    rows = list(parsed)
+    widths = Counter(len(cells) for _, cells in rows[:_LOOKED_AT] if len(cells) >= least)
     width = widths.most_common(1)[0][0] if widths else least
     table.names = [str(number) for number in range(1, width + 1)]
-    for number, cells in found:
-        # A last column that some lines lack, such as a comment, hides no tab in a sentence.
+    for number, cells in rows:
+        # Some lines may lack an optional last column, such as a comment. Fewer cells cannot come from a tab in a
+        # sentence, which would add one.
         if least <= len(cells) < width:
             cells = [*cells, *[""] * (width - len(cells))]
         table._add(number, cells, width, fewer, "with more cells than most lines")
@@ -186,6 +193,7 @@ def read_tabs(lines: Iterable[str | None], where: str, fewer: str, least: int = 
 
 
 def _split_at_tabs(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of each line after its number, and add faults."""
     for number, line in enumerate(lines, 1):
         if line is None:
             faults.add(NOT_UTF8, [number])
@@ -194,8 +202,9 @@ def _split_at_tabs(lines: Iterable[str | None], faults: Faults) -> Iterator[tupl
 
 
 def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
-    """An object in each line; the columns are the names in the first one, and what others lack is empty."""
+    """Read a JSON object from each line. The columns are all keys, and a missing value is an empty cell."""
     table = Table(where)
+    objects: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, 1):
         if line is None:
             table.faults.add(NOT_UTF8, [number])
@@ -211,25 +220,27 @@ def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
             table.faults.add("no JSON object", [number])
             continue
         table.names += [name for name in value if name not in table.names]
-        table.rows.append((number, [value]))
-    table.rows = [(number, [value.get(name, "") for name in table.names]) for number, (value,) in table.rows]
+        objects.append((number, value))
+    # Only now all names are known: a later object may have a key that the first ones lack.
+    for number, value in objects:
+        table.rows.append((number, [value.get(name, "") for name in table.names]))
     return table
 
 
 def read_parquet(path: Path) -> Table:
-    """A Parquet file, with the names of classes that Hugging Face's datasets keep in it."""
+    """Read a Parquet file, and the class names that Hugging Face's datasets store in its metadata."""
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{path} is a Parquet file, which needs another package: pip install pyarrow") from error
     try:
-        found = pyarrow.parquet.read_table(path)
+        content = pyarrow.parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} is no Parquet file, or damaged: {str(error).splitlines()[0]}") from error
-    table = Table(str(path), list(found.column_names))
-    columns = [column.to_pylist() for column in found.columns]
+    table = Table(str(path), list(content.column_names))
+    columns = [column.to_pylist() for column in content.columns]
     table.rows = [(number, list(cells)) for number, cells in enumerate(zip(*columns, strict=True), 1)]
-    described = (found.schema.metadata or {}).get(b"huggingface", b"{}")
+    described = (content.schema.metadata or {}).get(b"huggingface", b"{}")
     features = json.loads(described).get("info", {}).get("features", {})
     for name, feature in features.items():
         if isinstance(feature, Mapping) and "names" in feature:
@@ -238,10 +249,11 @@ def read_parquet(path: Path) -> Table:
 
 
 def read_table(path: Path, lines: Iterable[str | None] | None = None) -> Table:
-    """A file whose columns have names: .csv and .tsv with a header, .jsonl, or .parquet; also compressed.
+    """Read a file whose columns have names: .csv or .tsv with a header, .jsonl, or .parquet. It may be compressed.
 
     Args:
-        lines: of a file that was opened before, such as one in an archive.
+        path: path of the file, whose suffix decides the format.
+        lines: lines of the file if it is open already, as in an archive.
 
     Raises:
         UserError: see `iter_lines`; or a library is missing.
@@ -257,17 +269,21 @@ def read_table(path: Path, lines: Iterable[str | None] | None = None) -> Table:
 
 
 def describe_columns(table: Table, used: Mapping[str, str], guessed: Sequence[str] = ()) -> str:
-    """A line on which columns are used for what, which of them are guessed, and which are not used; "" if all are.
+    """Return a line about the columns that are used, guessed or not used; "" if all are used and none is guessed.
 
     Args:
-        used: the names of columns by what they are used for.
-        guessed: what is known by the cells, or by the place, and not by the name of a column.
+        table: the table.
+        used: name of the column for each use, such as "label".
+        guessed: uses whose column was chosen by its cells or its position, and not by its name.
     """
     unused = [name for name in table.names if name not in used.values()]
     if not unused and not guessed:
         return ""
-    parts = [f"the {kind} is {name!r}{' (guessed)' * (kind in guessed)}" for kind, name in used.items()]
+    phrases = []
+    for use, name in used.items():
+        remark = " (guessed)" if use in guessed else ""
+        phrases.append(f"the {use} is {name!r}{remark}")
     if unused:
-        more = f" and {len(unused) - 6} more" * (len(unused) > 6)
-        parts.append(f"not used: {', '.join(map(repr, unused[:6]))}{more}")
-    return f"{table.where}: {', '.join(parts)}"
+        more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
+        phrases.append(f"not used: {', '.join(map(repr, unused[:6]))}{more}")
+    return f"{table.where}: {', '.join(phrases)}"

@@ -1,4 +1,4 @@
-"""Text files, plain, .gz, .bz2, .xz, .zst or alone in a .zip: their lines, and which lines cannot be used."""
+"""Reads lines of text files, also .gz, .bz2, .xz, .zst or single files in a .zip, and collects faulty lines."""
 
 import bz2
 import contextlib
@@ -18,14 +18,16 @@ from typing import IO, Any, Literal, cast
 from datamodules.errors import UserError
 
 NOT_UTF8 = "not in UTF-8"
-"""Why a line cannot be used."""
+"""Reason of a fault."""
 
-_BLOCK = 1 << 16  # Bytes that are read at a time, and that tell text from other files.
-_NOT_DECODED = re.compile("[\udc80-\udcff]")  # What Python puts in place of bytes that are not UTF-8.
+_BLOCK = 1 << 16  # Bytes per read. The first block also decides whether a file is text.
+# Characters that "surrogateescape" puts in place of bytes that are not UTF-8.
+_NOT_DECODED = re.compile("[\udc80-\udcff]")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 def _open_zst(file: IO[bytes]) -> IO[bytes]:
+    # pyarrow, since Python itself reads zstd from version 3.14 on only.
     try:
         import pyarrow
     except ImportError as error:
@@ -40,12 +42,12 @@ _OPENERS: dict[bytes, Any] = {
     b"\xfd7zXZ": lzma.open,
     b"\x28\xb5\x2f\xfd": _open_zst,
 }
-"""By the first bytes of a compressed file, what reads it."""
+"""Function that opens a compressed file, by the first bytes of the file. Names may have a wrong suffix."""
 
 
 @dataclass
 class Faults:
-    """Lines that cannot be used, by reason."""
+    """Numbers of the lines that cannot be used, by reason."""
 
     lines: dict[str, list[int]] = field(default_factory=dict)
 
@@ -53,27 +55,31 @@ class Faults:
         return sum(map(len, self.lines.values()))
 
     def add(self, reason: str, numbers: Sequence[int]) -> None:
-        """Note lines, counted from 1."""
+        """Add numbers of lines, counted from 1."""
         if numbers:
             self.lines.setdefault(reason, []).extend(numbers)
 
     def describe(self) -> str:
-        """How many lines for which reasons, with the numbers of the first five of each."""
-        parts = []
+        """Return the number of lines for each reason, with the numbers of the first five."""
+        phrases = []
         for reason, numbers in self.lines.items():
-            first = ", ".join(map(str, sorted(numbers)[:5])) + (", ..." if len(numbers) > 5 else "")
-            parts.append(f"{len(numbers):,} {reason} (line{'s' if len(numbers) > 1 else ''} {first})")
-        return "; ".join(parts)
+            listed = ", ".join(map(str, sorted(numbers)[:5]))
+            if len(numbers) > 5:
+                listed += ", ..."
+            noun = "lines" if len(numbers) > 1 else "line"
+            phrases.append(f"{len(numbers):,} {reason} ({noun} {listed})")
+        return "; ".join(phrases)
 
     def raise_or_report(
         self, choice: Literal["error", "skip"], where: str, total: int, parameter: str | None, more: str = ""
     ) -> str:
-        """A line to tell the user about what is left out, or nothing where there is no fault.
+        """Return a line about the lines that are left out, "" if there is no fault, or raise an error.
 
         Args:
-            where: the file.
-            total: lines read.
-            parameter: whose values are "error" and "skip", if there is one.
+            choice: "error" raises if there are faults, "skip" leaves them out.
+            where: name of the file.
+            total: number of lines read.
+            parameter: name of the parameter whose value is `choice`, or None.
             more: a further hint for the error.
 
         Raises:
@@ -90,15 +96,17 @@ class Faults:
 
 
 def text_members(path: Path) -> list[str]:
-    """The files in a zip archive: manythings.org's hold _about.txt beside the sentences, those of a Mac __MACOSX."""
+    """Return the names of the files in a zip archive, without those that begin with "_" or "."."""
     with zipfile.ZipFile(path) as archive:
-        names = [record.filename for record in archive.infolist() if not record.is_dir()]
-    return [name for name in names if not any(part[0] in "_." for part in Path(name).parts)]
+        names = [member.filename for member in archive.infolist() if not member.is_dir()]
+    # Archives of manythings.org have _about.txt beside the sentences, and those written on a Mac have __MACOSX.
+    return [name for name in names if not any(component[0] in "_." for component in Path(name).parts)]
 
 
 def _refuse_other_formats(path: Path, start: bytes, names: Sequence[str] = ()) -> None:
-    """Refuse a file of another program by its first bytes, or by the names in its archive."""
+    """Raise an error for files of other programs, by their first bytes or by the names in a zip archive."""
     kind = ""
+    # Spreadsheets and documents of LibreOffice and Office are zip archives with one of these members.
     if "mimetype" in names or "[Content_Types].xml" in names:
         kind = "a spreadsheet or a document; save its table as CSV in UTF-8"
     elif start.startswith(b"\xd0\xcf\x11\xe0"):
@@ -114,8 +122,8 @@ def _refuse_other_formats(path: Path, start: bytes, names: Sequence[str] = ()) -
 
 
 def _refuse_tar(path: Path) -> None:
-    """Refuse an archive of several texts, compressed or not: they are not one corpus."""
-    # By its content: a file of text is none, however it is called.
+    """Raise an error for a tar archive, compressed or not, since its files are not one text."""
+    # The content decides, since a plain text may have any suffix.
     if not tarfile.is_tarfile(path):
         return
     with tarfile.open(path) as archive:
@@ -127,19 +135,20 @@ def _refuse_tar(path: Path) -> None:
         )
 
 
-def _open(path: Path, opened: ExitStack, member: str = "") -> IO[bytes]:
-    """A stream of the bytes of a file, of a compressed file, or of a text in a zip archive: of the only one in it."""
-    file = opened.enter_context(path.open("rb"))
+def _open(path: Path, stack: ExitStack, member: str = "") -> IO[bytes]:
+    """Open a file, a compressed file, or `member` of a zip archive, by default its only file, as a stream of bytes."""
+    file = stack.enter_context(path.open("rb"))
     start = file.peek(8)
     if start.startswith(b"PK\x03\x04"):
-        archive = opened.enter_context(zipfile.ZipFile(file))
+        archive = stack.enter_context(zipfile.ZipFile(file))
         names = text_members(path)
         _refuse_other_formats(path, start, names)
         if not member and len(names) != 1:
             listed = ", ".join(names[:5]) or "none"
             raise UserError(f"{path} holds {len(names)} files, expected one text: {listed}; unpack it and pass one")
-        return opened.enter_context(archive.open(member or names[0]))
+        return stack.enter_context(archive.open(member or names[0]))
     _refuse_other_formats(path, start)
+    # The signature of a tar archive is at byte 257, and a plain file may begin with any name.
     if file.peek(512)[257:262] == b"ustar":
         _refuse_tar(path)
     for magic, opener in _OPENERS.items():
@@ -152,17 +161,17 @@ def _open(path: Path, opened: ExitStack, member: str = "") -> IO[bytes]:
 
 @contextlib.contextmanager
 def reading(path: Path, member: str = "") -> Iterator[IO[bytes]]:
-    """The bytes of a text file, of a compressed one, or of one in a zip archive; what fails is told with its name.
+    """Open a text file, a compressed one, or one in a zip archive as bytes. Errors in the ``with`` block name the file.
 
     Args:
-        member: the name of a file in the archive; by default the only one.
+        member: name of a file in the archive; by default its only file.
 
     Raises:
-        UserError: the file is missing or damaged, or holds something else.
+        UserError: the file is missing, damaged, or not a text.
     """
     try:
-        with ExitStack() as opened:
-            yield _open(path, opened, member)
+        with ExitStack() as stack:
+            yield _open(path, stack, member)
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
@@ -174,31 +183,35 @@ def reading(path: Path, member: str = "") -> Iterator[IO[bytes]]:
 
 
 def iter_lines(path: Path, member: str = "") -> Iterator[str | None]:
-    """The lines of a UTF-8 file, one after the other; None where one is not UTF-8.
+    """Yield the lines of a UTF-8 file, and None for a line that is not UTF-8.
 
-    A line ends with LF or CRLF, as in Windows; in a file without these with CR, as on old Macs. Nothing else ends a
-    line, such as U+0085 and U+2028, so that aligned files stay aligned. Lines may hold NUL characters.
+    A line ends with LF or with CRLF, as on Windows. In a file without LF it ends with CR, as on old Macs. Other
+    characters such as U+0085 and U+2028 do not end a line, so that aligned files stay aligned. Lines may hold NUL
+    characters.
 
     Args:
-        member: of an archive, see `reading`.
+        path: path of the file.
+        member: name of a file in an archive, see `reading`.
 
     Raises:
-        UserError: the file is missing, damaged, empty or no text: half of its first lines hold NUL characters.
+        UserError: the file is missing, damaged, empty or not a text: half of its first lines hold NUL characters.
     """
     with reading(path, member) as stream:
         yield from decoded_lines(stream, str(path))
 
 
 def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
-    """The lines of a stream, see `iter_lines`; `where` names it in errors."""
+    """Yield the lines of a stream, see `iter_lines`. Errors name it as `where`."""
     buffered = io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK)
     start = buffered.peek()
     with_nul = [b"\0" in line for line in start.split(b"\n")]
     if 2 * sum(with_nul) >= len(with_nul):
         raise UserError(f"{where} is no text file; expected lines of UTF-8")
-    # Excel for the Mac still offers such files.
+    # Excel for the Mac still writes lines that end with CR.
     end = "\r" if b"\r" in start and b"\n" not in start else "\n"
     blank = True
+    # "utf-8-sig" removes the byte-order mark that programs of Windows write. With an explicit `newline` only that
+    # character ends a line. "surrogateescape" keeps lines that are not UTF-8 countable.
     for text in io.TextIOWrapper(buffered, "utf-8-sig", "surrogateescape", newline=end):
         if end == "\r" and "\n" in text:
             raise UserError(f"{where} has lines that end in CR and others in LF; save it with one kind of line ends")
@@ -210,9 +223,9 @@ def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
 
 
 def text_suffix(path: Path) -> str:
-    """The ending of a text file in lower case, that of the text in a compressed one: ".csv" of pairs.csv.gz.
+    """Return the suffix of a text file in lower case. For a compressed file it is that of the text: .csv for a.csv.gz.
 
-    Of an archive it is that of the first file in it.
+    For a zip archive it is the suffix of the first file in it.
 
     Example:
         >>> text_suffix(Path("pairs.CSV.gz")), text_suffix(Path("pairs"))
@@ -220,7 +233,10 @@ def text_suffix(path: Path) -> str:
     """
     suffix = path.suffix.lower()
     if suffix == ".zip":
-        # A damaged one is refused where it is read.
+        # A damaged archive raises an error when it is read.
         with contextlib.suppress(zipfile.BadZipFile, OSError):
-            return next((Path(name).suffix.lower() for name in text_members(path)), "")
-    return Path(path.stem).suffix.lower() if suffix in _PACKED else suffix
+            names = text_members(path)
+            return Path(names[0]).suffix.lower() if names else ""
+    if suffix in _PACKED:
+        return Path(path.stem).suffix.lower()
+    return suffix

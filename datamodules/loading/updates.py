@@ -1,4 +1,4 @@
-"""The item of a training loader: what one rank computes of an update."""
+"""Defines `Update`, the item of a training loader, and groups the batches of other loaders into updates."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,18 +11,18 @@ Batch = TypeVar("Batch")
 
 
 class Update(Generic[Batch]):
-    """This rank's micro-batches of one optimizer step, with their numbers.
+    """Micro-batches of one rank for one optimizer step, with their numbers.
 
-    It is no tensor and no collection, so a Trainer moves nothing of it to a device: the loop moves a micro-batch when
-    it computes it.
+    An `Update` is neither a tensor nor a collection, so that a Trainer does not move it to the device as a whole. The
+    loop moves each micro-batch when it computes it.
 
     Args:
         batches: this rank's micro-batches.
-        numbers: the number of each in the epoch. With the loaders of `datamodules` they are the same on any number of
-            ranks.
-        count: micro-batches of the update on all ranks; None where that is not known.
-        is_stand_in: whether the update has no micro-batch for this rank. The rank computes the first one all the same,
-            since DDP needs a backward pass on each rank, and nothing of it counts.
+        numbers: number of each micro-batch in the epoch. With the loaders of `datamodules` they are the same on any
+            number of ranks.
+        count: number of micro-batches of the update on all ranks, or None if it is not known.
+        is_stand_in: whether the update has no micro-batch for this rank. The rank then computes the first micro-batch,
+            since DDP needs a backward pass on each rank, and its result does not count.
 
     Example:
         >>> list(Update(["cats", "dogs"], numbers=[6, 7], count=4))
@@ -41,28 +41,30 @@ class Update(Generic[Batch]):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Each micro-batch after its number."""
+        """Yield (number, micro-batch) pairs."""
         return zip(self.numbers, self.batches, strict=True)
 
 
 def micro_batches(batch: Any) -> list[Any]:
-    """The micro-batches behind the ``batch`` of `on_train_batch_start` and `on_train_batch_end`.
+    """Return the micro-batches of the ``batch`` that `on_train_batch_start` and `on_train_batch_end` receive.
 
     Example:
         >>> micro_batches(Update(["cats", "dogs"], [0, 1], count=2)), micro_batches("cats")
         (['cats', 'dogs'], ['cats'])
     """
-    return batch.batches if isinstance(batch, Update) else [batch]
+    if isinstance(batch, Update):
+        return batch.batches
+    return [batch]
 
 
 def join_updates(items: Any) -> Update[Any]:
-    """The update of several loaders together: each micro-batch is a collection of theirs.
+    """Combine the updates of several loaders into one update, whose micro-batches are collections.
 
     Args:
-        items: a collection of updates, as a `CombinedLoader` gives it; None of a loader that has ended.
+        items: a collection of updates, as a `CombinedLoader` yields it, with None for a loader that has ended.
 
     Raises:
-        UserError: their numbers of micro-batches differ.
+        UserError: the updates have different numbers of micro-batches.
 
     Example:
         >>> list(join_updates({"a": Update([1, 2], [0, 1], count=2), "b": Update([3, 4], [0, 1], count=2)}))
@@ -72,27 +74,30 @@ def join_updates(items: Any) -> Update[Any]:
     updates = [leaf for leaf in leaves if isinstance(leaf, Update)]
     counts = {update.count for update in updates}
     if len(counts) > 1:
-        found = " and ".join(sorted(str(count) for count in counts))
+        listed = " and ".join(sorted(str(count) for count in counts))
         raise UserError(
-            f"the training loaders have {found} micro-batches in one update: give them as many samples each,"
+            f"the training loaders have {listed} micro-batches in one update: give them as many samples each,"
             " or accumulate nothing"
         )
     batches = []
-    for place in range(len(updates[0])):
-        parts = [leaf.batches[place] if isinstance(leaf, Update) else leaf for leaf in leaves]
-        batches.append(tree_unflatten(parts, structure))
+    for index in range(len(updates[0])):
+        batch_leaves = []
+        for leaf in leaves:
+            # None, of a loader that has ended, stays None.
+            batch_leaves.append(leaf.batches[index] if isinstance(leaf, Update) else leaf)
+        batches.append(tree_unflatten(batch_leaves, structure))
     return Update(batches, updates[0].numbers, updates[0].count, updates[0].is_stand_in)
 
 
 class GroupedUpdates:
-    """Groups the batches of any loader into updates: each rank its own, as many on each.
+    """Loader that groups the batches of any other loader into updates, on each rank by itself.
 
-    The batches have no numbers that hold on another number of ranks, so the run is equal within rounding only.
+    Another number of ranks would give these batches other numbers, so that runs agree within rounding only.
 
     Args:
         loader: yields this rank's batches.
-        size: batches of an update; the last update of an epoch may have fewer.
-        set_epoch: is called with the epoch that begins, for samplers.
+        size: batches of an update on this rank; the last update of an epoch may have fewer.
+        set_epoch: function that tells samplers which epoch begins.
     """
 
     def __init__(
@@ -115,36 +120,38 @@ class GroupedUpdates:
 
     def __iter__(self) -> Iterator[Update[Any]]:
         batches: list[Any] = []
-        made = 0
+        first = 0
         for batch in self.loader:
             batches.append(batch)
             if len(batches) == self.size:
-                yield self._update(batches, made)
-                made += len(batches)
+                yield self._update(batches, first)
+                first += len(batches)
                 batches = []
         if batches:
-            yield self._update(batches, made)
+            yield self._update(batches, first)
 
-    def _update(self, batches: list[Any], made: int) -> Update[Any]:
-        return Update(batches, [self.number(made + place) for place in range(len(batches))], None)
+    def _update(self, batches: list[Any], first: int) -> Update[Any]:
+        numbers = [self.number(first + offset) for offset in range(len(batches))]
+        # The number of micro-batches on the other ranks is not known: their loaders may end earlier.
+        return Update(batches, numbers, None)
 
-    def number(self, place: int) -> int:
-        """The number of this rank's batch at a place in its epoch, where each rank takes one in turn."""
-        return place * self.world_size + self.rank
+    def number(self, index: int) -> int:
+        """Return the number in the epoch of this rank's batch at `index`. The ranks take batches in turn."""
+        return index * self.world_size + self.rank
 
     def first_number(self, update: int) -> int:
-        """The number of this rank's first batch in the update of that number of the epoch."""
+        """Return the number in the epoch of this rank's first batch of an update."""
         return self.number(update * self.size)
 
 
 class StatefulGroupedUpdates(GroupedUpdates):
-    """`GroupedUpdates` of a loader with ``state_dict`` and ``load_state_dict``."""
+    """Loader like `GroupedUpdates`, over a loader with ``state_dict`` and ``load_state_dict``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loader."""
+        """Return the position of the loader."""
         state: dict[str, Any] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved."""
+        """Restore the position of the loader."""
         self.loader.load_state_dict(state)

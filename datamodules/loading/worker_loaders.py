@@ -1,4 +1,4 @@
-"""Loaders over samples that are read by worker processes, with the orders and the state of those over tensors."""
+"""Loaders whose samples worker processes read, with the same orders and state as the loaders over tensors."""
 
 import errno
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger("lightning_recipes")
 
 
 class BatchRequest(NamedTuple):
-    """A batch to load."""
+    """Request of one batch."""
 
     epoch: int
     rows: Sequence[int]
@@ -33,58 +33,59 @@ class BatchRequest(NamedTuple):
 
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""What turns (inputs, targets, those of each sample's partner, sample numbers, epoch) into inputs and targets.
+"""Function from (inputs, targets, partners' inputs, partners' targets, sample numbers, epoch) to inputs and targets.
 
-The partner of a sample is the one before it in the epoch's order, whichever batch or rank that is in.
+The partner of a sample is its predecessor in the epoch's order, which may be in another batch or on another rank.
 """
 
 
 class LoadedBatch(NamedTuple):
-    """A batch, without those of its samples that cannot be read."""
+    """Batch of the samples that could be read."""
 
     inputs: Tensor
     targets: Tensor
     rows: Tensor
-    """The numbers of its samples, as they were requested."""
+    """Numbers of the samples, in the order of the request."""
     unreadable: Sequence[tuple[int, str]]
-    """Which samples, and the message about each."""
+    """Number and error message of each sample that could not be read."""
 
 
 class SampleReader(Protocol):
-    """Makes batches; it is copied into the workers."""
+    """Interface of the object that reads batches. It is copied into the workers."""
 
     targets: Tensor
-    """Of all samples, of shape (n,)."""
+    """Targets of all samples, of shape (n,)."""
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
-        """Make a batch, as a function of the request alone."""
+        """Read a batch. It has to depend on the request only."""
 
 
 class _Packed:
-    """A batch that came from a worker: its pickle, which names tensors in shared memory."""
+    """Batch received from a worker, still pickled. The pickle refers to tensors in shared memory."""
 
     def __init__(self, pickle: bytes) -> None:
         self._pickle = pickle
 
     def unpack(self) -> LoadedBatch:
-        pickle, self._pickle = self._pickle, b""
+        pickle = self._pickle
+        self._pickle = b""
         batch: LoadedBatch = ForkingPickler.loads(pickle)
         return batch
 
     def __del__(self) -> None:
-        # The worker keeps the memory of a batch until it is unpacked, also of one that an epoch cut short leaves.
+        # The worker keeps the shared memory of a batch until it is unpacked. An interrupted epoch leaves such batches.
         if self._pickle:
             with suppress(Exception):
                 self.unpack()
 
     def pin_memory(self, device: Any = None) -> LoadedBatch:
-        """Called by the DataLoader's thread."""
+        """Return the batch in pinned memory. The pinning thread of `DataLoader` calls this method."""
         batch = self.unpack()
         return batch._replace(**{name: getattr(batch, name).pin_memory() for name in ("inputs", "targets", "rows")})
 
 
 class _Sent(NamedTuple):
-    """A `_Packed` batch in its worker."""
+    """Pickled batch in the worker, which arrives in the training process as `_Packed`."""
 
     pickle: bytes
 
@@ -93,24 +94,25 @@ class _Sent(NamedTuple):
 
 
 def _pack(batch: Any) -> _Sent:
-    """Pickle a batch in a worker, which puts its tensors into shared memory."""
-    # A DataLoader's queue would do so in a thread, where the error of a full shared memory is lost with the batch.
+    """Pickle a batch in a worker, which moves its tensors to shared memory."""
+    # The queue of `DataLoader` would pickle in a thread, where the error of a full shared memory is lost.
     return _Sent(bytes(ForkingPickler.dumps(batch)))
 
 
-def _start_worker(number: int) -> None:
-    """Leave signals and errors to the training process: Ctrl-C reaches the whole group of processes."""
-    # A worker's thread would print that an interrupted training process has broken off the connection.
+def _start_worker(worker: int) -> None:
+    """Make a worker ignore signals, which the training process handles, and print no errors of its own."""
+    # Otherwise a thread of the worker prints an error when an interrupted training process closes the connection.
     sys.excepthook = lambda *_: None
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    # Ctrl-C and signals of a scheduler reach the whole process group.
+    for signal_number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signal_number, signal.SIG_IGN)
 
 
 class _Workers:
-    """Batches from a reader in this process or in others, or from features that were computed before."""
+    """Mixin that yields batches of a reader, in this process or in workers, or of precomputed features."""
 
     warn_unreadable = True
-    """Whether to log each sample that cannot be read; `unreadable` holds them, by number, with the message."""
+    """Whether to log each sample that cannot be read. `unreadable` holds their messages by number."""
 
     def _set_reader(
         self,
@@ -128,33 +130,35 @@ class _Workers:
                 "mixtures need every image and its neighbour: pass mixup=0 and cutmix=0 with on_corrupt='skip', or"
                 " on_corrupt='error'"
             )
-        self.reader, self.num_workers = reader, min(num_workers, batches)
+        self.reader = reader
+        self.num_workers = min(num_workers, batches)
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
         self.transform, self.device, self.mix = transform, device, mix
+        self.unreadable: dict[int, str] = {}
         self._requests: Requests[BatchRequest] = Requests()
         self._loader: DataLoader[LoadedBatch] | None = None
-        self.unreadable: dict[int, str] = {}
         self._features: tuple[Tensor, Tensor] | None = None
 
     def use_features(self, features: Tensor | None, numbers: Tensor | None) -> None:
-        """From the next epoch on, batches are ``(features of its samples, targets)``, and no sample is read.
+        """Yield ``(features, targets)`` from the next epoch on, without reading samples.
 
         Args:
-            features: of shape (m, ...), on the device where batches are wanted; None goes back to reading.
-            numbers: the samples that they belong to, int64 of shape (m,); others are left out of their batches.
+            features: features of shape (m, ...), on the device of the batches; None restores reading.
+            numbers: sample numbers of the features, int64 of shape (m,); other samples are left out.
         """
+        self._features = None
         if features is None or numbers is None:
-            self._features = None
             return
         position = torch.full((len(self.reader.targets),), -1, device=features.device)
         position[numbers.to(features.device)] = torch.arange(len(features), device=features.device)
         self._features = (features, position)
 
     def close(self) -> None:
-        """End the workers; iterating again starts others."""
-        loader, self._loader = self._loader, None
-        # torch has no public way to end them, and Lightning calls the same; a reference to the iterator, as in the
-        # traceback of an error, would keep them alive.
+        """Shut the workers down. The next iteration starts new ones."""
+        loader = self._loader
+        self._loader = None
+        # torch has no public way to end workers. Lightning calls the same method. A reference to the iterator, as in
+        # the traceback of an error, would keep them alive.
         if loader is not None and loader._iterator is not None:
             loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
@@ -166,14 +170,16 @@ class _Workers:
             self.close()
             yield from self._feature_batches(*self._features, order, spans)
             return
-        # One sample more for a mixture; the last one comes before the first.
-        ahead = [order[a - 1 :][: self.mix is not None] for a, _ in spans]
-        requests = [BatchRequest(epoch, torch.cat((lead, order[a:b])).tolist()) for lead, (a, b) in zip(ahead, spans)]
+        requests = []
+        for start, stop in spans:
+            # A mixture needs the partner of the first sample. At position 0, index -1 gives the epoch's last sample.
+            partner = order[start - 1].view(1) if self.mix is not None else order[:0]
+            requests.append(BatchRequest(epoch, torch.cat((partner, order[start:stop])).tolist()))
         for request, batch in zip(requests, self._load_batches(requests, len(order))):
             yield self._finish(batch, request)
 
     def _finish(self, batch: LoadedBatch, request: BatchRequest) -> tuple[Tensor, Tensor]:
-        """Transform and mix a batch on the device."""
+        """Transform and mix a batch on the device, and return inputs and targets."""
         tensors = (batch.inputs, batch.targets, batch.rows)
         if self.device is not None:
             tensors = tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)  # type: ignore[assignment]
@@ -187,18 +193,21 @@ class _Workers:
     def _feature_batches(
         self, features: Tensor, position: Tensor, order: Tensor, spans: Spans
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        order, targets = order.to(features.device), self.reader.targets.to(features.device)
-        at, targets = position.index_select(0, order), targets.index_select(0, order)
-        complete = bool((at >= 0).all())
+        order = order.to(features.device)
+        positions = position.index_select(0, order)
+        targets = self.reader.targets.to(features.device).index_select(0, order)
+        # Asked once per epoch: a mask in each batch would wait for the device.
+        is_complete = bool((positions >= 0).all())
         for start, stop in spans:
-            here, classes = at[start:stop], targets[start:stop]
-            if not complete:
-                known = here >= 0
-                here, classes = here[known], classes[known]
-            yield features.index_select(0, here), classes
+            rows = positions[start:stop]
+            batch_targets = targets[start:stop]
+            if not is_complete:
+                batch_targets = batch_targets[rows >= 0]
+                rows = rows[rows >= 0]
+            yield features.index_select(0, rows), batch_targets
 
     def _load_batches(self, requests: list[BatchRequest], count: int) -> Iterator[LoadedBatch]:
-        """Batches as the reader makes them, of a set of `count` samples."""
+        """Yield the reader's batches, and handle unreadable samples of a set of `count` samples."""
         for batch in self._in_workers(requests) if self.num_workers else map(self.reader.__getitem__, requests):
             for row, message in batch.unreadable:
                 self._handle_unreadable(row, message, count)
@@ -220,12 +229,12 @@ class _Workers:
             yield received
 
     def _start(self, requests: list[BatchRequest]) -> Any:
-        """Have workers load these batches: those of the epoch before, or new ones."""
+        """Return an iterator over the batches, read by the workers of the last epoch or by new ones."""
         self._requests.pending = requests
         if self._loader is not None:
             return iter(self._loader)
         self._loader = DataLoader(
-            # Of a data set the loader only asks for its items.
+            # A DataLoader only calls the `__getitem__` of its data set.
             cast("Dataset[LoadedBatch]", self.reader),
             batch_size=None,
             sampler=self._requests,
@@ -233,20 +242,20 @@ class _Workers:
             collate_fn=_pack,
             pin_memory=self.pin_memory,
             worker_init_fn=_start_worker,
-            # Its own: each iterator draws a number, by default from the generator that dropout uses.
+            # Each new iterator draws a base seed, by default from the global generator, which dropout uses as well.
             generator=torch.Generator(),
-            # Processes that are forked again in every epoch may hang, and cost a second.
+            # Forking again in every epoch costs a second, and forked processes may hang.
             persistent_workers=True,
         )
         batches: Any = iter(self._loader)
-        # torch also raises the death of a worker in a signal's handler, in the midst of whatever the process does: of a
-        # collective call, or of writing a file. It is to be raised where its batch is awaited.
+        # torch also raises the death of a worker in a signal handler, which may interrupt a collective call or the
+        # writing of a file. Without registration, the error is raised where the batch is awaited.
         signal_handling._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
         return batches
 
     def _failure(self, error: Exception) -> Exception:
-        """What to raise where a batch did not come from the workers."""
+        """Return the exception to raise after an error of the workers, with the cause and what to do."""
         if os.strerror(errno.ENOSPC) in str(error):
             return UserError(
                 f"/dev/shm has no room for the batches of {self.num_workers} workers; pass num_workers=0, or start the"
@@ -256,7 +265,7 @@ class _Workers:
         processes = batches._workers if batches is not None else []
         dead = [worker for worker, process in enumerate(processes) if not process.is_alive()]
         if not dead:
-            # A worker that lives and has no file descriptor left for its tensors closes the connection.
+            # A live worker closes the connection when it has no file descriptor left for its tensors.
             return OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if isinstance(error, EOFError) else error
         code = processes[dead[0]].exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
@@ -266,7 +275,7 @@ class _Workers:
         )
 
     def _kill(self) -> None:
-        """End workers that may not answer."""
+        """Kill the workers, which may not answer, and shut the loader down."""
         batches: Any = self._loader._iterator if self._loader is not None else None
         for process in batches._workers if batches is not None else ():
             process.kill()
@@ -280,7 +289,7 @@ class _Workers:
             return
         self.unreadable[row] = message
         if self.warn_unreadable:
-            # Logged by the rank that finds it, also where other ranks are silenced.
+            # Logged on any rank, since only this rank reads the sample.
             log.warning("warning: %s; it is left out", message, extra={"any_rank": True})
         if len(self.unreadable) == count:
             self.close()
@@ -288,21 +297,21 @@ class _Workers:
 
 
 class WorkerTrainLoader(_Workers, TrainSampling):
-    """`TrainLoader` over samples that are made by workers: same shuffle orders, same state.
+    """Loader like `TrainLoader`, with the same orders and state, over samples that worker processes read.
 
     Args:
-        reader: makes batches; each has to be a function of the request alone.
-        rows: int64, the numbers of the samples to train on.
+        reader: reads batches. A batch has to depend on the request only.
+        rows: numbers of the samples to train on, int64 of shape (m,).
         batch_size: samples of a micro-batch.
         seed: seed of the shuffling.
-        num_workers: worker processes; 0 makes each batch in this process.
+        num_workers: number of worker processes; 0 reads batches in this process.
         pin_memory: put batches into pinned memory, from which a GPU copies faster.
-        skip_unreadable: leave samples that cannot be read out of their batches, in place of an error.
+        skip_unreadable: whether batches leave out samples that cannot be read, instead of raising an error.
         shuffle: False keeps the order of `rows` in every epoch.
-        transform: makes the network's inputs of a batch, on `device`.
-        device: where batches go; by default where the reader makes them.
-        mix: mixes each sample with the one before it in the epoch's order, behind the transform.
-        names: of all samples, such as files: a run is not resumed with others.
+        transform: computes the network's inputs of a batch, on `device`.
+        device: device of the batches; by default that of the reader's batches.
+        mix: mixes each sample with its predecessor in the epoch's order, after the transform.
+        names: names of all samples, such as files. A checkpoint is not resumed with others.
 
     Raises:
         UserError: the set is empty, a sample cannot be read, or shared memory has no room for a batch.
@@ -326,7 +335,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
 
 
 class WorkerEvaluationLoader(_Workers, EvaluationSampling):
-    """`EvaluationLoader` over samples that are made by workers; arguments as in `WorkerTrainLoader`."""
+    """Loader like `EvaluationLoader` over samples that workers read. Arguments are those of `WorkerTrainLoader`."""
 
     def __init__(
         self,
@@ -341,12 +350,12 @@ class WorkerEvaluationLoader(_Workers, EvaluationSampling):
         self._set_reader(reader, len(self), **how)
 
     def loaded_batches(self) -> Iterator[LoadedBatch]:
-        """Its batches with their sample numbers, read again, whether there are features or not."""
+        """Yield the batches with their sample numbers. They are read even if `use_features` has set features."""
         requests = [BatchRequest(0, self.rows[a:b].tolist()) for a, b in self._spans()]
         yield from self._load_batches(requests, len(self.rows))
 
     @override
     def sample_numbers(self) -> Tensor:
-        """As of `EvaluationLoader`, without the samples that were found to be unreadable."""
+        """Return the numbers of this rank's samples, without those that could not be read."""
         numbers = super().sample_numbers()
         return numbers[~torch.isin(numbers, torch.tensor([*self.unreadable], dtype=torch.int64))]

@@ -1,4 +1,4 @@
-"""From sentence pairs as written to packed numbers: normalise, filter, split without leaks."""
+"""Prepares a corpus of sentence pairs: normalises, filters, splits without leaks, and packs token numbers."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ TUTORIAL_PREFIXES = (
     *("i am ", "i m ", "he is", "he s ", "she is", "she s "),
     *("you are", "you re ", "we are", "we re ", "they are", "they re "),
 )
-"""The English beginnings that PyTorch's translation tutorial keeps."""
+"""English prefixes of the sentences that PyTorch's translation tutorial keeps."""
 
 Choice = Literal["error", "skip"]
 
@@ -42,9 +42,9 @@ _LONGEST = 10_000
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What a corpus is called, how many lines were read and pairs kept, and how many source sentences differ.
+    """Name of a corpus, number of lines read and pairs kept, and number of distinct source sentences.
 
-    ``left_out`` holds how many lines are not used, by reason: ``read == kept + sum(left_out.values())``.
+    ``left_out`` is the number of lines that are not used, by reason: ``read == kept + sum(left_out.values())``.
     """
 
     title: str
@@ -54,14 +54,15 @@ class CorpusInfo:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """The counts in words."""
-        parts = [f"{self.kept:,} pairs kept", *(f"{count:,} {reason}" for reason, count in self.left_out.items())]
-        return f"{self.title}: {self.read:,} lines read = {' + '.join(parts)}"
+        """Return a line with the counts."""
+        counts = [f"{self.kept:,} pairs kept"]
+        counts += [f"{count:,} {reason}" for reason, count in self.left_out.items()]
+        return f"{self.title}: {self.read:,} lines read = {' + '.join(counts)}"
 
 
 @dataclass(frozen=True)
 class CorpusFilter:
-    """Which pairs are kept, in what form; see `TranslationDataModule`."""
+    """Settings of the normalisation and the filters; see `TranslationDataModule`. `whole` marks held-out files."""
 
     normalisation: Normalisation = "unicode"
     max_length: int | None = None
@@ -72,17 +73,17 @@ class CorpusFilter:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All kept pairs, in numbers of their own tokens.
+    """Kept pairs of all parts, as numbers of the corpus's tokens.
 
     Args:
-        info: of the training files.
-        held_out: of the files of "val" and "test", where there are any.
-        source, target: the sentences, those of the training files first.
-        source_tokens, target_tokens: what the numbers mean.
-        training_counts: how often each token of the source and of the target occurs in the training part, int64.
-        rows: the rows of each part, int64: "train", "val" and "test".
-        texts: by row, source and target of the held-out pairs as they were written.
-        notes: what was left out, for the user.
+        info: counts of the training files.
+        held_out: counts of the files of "val" and "test", if there are any.
+        source, target: sentences, those of the training files first.
+        source_tokens, target_tokens: token of each number.
+        training_counts: number of occurrences of each source and target token in the training part, int64.
+        rows: row numbers of "train", "val" and "test", int64.
+        texts: original source and target of the held-out pairs, by row.
+        notes: remarks on lines that were left out.
     """
 
     info: CorpusInfo
@@ -97,7 +98,7 @@ class Corpus:
     notes: list[str] = field(default_factory=list)
 
     def vocabularies(self, vocab_size: int | None) -> tuple[Vocabulary, Vocabulary]:
-        """The words of both sides, from the training part only, `vocab_size` of each side at most."""
+        """Return the vocabularies of words of both sides, from the training part only, of up to `vocab_size` words."""
         source, target = self.training_counts
         return (
             build_vocabulary(self.source_tokens, source.tolist(), vocab_size),
@@ -105,68 +106,80 @@ class Corpus:
         )
 
     def subwords(self, vocab_size: int) -> tuple[SubwordVocabulary, SubwordVocabulary]:
-        """Subwords of both sides, from the training part only; arguments as of `train_subwords`."""
-        found = []
+        """Learn subword vocabularies of both sides from the training part only; see `train_subwords`."""
+        vocabularies = []
         for tokens, counts in zip((self.source_tokens, self.target_tokens), self.training_counts, strict=True):
             words = list(zip(tokens, counts.tolist(), strict=True))[len(SPECIAL_TOKENS) :]
-            found.append(train_subwords({word: count for word, count in words if count}, vocab_size))
-        return found[0], found[1]
+            vocabularies.append(train_subwords({word: count for word, count in words if count}, vocab_size))
+        return vocabularies[0], vocabularies[1]
 
     def encoded(self, source: AnyVocabulary, target: AnyVocabulary) -> PackedPairs:
-        """The pairs in the numbers of these vocabularies."""
+        """Return the pairs as numbers of the given vocabularies."""
         return PackedPairs(
             self.source.retokenized(encode_tokens(source, self.source_tokens)),
             self.target.retokenized(encode_tokens(target, self.target_tokens)),
         )
 
     def sentences(self, rows: Tensor, side: int) -> list[str]:
-        """The normalised sentences of the source, side 0, or of the target, side 1."""
-        packed, tokens = ((self.source, self.source_tokens), (self.target, self.target_tokens))[side]
-        return [" ".join(tokens[n] for n in packed[row] if n not in (SOS, EOS)) for row in rows.tolist()]
+        """Return the normalised sentences of the source (side 0) or the target (side 1)."""
+        packed = (self.source, self.target)[side]
+        tokens = (self.source_tokens, self.target_tokens)[side]
+        sentences = []
+        for row in rows.tolist():
+            sentences.append(" ".join(tokens[number] for number in packed[row] if number not in (SOS, EOS)))
+        return sentences
 
     def written(self, rows: Tensor, side: int) -> list[str]:
-        """The sentences as they were written, where they are held out."""
-        found = zip(rows.tolist(), self.sentences(rows, side), strict=True)
-        return [self.texts[row][side] if row in self.texts else sentence for row, sentence in found]
+        """Return the original sentences of held-out pairs, and normalised sentences of training pairs."""
+
+        texts = []
+        for row, sentence in zip(rows.tolist(), self.sentences(rows, side), strict=True):
+            texts.append(self.texts[row][side] if row in self.texts else sentence)
+        return texts
 
 
 def hash_sources(sources: Sequence[str], seed: int) -> npt.NDArray[np.uint64]:
-    """A hash of (seed, sentence) for each sentence."""
+    """Return a hash of (seed, sentence) for each sentence, uint64 of shape (n,)."""
+    # BLAKE2 and not `hash`, which differs between processes. A key has at most 64 bytes.
     key = str(seed).encode()[:64]
     digests = b"".join(hashlib.blake2b(sentence.encode(), digest_size=8, key=key).digest() for sentence in sources)
     return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
 
 
 def split_by_source(hashes: npt.NDArray[np.uint64], val: float, test: float) -> dict[str, Tensor]:
-    """The rows of each part; rows with the same source sentence are in one, so no held-out source is trained on.
+    """Split rows into parts so that all rows with the same source sentence are in one part.
 
-    Sentences are ordered by a hash of (seed, sentence): the first make up the test part, the next validation. So the
-    split does not depend on the order of the file, and hardly changes when sentences are added.
+    The distinct sentences are ordered by a hash of (seed, sentence). The first ones are the test part and the next ones
+    the validation part. The split therefore does not depend on the order of the file, and hardly changes when sentences
+    are added.
 
     Args:
-        hashes: of the source sentence of each row, of `hash_sources`.
-        val: share of the different sentences held out for validation.
-        test: share of them held out for the test.
+        hashes: hash of the source sentence of each row, see `hash_sources`.
+        val: share of the distinct sentences held out for validation.
+        test: share of the distinct sentences held out for the test.
 
     Returns:
-        int64 tensors "train", "val" and "test", each sorted.
+        Sorted row numbers of "train", "val" and "test", int64.
     """
-    distinct, ranks = np.unique(hashes, return_inverse=True)
-    rank = torch.from_numpy(ranks)
-    held_out = [max(1, round(len(distinct) * share)) if share else 0 for share in (test, val)]
-    in_test, in_val = rank < held_out[0], rank < sum(held_out)
-    parts = {"train": ~in_val, "val": in_val & ~in_test, "test": in_test}
+    distinct, inverse = np.unique(hashes, return_inverse=True)
+    position = torch.from_numpy(inverse)
+    # A part with a share gets one sentence at least.
+    test_count = max(1, round(len(distinct) * test)) if test else 0
+    val_count = max(1, round(len(distinct) * val)) if val else 0
+    in_test = position < test_count
+    is_held_out = position < test_count + val_count
+    parts = {"train": ~is_held_out, "val": is_held_out & ~in_test, "test": in_test}
     return {part: mask.nonzero().flatten() for part, mask in parts.items()}
 
 
 def _has_prefix(sentence: str) -> bool:
-    """Whether a normalised sentence begins so; apostrophes count as spaces, as the tutorial reads them."""
+    """Return whether a sentence begins with a prefix of the tutorial, in which apostrophes are spaces."""
     return " ".join(sentence.replace("'", " ").split()).startswith(TUTORIAL_PREFIXES)
 
 
 @dataclass
 class _Kept:
-    """What is kept of the pairs of one place, normalised and as written, and what is not."""
+    """Kept pairs of one file, normalised and original, and the counts of the pairs that were left out."""
 
     sources: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
@@ -184,19 +197,22 @@ _HINTS = {
 
 
 def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
-    """The pairs that are kept, in normal form; faulty ones that may not be skipped are refused."""
+    """Normalise and filter pairs. An error is raised for faulty lines unless they may be skipped."""
     kept = _Kept()
-    # Those to train on are padded in batches of a fixed number.
+    # Training batches have a fixed number of sentences, so that one long sentence pads all others. Batches of held-out
+    # sentences get smaller instead.
     longest = LONGEST_INPUT if keep.whole else max(_LONGEST, 10 * (keep.max_length or 0))
-    faults, too_long, without_prefix = Faults(dict(pairs.faults.lines)), Faults(), 0
-    sides = ([pair.source for pair in pairs.pairs], [pair.target for pair in pairs.pairs])
-    sources, targets = (normalise_lines(side, keep.normalisation) for side in sides)
+    faults = Faults(dict(pairs.faults.lines))
+    too_long = Faults()
+    without_prefix = 0
+    sources = normalise_lines([pair.source for pair in pairs.pairs], keep.normalisation)
+    targets = normalise_lines([pair.target for pair in pairs.pairs], keep.normalisation)
     for pair, source, target in zip(pairs.pairs, sources, targets, strict=True):
         if "\0" in pair.source or "\0" in pair.target:
             faults.add("with a NUL character", [pair.number])
         elif not (source.strip(INVISIBLE) and target.strip(INVISIBLE)):
             faults.add(f"with an empty side in {keep.normalisation} normalisation", [pair.number])
-        # Words are separated by single spaces, and the end mark is one more.
+        # One word more than there are spaces, and the EOS token.
         elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
             too_long.add(f"over max_length={keep.max_length}", [pair.number])
         elif keep.prefixes and not (_has_prefix(source) or _has_prefix(target)):
@@ -215,32 +231,39 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
     ]
     kept.notes = [note for note in notes if note]
     by_reason = {reason: len(lines) for reason, lines in (faults.lines | too_long.lines).items()}
-    kept.left_out = pairs.apart | by_reason | ({"without a prefix": without_prefix} if without_prefix else {})
+    kept.left_out = pairs.apart | by_reason
+    if without_prefix:
+        kept.left_out["without a prefix"] = without_prefix
     return kept
 
 
 def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], keep: CorpusFilter) -> CorpusInfo:
-    """The counts of one part, of which something has to be left."""
-    read, sources = sum(pairs.read for pairs in files), [source for one in kept for source in one.sources]
+    """Return the counts of a part, or raise an error if no pair is left."""
+    read = sum(pairs.read for pairs in files)
+    sources = [source for kept_pairs in kept for source in kept_pairs.sources]
     if not sources:
         filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
-        named = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
+        settings = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
         where = ", ".join(pairs.where for pairs in files)
-        raise UserError(f"{where}: no pair of {read:,} is left after {named}")
+        raise UserError(f"{where}: no pair of {read:,} is left after {settings}")
     left_out: Counter[str] = Counter()
-    for one in kept:
-        left_out.update(one.left_out)
+    for kept_pairs in kept:
+        left_out.update(kept_pairs.left_out)
     return CorpusInfo(title, read, len(sources), len(set(sources)), dict(left_out))
 
 
 def _note_shared(hashes: Mapping[str, npt.NDArray[np.uint64]], rows: Tensor) -> list[str]:
-    """How many training pairs have a source sentence of a held-out file, which is left to who published the split."""
+    """Return remarks on training pairs whose source sentence is in a held-out file."""
+    # They stay: whoever published the split decided what is trained on.
     train = hashes["train"][rows.numpy()]
-    return [
-        f"{count:,} of {len(train):,} training pairs have a source sentence that is in the {name} files, too"
-        for part, name in (("val", "validation"), ("test", "test"))
-        if part in hashes and (count := int(np.isin(train, hashes[part]).sum()))
-    ]
+    notes = []
+    for part, name in (("val", "validation"), ("test", "test")):
+        count = int(np.isin(train, hashes[part]).sum()) if part in hashes else 0
+        if count:
+            notes.append(
+                f"{count:,} of {len(train):,} training pairs have a source sentence that is in the {name} files, too"
+            )
+    return notes
 
 
 def prepare_corpus(
@@ -251,23 +274,26 @@ def prepare_corpus(
     test: float,
     seed: int,
 ) -> Corpus:
-    """Normalise, filter, split and pack.
+    """Normalise, filter, split and pack the pairs of all files.
 
     Args:
-        files: of "train", which is split, and of "val" and "test", which are used whole: `max_length` and `prefixes`
-            of `keep` are not theirs.
-        titles: what each part is called.
-        val, test, seed: of the split, see `split_by_source`.
+        files: pairs of "train", which is split, and optionally of "val" and "test", to which `max_length` and
+            `prefixes` do not apply.
+        titles: name of each part.
+        keep: settings of the normalisation and the filters.
+        val, test, seed: shares and seed of the split, see `split_by_source`.
     """
-    whole = replace(keep, max_length=None, prefixes=None, whole=True)
-    everything: list[_Kept] = []
-    infos, hashes = {}, {}
-    for part, of_part in files.items():
-        filters = keep if part == "train" else whole
-        kept = [_filtered(pairs, filters) for pairs in of_part]
-        infos[part] = _info(titles[part], of_part, kept, filters)
-        hashes[part] = hash_sources([source for one in kept for source in one.sources], seed)
-        everything += kept
+    # Published validation and test files are used whole.
+    held_out_filter = replace(keep, max_length=None, prefixes=None, whole=True)
+    all_kept: list[_Kept] = []
+    infos: dict[str, CorpusInfo] = {}
+    hashes: dict[str, npt.NDArray[np.uint64]] = {}
+    for part, part_files in files.items():
+        filters = keep if part == "train" else held_out_filter
+        kept = [_filtered(pairs, filters) for pairs in part_files]
+        infos[part] = _info(titles[part], part_files, kept, filters)
+        hashes[part] = hash_sources([source for kept_pairs in kept for source in kept_pairs.sources], seed)
+        all_kept += kept
     rows = split_by_source(hashes["train"], val, test)
     start = 0
     for part, info in infos.items():
@@ -275,10 +301,23 @@ def prepare_corpus(
             rows[part] = torch.arange(start, start + info.kept)
         start += info.kept
     info = infos.pop("train")
-    source, source_tokens = pack([line for one in everything for line in one.sources])
-    target, target_tokens = pack([line for one in everything for line in one.targets], start=True)
-    counts = source.counts(rows["train"], len(source_tokens)), target.counts(rows["train"], len(target_tokens))
-    notes = [note for one in everything for note in one.notes] + _note_shared(hashes, rows["train"])
-    texts = [pair for one in everything for pair in one.texts]
-    held_out = {row: texts[row] for row in torch.cat((rows["val"], rows["test"])).tolist()}
-    return Corpus(info, infos, source, target, source_tokens, target_tokens, counts, rows, held_out, notes)
+    source, source_tokens = pack([line for kept_pairs in all_kept for line in kept_pairs.sources])
+    target, target_tokens = pack([line for kept_pairs in all_kept for line in kept_pairs.targets], start=True)
+    source_counts = source.counts(rows["train"], len(source_tokens))
+    target_counts = target.counts(rows["train"], len(target_tokens))
+    notes = [note for kept_pairs in all_kept for note in kept_pairs.notes]
+    notes += _note_shared(hashes, rows["train"])
+    texts = [pair for kept_pairs in all_kept for pair in kept_pairs.texts]
+    held_out_texts = {row: texts[row] for row in torch.cat((rows["val"], rows["test"])).tolist()}
+    return Corpus(
+        info=info,
+        held_out=infos,
+        source=source,
+        target=target,
+        source_tokens=source_tokens,
+        target_tokens=target_tokens,
+        training_counts=(source_counts, target_counts),
+        rows=rows,
+        texts=held_out_texts,
+        notes=notes,
+    )

@@ -1,4 +1,4 @@
-"""Sentence pairs for translation: read, filtered, split without leaks and packed, ready to be sliced into batches."""
+"""Data module of sentence pairs for translation: reading, filters, split without leaks, vocabularies, loaders."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,10 +35,10 @@ _FILES = {
     "val": ("val_file", "val_source_file", "val_target_file"),
     "test": ("test_file", "test_source_file", "test_target_file"),
 }
-"""The parameters of each part: files of pairs, or aligned files."""
+"""Parameters for the files of each part: files of pairs, or aligned files."""
 _FRACTIONS = {"val": 0.05, "test": 0.1}
-"""What is held out of the training files where a part has no files."""
-_SUBWORDS = 8000  # Of each side, where `vocab_size` does not say it.
+"""Default share of the source sentences held out for a part without files."""
+_SUBWORDS = 8000  # Default size of each subword vocabulary.
 
 
 def _listed(files: Files) -> list[str]:
@@ -46,21 +46,22 @@ def _listed(files: Files) -> list[str]:
 
 
 def _paths(files: Files) -> Files:
-    """The files with ~ as the home directory; one of them as a text, as it may be given."""
+    """Return the files with ~ expanded: several as a list, one as a string, none as None."""
     names = [str(Path(name).expanduser()) for name in _listed(files)]
     return names if len(names) > 1 else names[0] if names else None
 
 
 def _check_files(part: str, pairs: Files, source: Files, target: Files) -> None:
-    """Refuse files of pairs beside aligned ones, and aligned ones that are not as many on both sides."""
+    """Check that a part has files of pairs or aligned files, and as many aligned files on both sides."""
     names = _FILES[part]
     if (source is None) != (target is None):
-        given, other = (names[1], names[2]) if source else (names[2], names[1])
-        raise UserError(f"`{given}` needs the file of its translations; pass `{other}` too")
+        present, missing = (names[1], names[2]) if source else (names[2], names[1])
+        raise UserError(f"`{present}` needs the file of its translations; pass `{missing}` too")
     if pairs is not None and source is not None:
         raise UserError(f"found both `{names[0]}` and `{names[1]}`; pass files of pairs, or aligned files")
-    if (a := len(_listed(source))) != (b := len(_listed(target))):
-        raise UserError(f"`{names[1]}` has {a} files and `{names[2]}` {b}; each file needs that of its translations")
+    m, n = len(_listed(source)), len(_listed(target))
+    if m != n:
+        raise UserError(f"`{names[1]}` has {m} files and `{names[2]}` {n}; each file needs that of its translations")
 
 
 def _check_fraction(part: str, fraction: float | None, has_files: bool) -> None:
@@ -186,7 +187,7 @@ class TranslationDataModule(BaseDataModule):
             vocab_size = vocab_size or _SUBWORDS
         if normalisation is None:
             normalisation = "unicode" if subwords == "none" else "none"
-        # Refuses an unknown name here.
+        # Raises an error for an unknown name here, and not only when the corpus is read.
         normalise("", normalisation)
         predict_inputs = list(predict_inputs) if predict_inputs else None
         self.save_hyperparameters()
@@ -195,12 +196,12 @@ class TranslationDataModule(BaseDataModule):
         self._vocabularies: tuple[AnyVocabulary, AnyVocabulary] | None = None
         self._pairs: PackedPairs | None = None
         self.normalisation: Normalisation = normalisation
-        """The form of the sentences; a checkpoint's replaces that of the constructor."""
+        """Normalisation of the sentences. That of a checkpoint replaces that of the constructor."""
         self._inputs: list[GivenSentence] | None = None
 
     @property
     def info(self) -> CorpusInfo:
-        """What the corpus is called, and its size once it has been read."""
+        """Name of the corpus, and its counts once it has been read."""
         return self._corpus.info if self._corpus else CorpusInfo(self._title("train"))
 
     @property
@@ -209,7 +210,7 @@ class TranslationDataModule(BaseDataModule):
         return self.info.title
 
     def _files(self, part: str) -> tuple[list[str], list[str], list[str]]:
-        """The files of pairs of a part, and those of both sides."""
+        """Return the files of pairs of a part, and its aligned source and target files."""
         pairs, source, target = (_listed(self.hparams[name]) for name in _FILES[part])
         return pairs, source, target
 
@@ -221,7 +222,7 @@ class TranslationDataModule(BaseDataModule):
         return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4) if names else BUNDLED_TITLE
 
     def _fraction(self, part: str) -> float:
-        """What is held out of the training files."""
+        """Return the share of the training files' source sentences that is held out for a part."""
         fraction: float | None = self.hparams[f"{part}_fraction"]
         default = 0.0 if self._has_files(part) else _FRACTIONS[part]
         return default if fraction is None else float(fraction)
@@ -229,16 +230,13 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def sizes(self) -> dict[str, int]:
-        """Pairs in each part, once the corpus has been read: "train", "val", "test"."""
+        """Number of pairs in "train", "val" and "test", once the corpus has been read."""
         return {part: len(rows) for part, rows in self._corpus.rows.items()} if self._corpus else {}
 
     @property
     @override
     def left_out(self) -> Mapping[str, int]:
-        """Lines that are not used, by reason; with those that are kept they are all that were read.
-
-        The reasons of files to validate and to test on name their part, as in "blank in val".
-        """
+        """Number of lines that are not used, by reason. The reason names the part of held-out files: "blank in val"."""
         if self._corpus is None:
             return {}
         held_out = self._corpus.held_out.items()
@@ -252,34 +250,34 @@ class TranslationDataModule(BaseDataModule):
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """The numbers of the pairs of each part, int64: "train", "val" and "test"."""
+        """Row numbers of the pairs of "train", "val" and "test", int64."""
         return self._load().rows
 
     @property
     def source_vocabulary(self) -> AnyVocabulary:
-        """The tokens of the source; before `setup`, this reads the corpus."""
+        """Vocabulary of the source. Before `setup`, this reads the corpus."""
         return self.vocabularies()[0]
 
     @property
     def target_vocabulary(self) -> AnyVocabulary:
-        """The tokens of the target; before `setup`, this reads the corpus."""
+        """Vocabulary of the target. Before `setup`, this reads the corpus."""
         return self.vocabularies()[1]
 
     def _read(self, part: str) -> list[SentencePairs]:
-        """The files of a part, to be read."""
-        pairs, *aligned = self._files(part)
-        if pairs:
-            found = [read_pairs(Path(name), self.hparams.columns) for name in pairs]
-        elif aligned[0]:
-            found = [read_aligned(Path(a), Path(b)) for a, b in zip(*aligned, strict=True)]
+        """Read the files of a part."""
+        files, sources, targets = self._files(part)
+        if files:
+            pairs = [read_pairs(Path(name), self.hparams.columns) for name in files]
+        elif sources:
+            pairs = [read_aligned(Path(source), Path(target)) for source, target in zip(sources, targets, strict=True)]
         else:
-            made = bundled_pairs()
-            warn(f"note: `data_file` is not given: training on {len(made):,} {BUNDLED_TITLE}")
-            found = [SentencePairs(BUNDLED_TITLE, [Pair(number, a, b) for number, (a, b) in enumerate(made, 1)])]
-        return [one.reversed() for one in found] if self.hparams.reverse else found
+            bundled = bundled_pairs()
+            warn(f"note: `data_file` is not given: training on {len(bundled):,} {BUNDLED_TITLE}")
+            pairs = [SentencePairs(BUNDLED_TITLE, [Pair(i, *pair) for i, pair in enumerate(bundled, 1)])]
+        return [file_pairs.reversed() for file_pairs in pairs] if self.hparams.reverse else pairs
 
     def _load(self) -> Corpus:
-        """The corpus; kept, so it is read once."""
+        """Return the corpus, which is read once."""
         if self._corpus is None:
             options = self.hparams
             keep = CorpusFilter(self.normalisation, options.max_length, options.prefixes, options.on_bad_lines)
@@ -294,7 +292,7 @@ class TranslationDataModule(BaseDataModule):
         return self._corpus
 
     def _part_to_use(self, part: str) -> Corpus:
-        """The corpus, if it has pairs of this part."""
+        """Return the corpus, or raise an error if a part has no pairs."""
         corpus = self._load()
         if not len(corpus.rows[part]):
             raise UserError(
@@ -305,28 +303,28 @@ class TranslationDataModule(BaseDataModule):
         return corpus
 
     def vocabularies(self) -> tuple[AnyVocabulary, AnyVocabulary]:
-        """The vocabularies of source and target; before `setup`, this reads the corpus."""
+        """Return the vocabularies of source and target. Before `setup`, this reads the corpus."""
         if self._vocabularies is None:
             corpus, options = self._part_to_use("train"), self.hparams
             if options.subwords == "none":
                 self._vocabularies = corpus.vocabularies(options.vocab_size)
             else:
                 size = options.vocab_size or _SUBWORDS
-                # In advance: sentencepiece lets no other thread run.
+                # Logged in advance and not by `inform_if_slow`: sentencepiece blocks all other threads.
                 inform(f"learning up to {size:,} subwords of each side from {len(corpus.rows['train']):,} pairs ...")
                 self._vocabularies = corpus.subwords(size)
         return self._vocabularies
 
     @property
     def encoded_pairs(self) -> PackedPairs:
-        """All kept pairs in the numbers of the vocabularies."""
+        """All kept pairs as numbers of the vocabularies."""
         if self._pairs is None:
             self._pairs = self._load().encoded(*self.vocabularies())
         return self._pairs
 
     @override
     def setup(self, stage: str) -> None:
-        """Read the corpus for "fit", "validate" and "test"; "predict" needs a checkpoint only."""
+        """Read the corpus for "fit", "validate" and "test". "predict" needs a checkpoint only."""
         if stage == "predict":
             return
         part = {"fit": "train", "validate": "val", "test": "test"}[stage]
@@ -363,39 +361,39 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def val_dataloader(self) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
-        """The pairs to validate on; nothing where there is no file of them and ``val_fraction`` is 0."""
+        """Return the loader of the validation part, or an empty list if there is none."""
         return self._evaluation_loader("val")
 
     @override
     def test_dataloader(self) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
-        """The pairs for the test; nothing where there is no file of them and ``test_fraction`` is 0."""
+        """Return the loader of the test part, or an empty list if there is none."""
         return self._evaluation_loader("test")
 
     @override
     def take_inputs(self, inputs: Any) -> None:
-        """Sentences to translate, as written: a text or several."""
+        """Set the sentences to translate: a string or a list of strings."""
         sentences = [inputs] if isinstance(inputs, str) else list(inputs)
         if not sentences or not all(isinstance(sentence, str) for sentence in sentences):
             raise UserError("no sentence to translate; pass a text, or a list of texts")
         self._inputs = [given_sentence(text, text) for text in sentences]
 
     def _sentences_to_predict(self) -> list[GivenSentence]:
-        """The inputs of `predict`, normalised; read once, since standard input cannot be read again."""
+        """Return the inputs of `predict`. They are read once, since standard input cannot be read again."""
         if self._inputs is None:
             self._inputs = read_inputs(self.hparams.predict_inputs or [])
         return self._inputs
 
     @property
     def _normalised_inputs(self) -> list[str]:
-        texts = [given.text.replace("\n", " ") for given in self._sentences_to_predict()]
+        texts = [sentence.text.replace("\n", " ") for sentence in self._sentences_to_predict()]
         return normalise_lines(texts, self.normalisation)
 
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """The sentences, with tokens outside the vocabulary in [brackets], and the places of those without a word."""
-        given = zip(self._normalised_inputs, self._sentences_to_predict(), strict=True)
-        return [self.source_vocabulary.mark_unknown(text) if text else sentence.where for text, sentence in given]
+        """Sentences with tokens outside the vocabulary in [brackets], or the line of a sentence without words."""
+        inputs = zip(self._normalised_inputs, self._sentences_to_predict(), strict=True)
+        return [self.source_vocabulary.mark_unknown(text) if text else sentence.where for text, sentence in inputs]
 
     @property
     @override
@@ -405,15 +403,15 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def unclear_inputs(self) -> Mapping[int, str]:
-        """The inputs of which normalisation leaves nothing."""
+        """Remarks on inputs that are empty after normalisation, by index."""
         note = f"unclear: nothing is left in {self.normalisation} normalisation"
-        given = self._inputs or []
-        texts = self._normalised_inputs if given else []
-        return {i: note if given[i].text else "blank line" for i, text in enumerate(texts) if not text}
+        inputs = self._inputs or []
+        texts = self._normalised_inputs if inputs else []
+        return {i: note if inputs[i].text else "blank line" for i, text in enumerate(texts) if not text}
 
     @override
     def predict_dataloader(self) -> SentenceEvaluationLoader:
-        """The sentences of ``predict_inputs`` in their order, with empty targets."""
+        """Return a loader of the sentences in ``predict_inputs``, with empty targets."""
         sentences = self._normalised_inputs
         rows = [i for i, sentence in enumerate(sentences) if sentence]
         if not rows:
@@ -429,41 +427,42 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move the tokens; lengths and numbers stay, since packing sequences would wait for them on the CPU."""
+        """Move the tokens. Lengths and numbers stay on the CPU, where packed sequences would have to wait for them."""
         if not isinstance(batch, TranslationBatch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         source, target = (side.to(device, non_blocking=True) for side in (batch.source, batch.target))
         return batch._replace(source=source, target=target)
 
     def source_sentences(self, numbers: Tensor) -> list[str]:
-        """The source sentences with these numbers (of train, val and test batches), with unknown words as they are."""
+        """Return the normalised source sentences of pairs by number (of train, val and test batches)."""
         return self._load().sentences(numbers, 0)
 
     def target_sentences(self, numbers: Tensor) -> list[str]:
-        """The translations to compare with; unknown words are not UNK, which a network could predict by chance."""
+        """Return the normalised reference translations. Unknown words are kept, since UNK could match a prediction."""
         return self._load().sentences(numbers, 1)
 
     def source_texts(self, numbers: Tensor) -> list[str]:
-        """The source sentences with these numbers as they were written; normalised ones of the training part."""
+        """Return the original source sentences of pairs by number. Those of the training part are normalised."""
         return self._load().written(numbers, 0)
 
     def target_texts(self, numbers: Tensor) -> list[str]:
-        """Their translations as they were written."""
+        """Return the original translations of pairs by number. Those of the training part are normalised."""
         return self._load().written(numbers, 1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The vocabularies and the normalisation, so that the network translates without the corpus."""
+        """Return the vocabularies and the normalisation, so that the network can translate without the corpus."""
         source, target = self.vocabularies()
         return {"source_tokens": source.state, "target_tokens": target.state, "normalisation": self.normalisation}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        source, target = (vocabulary_from_state(state_dict[f"{side}_tokens"]) for side in ("source", "target"))
-        saved = source, target
+        source = vocabulary_from_state(state_dict["source_tokens"])
+        saved = source, vocabulary_from_state(state_dict["target_tokens"])
         if self.normalisation != state_dict["normalisation"]:
-            # Lightning calls `setup` before it reads the checkpoint: the corpus has to be normalised again.
-            self.normalisation, self._corpus = state_dict["normalisation"], None
+            # Lightning calls `setup` before it reads the checkpoint, so the corpus has to be read and normalised again.
+            self.normalisation = state_dict["normalisation"]
+            self._corpus = None
             warn(f"note: the saved normalisation is used: {self.normalisation}")
         elif self._vocabularies not in (None, saved):
             warn("note: the saved vocabularies are used, which are not those of the training part")

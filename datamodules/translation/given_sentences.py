@@ -1,4 +1,4 @@
-"""Sentences to translate, as users give them: typed, in files, or on standard input."""
+"""Reads the sentences to translate from arguments, files or standard input."""
 
 import io
 import os
@@ -13,14 +13,15 @@ from datamodules.notes import warn
 from datamodules.translation.parallel_corpus import sentence_lines
 
 LONGEST_INPUT = 100_000
-"""Bytes in UTF-8 of a sentence to validate, test or predict on, at most."""
+"""Greatest length of a sentence to validate, test or predict on, in bytes of UTF-8."""
 
 
 class GivenSentence(NamedTuple):
-    """A sentence to translate, or what was given in place of one.
+    """Sentence to translate, or the problem of an input without one.
 
     Args:
-        where: the sentence itself, or its line and file.
+        where: name of the input for messages: the sentence, or its line and file.
+        text: the sentence, or "".
         problem: why there is no sentence.
     """
 
@@ -30,56 +31,59 @@ class GivenSentence(NamedTuple):
 
 
 def given_sentence(where: str, text: str) -> GivenSentence:
-    """A sentence to translate, or why it cannot be one."""
+    """Check a sentence and return it, or the problem if it cannot be translated."""
     if "\0" in text:
         return GivenSentence(where, "", f"{where} holds a NUL character; correct it")
-    if (size := len(text.encode(errors="replace"))) > LONGEST_INPUT:
+    size = len(text.encode(errors="replace"))
+    if size > LONGEST_INPUT:
         return GivenSentence(where, "", f"{where[:60]} has {size:,} bytes, more than {LONGEST_INPUT:,}; split it")
     return GivenSentence(where, text)
 
 
-def _sentences_of(where: str, lines: Iterable[str | None]) -> Iterator[GivenSentence]:
+def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[GivenSentence]:
+    """Yield a sentence, or its problem, for each line."""
     for number, line in enumerate(lines, 1):
-        place = f"line {number} of {where}"
+        line_name = f"line {number} of {where}"
         if line is None:
-            yield GivenSentence(place, "", f"{place} is not in UTF-8; save the file as UTF-8")
+            yield GivenSentence(line_name, "", f"{line_name} is not in UTF-8; save the file as UTF-8")
         else:
-            yield given_sentence(place, line.strip())
+            yield given_sentence(line_name, line.strip())
 
 
-def _sentences_in(path: Path) -> list[GivenSentence]:
-    """The sentences of a file; one that cannot be read is one sentence with a problem."""
+def _sentences_of_file(path: Path) -> list[GivenSentence]:
+    """Return the sentences of a file, or the file as one input with a problem if it cannot be read."""
     try:
-        return list(_sentences_of(str(path), sentence_lines(path)))
+        return list(_sentences_of_lines(str(path), sentence_lines(path)))
     except UserError as error:
         return [GivenSentence(str(path), "", str(error))]
 
 
 def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
-    """Sentences to translate, also the blank lines of files; a file that cannot be read is one with a problem.
+    """Read the sentences to translate. Blank lines of files are kept, so that outputs match the lines of the input.
 
     Args:
-        inputs: sentences; "-" for standard input; "@FILE", and names of .txt files and of any that exist.
+        inputs: sentences; "-" for standard input; "@FILE"; names of .txt files, or of any existing file.
 
     Raises:
         UserError: there is no sentence.
     """
-    found: list[GivenSentence] = []
+    sentences: list[GivenSentence] = []
     for text in inputs:
         is_listed = text.startswith("@") or (text.endswith(".txt") and " " not in text)
-        # Path.exists raises for texts that are longer than a name may be.
+        # Path.exists raises an error for texts that are longer than a file name may be.
         exists = os.path.exists(text)  # noqa: PTH110
         if text == "-":
-            # Bytes: how Python reads text there depends on the locale, and some let other encodings pass as junk.
-            given = io.BytesIO(sys.stdin.buffer.read())
-            found += _sentences_of("standard input", decoded_lines(given, "standard input"))
+            # Read as bytes, since text mode decodes by the locale, which may turn another encoding into wrong letters.
+            stream = io.BytesIO(sys.stdin.buffer.read())
+            sentences += _sentences_of_lines("standard input", decoded_lines(stream, "standard input"))
         elif is_listed or exists:
-            of_file = _sentences_in(Path(text.removeprefix("@")).expanduser())
+            file_sentences = _sentences_of_file(Path(text.removeprefix("@")).expanduser())
+            # A word to translate may be the name of a file by chance.
             if not is_listed and os.path.isfile(text):  # noqa: PTH113
-                warn(f"note: {text} is a file: its {len(of_file):,} lines are translated")
-            found += of_file
+                warn(f"note: {text} is a file: its {len(file_sentences):,} lines are translated")
+            sentences += file_sentences
         else:
-            found.append(given_sentence(text, text))
-    if not found:
+            sentences.append(given_sentence(text, text))
+    if not sentences:
         raise UserError('no sentence to translate; type some behind the options, as "je suis fatigué .", @FILE, or -')
-    return found
+    return sentences

@@ -1,4 +1,4 @@
-"""Parts of words as tokens, learnt from a text by sentencepiece, so that no word is unknown."""
+"""Subword vocabularies, learnt by sentencepiece, with which no word is unknown."""
 
 import io
 import tempfile
@@ -21,14 +21,14 @@ _LONGEST = 1_000_000  # Bytes of a text without a space; sentencepiece's own lim
 
 
 class SubwordVocabulary:
-    """Parts of words, by number; the first four are `SPECIAL_TOKENS`, and 256 stand for single bytes.
+    """Vocabulary of subwords. The first four are `SPECIAL_TOKENS`, and 256 stand for single bytes.
 
-    What words become does not depend on the words beside them. Characters that the training text did not have become
-    bytes, so that any text can be encoded and is decoded as it was, except for the character U+2581, which becomes a
-    space.
+    The subwords of a word do not depend on its neighbours. Characters that the training text lacks become bytes, so
+    that any text can be encoded and decoded without loss, except for the character U+2581, which becomes a space:
+    sentencepiece uses it for the space before a word.
 
     Args:
-        model: what sentencepiece wrote.
+        model: serialised model of sentencepiece.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -37,7 +37,7 @@ class SubwordVocabulary:
 
     @cached_property
     def _processor(self) -> "SentencePieceProcessor":
-        # Imported here: most runs need no subwords.
+        # Imported here, since runs without subwords need not load it.
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -47,12 +47,12 @@ class SubwordVocabulary:
 
     @property
     def state(self) -> bytes:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return self.model
 
     @property
     def tokens(self) -> list[str]:
-        """All of them, in the order of their numbers."""
+        """All tokens, in the order of their numbers."""
         return [self._processor.id_to_piece(number) for number in range(len(self))]
 
     def __len__(self) -> int:
@@ -63,32 +63,34 @@ class SubwordVocabulary:
         return isinstance(other, SubwordVocabulary) and self.model == other.model
 
     def spell(self, word: str) -> list[int]:
-        """The numbers of a word's parts."""
+        """Return the numbers of the subwords of a word."""
         if word not in self._ids:
             self._ids[word] = self._processor.encode(word)
         return self._ids[word]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of numbers up to the first `EOS`, as it is written, in one line with single spaces."""
-        # A network may choose the bytes of a line feed.
-        return " ".join(self._processor.decode([n for n in strip_special_tokens(ids) if n != UNK]).split())
+        """Return the text of numbers up to the first `EOS`, in one line with single spaces."""
+        numbers = [number for number in strip_special_tokens(ids) if number != UNK]
+        text: str = self._processor.decode(numbers)
+        # A network may predict the byte of a line feed.
+        return " ".join(text.split())
 
     def mark_unknown(self, sentence: str) -> str:
-        """The sentence: no word is unknown."""
+        """Return the sentence unchanged, since no word is unknown."""
         return sentence
 
 
 def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabulary:
-    """Learn parts of words: byte pair encoding (Sennrich et al., 2016).
+    """Learn subwords by byte pair encoding (Sennrich et al., 2016).
 
     The result is a function of the arguments, on any machine with the same version of sentencepiece.
 
     Args:
-        counts: how often each word occurs.
-        vocab_size: tokens at most, special ones and the 256 bytes counted; small texts support fewer.
+        counts: number of occurrences of each word.
+        vocab_size: greatest number of tokens, with special tokens and the 256 bytes; a small text gives fewer.
 
     Raises:
-        UserError: the text has more characters than there may be tokens.
+        UserError: the text has more distinct characters than `vocab_size` allows.
     """
     from sentencepiece import SentencePieceTrainer
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
@@ -98,6 +100,7 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
         special |= {f"{name}_id": number, f"{name}_piece": SPECIAL_TOKENS[number]}
     model = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder:
+        # Sorted, so that the result does not depend on the order of `counts`.
         words = Path(folder, "words.tsv")
         words.write_text("".join(f"{word}\t{counts[word]}\n" for word in sorted(counts)), encoding="utf-8")
         try:
@@ -124,20 +127,21 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
                 f"vocab_size={vocab_size} is below the {needed} tokens for single bytes and the characters of the"
                 f" text; pass a larger one, such as vocab_size=8000"
             ) from None
-    found = ModelProto.FromString(model.getvalue())
-    found.trainer_spec.ClearField("input")  # The name of the temporary file.
-    return SubwordVocabulary(found.SerializeToString(deterministic=True))
+    proto = ModelProto.FromString(model.getvalue())
+    # The name of the temporary file differs in each call, and the model is compared with that of a checkpoint.
+    proto.trainer_spec.ClearField("input")
+    return SubwordVocabulary(proto.SerializeToString(deterministic=True))
 
 
 AnyVocabulary = Vocabulary | SubwordVocabulary
 
 
 def encode_tokens(vocabulary: AnyVocabulary, tokens: Sequence[str]) -> list[list[int]]:
-    """The numbers of each token of a corpus, special ones in front."""
+    """Return the vocabulary's numbers for each token of a corpus, whose list begins with the special tokens."""
     special = [[number] for number in range(len(SPECIAL_TOKENS))]
     return [*special, *map(vocabulary.spell, tokens[len(SPECIAL_TOKENS) :])]
 
 
 def vocabulary_from_state(state: Sequence[str] | bytes) -> AnyVocabulary:
-    """The vocabulary of which this is the `state`."""
+    """Restore a vocabulary from its `state`: bytes for subwords, a list for words."""
     return SubwordVocabulary(state) if isinstance(state, bytes) else Vocabulary(state)

@@ -1,4 +1,4 @@
-"""Text to tokens and tokens to numbers: normalisation, tokenisation and vocabularies."""
+"""Normalisation of text, tokenisation, and vocabularies of words."""
 
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -10,14 +10,14 @@ from typing_extensions import override
 from datamodules.errors import UserError
 
 PAD, SOS, EOS, UNK = range(4)
-"""Padding, start of a sentence, its end, and any token outside the vocabulary."""
+"""Numbers of the special tokens: padding, start and end of a sentence, and tokens outside the vocabulary."""
 SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
 
 Normalisation = Literal["unicode", "none", "tutorial"]
 
 
 class _CharacterTable(dict[int, str]):
-    """A table for `str.translate` that asks a function about each character once."""
+    """Table for `str.translate` that calls a function once for each distinct character."""
 
     def __init__(self, replacement: Callable[[str], str]) -> None:
         super().__init__({ord("\n"): "\n"})
@@ -30,11 +30,12 @@ class _CharacterTable(dict[int, str]):
 
 _APOSTROPHES = "'\u2019\u02bc\u2032"
 INVISIBLE = "\u00ad\u200b\u2060\ufeff"
-"""Soft hyphen, zero-width space, word joiner, byte-order mark; joiners that shape Persian or emoji stay."""
+"""Soft hyphen, zero-width space, word joiner, byte-order mark. Joiners that shape Persian or emoji are kept."""
 
 
 def _unicode_character(char: str) -> str:
-    """Marks are no letters to Python's regular expressions, hence categories: they belong to the word."""
+    """Return the replacement of a character in "unicode" normalisation: punctuation becomes a token of its own."""
+    # By Unicode categories: `\w` of regular expressions excludes combining marks, which belong to their word.
     if char in _APOSTROPHES:
         return "'"
     if char in INVISIBLE:
@@ -46,10 +47,12 @@ def _unicode_character(char: str) -> str:
 
 
 def _plain_character(char: str) -> str:
+    """Return the replacement of a character in "none" normalisation: control characters become spaces."""
     return " " if unicodedata.category(char) in ("Cc", "Zs", "Zl", "Zp") else char
 
 
 def _tutorial_character(char: str) -> str:
+    """Return the replacement of a character in "tutorial" normalisation."""
     if "a" <= char <= "z":
         return char
     if unicodedata.category(char) == "Mn":
@@ -65,21 +68,21 @@ _TABLES = {
 
 
 def _split_at_apostrophes(text: str) -> str:
-    """An apostrophe ends its token, or is a token where none precedes it: ``j'ai`` becomes ``j'`` and ``ai``."""
+    """Split text after apostrophes: ``j'ai`` becomes ``j'`` and ``ai``. After a space an apostrophe is a token."""
     pieces = text.split("'")
-    out = [pieces[0]]
+    tokens = [pieces[0]]
     for before, after in pairwise(pieces):
-        out.append(f"' {after}" if before[-1:].strip() else f" ' {after}")
-    return "".join(out)
+        tokens.append(f"' {after}" if before[-1:].strip() else f" ' {after}")
+    return "".join(tokens)
 
 
 def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> list[str]:
-    """Sentences as tokens with single spaces between them.
+    """Normalise sentences to tokens with single spaces between them.
 
     Args:
-        lines: sentences, none with a line break.
+        lines: sentences without line breaks.
         how: "unicode" keeps every script with its accents, in lower case (NFC), and makes tokens of punctuation;
-            "none" only composes characters (NFC) and splits at spaces; "tutorial" leaves a to z, ! and ?, as
+            "none" only composes characters (NFC) and splits at spaces; "tutorial" keeps a to z, ! and ? only, as
             PyTorch's translation tutorial does.
 
     Raises:
@@ -87,11 +90,12 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
     """
     if how not in _TABLES:
         raise UserError(f"no normalisation {how!r}; expected one of {', '.join(get_args(Normalisation))}")
+    # All lines in one call, which is faster than a call for each line.
     text = "\n".join(lines)
     if how == "none":
         text = unicodedata.normalize("NFC", text.translate(_TABLES[how]))
     elif how == "unicode":
-        # Composed last: characters that the table drops may have stood between a letter and its accent.
+        # Composed last, since a character that the table drops may separate a letter from its accent.
         text = _split_at_apostrophes(unicodedata.normalize("NFC", text.lower().translate(_TABLES[how])))
     else:
         text = unicodedata.normalize("NFD", text.lower()).translate(_TABLES[how])
@@ -99,7 +103,7 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
 
 
 def normalise(sentence: str, how: Normalisation = "unicode") -> str:
-    """One sentence, see `normalise_lines`.
+    """Normalise one sentence, see `normalise_lines`.
 
     Example:
         >>> normalise("J’ai 2 chats, n'est-ce pas?")
@@ -111,34 +115,34 @@ def normalise(sentence: str, how: Normalisation = "unicode") -> str:
 
 
 def strip_special_tokens(ids: Iterable[int]) -> list[int]:
-    """The numbers up to the first `EOS`, without padding and start marks."""
+    """Return the numbers up to the first `EOS`, without `PAD` and `SOS`."""
     return [number for number in takewhile(EOS.__ne__, map(int, ids)) if number not in (PAD, SOS)]
 
 
 class Vocabulary:
-    """The tokens of one side, by number; the first four are `SPECIAL_TOKENS`.
+    """Vocabulary of the tokens of one side. The first four are `SPECIAL_TOKENS`.
 
     Args:
-        tokens: all of them, with the special ones in front.
+        tokens: all tokens, the special tokens first.
 
     Raises:
-        UserError: the list does not begin with the special tokens, or has a token twice.
+        UserError: the list does not begin with the special tokens, or contains a token twice.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self.tokens = list(tokens)
-        different = len(set(self.tokens))
-        if tuple(self.tokens[:4]) != SPECIAL_TOKENS or different != len(self.tokens):
+        num_distinct = len(set(self.tokens))
+        if tuple(self.tokens[:4]) != SPECIAL_TOKENS or num_distinct != len(self.tokens):
             raise UserError(
                 f"a vocabulary is a list of distinct tokens that begins with {' '.join(SPECIAL_TOKENS)}, "
-                f"found {len(self.tokens):,} tokens, {different:,} of them distinct: {' '.join(self.tokens[:5])}"
+                f"found {len(self.tokens):,} tokens, {num_distinct:,} of them distinct: {' '.join(self.tokens[:5])}"
             )
-        # A "<pad>" in a text is not padding: no text has the special tokens.
+        # Special tokens are not looked up, so that the text "<pad>" is an unknown word and not padding.
         self._ids = {token: number for number, token in enumerate(self.tokens) if number >= len(SPECIAL_TOKENS)}
 
     @classmethod
     def of(cls, tokens: Iterable[str]) -> "Vocabulary":
-        """A vocabulary of ordinary tokens; the special ones are put in front, and left out of `tokens`."""
+        """Make a vocabulary of ordinary tokens, with the special tokens in front."""
         return cls([*SPECIAL_TOKENS, *(token for token in tokens if token not in SPECIAL_TOKENS)])
 
     def __len__(self) -> int:
@@ -153,30 +157,37 @@ class Vocabulary:
 
     @property
     def state(self) -> list[str]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return list(self.tokens)
 
     def spell(self, word: str) -> list[int]:
-        """The number of a word, as a list of one; `UNK` where it is outside the vocabulary."""
+        """Return the number of a word as a list of one number, which is `UNK` for a word outside the vocabulary."""
         return [self._ids.get(word, UNK)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The tokens of numbers up to the first `EOS`, with spaces between them."""
+        """Return the tokens of numbers up to the first `EOS`, separated by spaces."""
         return " ".join(self.tokens[number] for number in strip_special_tokens(ids))
 
     def mark_unknown(self, sentence: str) -> str:
-        """A normalised sentence with the tokens outside the vocabulary in square brackets."""
-        return " ".join(token if token in self else f"[{token}]" for token in sentence.split())
+        """Return a normalised sentence with tokens outside the vocabulary in square brackets."""
+        marked = []
+        for token in sentence.split():
+            marked.append(token if token in self else f"[{token}]")
+        return " ".join(marked)
 
 
 def build_vocabulary(tokens: Sequence[str], counts: Sequence[int], most: int | None = None) -> Vocabulary:
-    """The vocabulary of a text: the most frequent tokens first, equally frequent ones by the alphabet.
+    """Build the vocabulary of a text, with the most frequent tokens first and ties in alphabetical order.
 
     Args:
-        tokens: all of them, special ones in front.
-        counts: how often each occurs; those that do not are left out.
-        most: how many there may be, not counting the special ones.
+        tokens: all tokens, the special tokens first.
+        counts: number of occurrences of each token; tokens that do not occur are left out.
+        most: greatest number of tokens, without the special tokens.
     """
-    ordinary = range(len(SPECIAL_TOKENS), len(tokens))
-    chosen = sorted((n for n in ordinary if counts[n]), key=lambda n: (-counts[n], tokens[n]))
-    return Vocabulary.of(tokens[n] for n in chosen[:most])
+
+    def sort_key(number: int) -> tuple[int, str]:
+        return -counts[number], tokens[number]
+
+    occurring = [number for number in range(len(SPECIAL_TOKENS), len(tokens)) if counts[number]]
+    chosen = sorted(occurring, key=sort_key)
+    return Vocabulary.of(tokens[number] for number in chosen[:most])

@@ -105,7 +105,7 @@ def test_the_imports_of_modules_make_no_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-CLOSURES = {"recipes.mnist.recipe": 6_400, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_450}
+CLOSURES = {"recipes.mnist.recipe": 6_800, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_700}
 """How many lines of ours a reader of a module may have to know at most: its own and those of modules it imports.
 
 What it imports from a package, as `from datamodules import MNISTDataModule`, is known by its public name."""
