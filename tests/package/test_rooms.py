@@ -26,7 +26,7 @@ LEVELS = (
     "datamodules.base",
     "datamodules.NAME",
     "callbacks datamodules",
-    "recipes.neighbours recipes.version recipes.dropout recipes.calls recipes.figures",
+    "recipes.neighbours recipes.version recipes.dropout recipes.calls recipes.figures recipes.weights_file",
     "recipes.labels recipes.optim recipes.schedules recipes.weights recipes.compilation recipes.scores",
     "recipes.mistakes recipes.optimization",
     "recipes.tables",
@@ -105,7 +105,7 @@ def test_the_imports_of_modules_make_no_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-CLOSURES = {"recipes.mnist.recipe": 6_400, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_450}
+CLOSURES = {"recipes.mnist.recipe": 6_600, "callbacks.train_loss": 1_100, "datamodules.translation.data_module": 3_450}
 """How many lines of ours a reader of a module may have to know at most: its own and those of modules it imports.
 
 What it imports from a package, as `from datamodules import MNISTDataModule`, is known by its public name."""
