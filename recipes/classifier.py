@@ -70,6 +70,8 @@ class Classifier(Recipe):
             raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
         check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
+        # A buffer, so that it moves to the device. It is not in the state dict, whose names would otherwise depend on
+        # the data; `on_save_checkpoint` saves it.
         self.register_buffer("class_weights", None, persistent=False)
         self.top_k = top_k
         self.val_scores = ClassificationScores(num_classes)

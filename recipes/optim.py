@@ -94,6 +94,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     Parameters of norms and biases have at most one dimension. Frozen parameters are included, so that the groups are
     the same during the whole run. A group without parameters is left out.
     """
+    # Without duplicates: an optimiser refuses a parameter that is in its groups twice, as a tied weight would be.
     parameters = list(dict.fromkeys(parameters))
     decayed = [p for p in parameters if p.ndim > 1]
     exempt = [p for p in parameters if p.ndim <= 1]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -45,7 +45,9 @@ def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list
     # its name are divided evenly.
     for name, group in groupby(enumerate(names), key=itemgetter(1)):
         numbers = [number for number, _ in group]
-        count = sum(1 for _ in takewhile(lambda row: next(iter(row.values())) == name, rows))  # noqa: B023
+        count = 0
+        while count < len(rows) and next(iter(rows[count].values())) == name:
+            count += 1
         rows_of_name = rows[:count]
         rows = rows[count:]
         for position, number in enumerate(numbers):
@@ -133,6 +135,7 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
 
 def _outputs(recipe: Recipe, data: pl.LightningDataModule, batches: Iterable[Any]) -> list[Any]:
     """Return the outputs of `predict_step`, in evaluation mode and on the device of the recipe."""
+    # Mode by mode: `recipe.train()` would also put frozen layers into training mode.
     modes = [(module, module.training) for module in recipe.modules()]
     recipe.eval()
     trainer = attached_trainer(recipe)

@@ -78,6 +78,7 @@ class _Counts(Metric):
     def update(self, logits: Tensor, targets: Tensor) -> None:
         classes = self.confusion.shape[0]
         cells = targets.clamp(min=0) * classes + logits.argmax(1)
+        # A target of -100 adds 0 to the first row.
         self.confusion.view(-1).index_add_(0, cells, (targets >= 0).long())
         if classes > 5:
             self.top5 += (logits.topk(5, 1).indices == targets.unsqueeze(1)).sum()

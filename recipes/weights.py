@@ -39,8 +39,12 @@ def read_beside(path: str | None) -> Mapping[str, Any]:
 
 def read_settings_beside(path: str | None) -> dict[str, Any]:
     """Return the settings of the run in a file of weights that the export command wrote; else an empty dict."""
-    found = map(read_beside(path).get, ("config", "hyper_parameters"))
-    return next((dict(settings) for settings in found if isinstance(settings, Mapping) and settings), {})
+    content = read_beside(path)
+    for name in ("config", "hyper_parameters"):
+        settings = content.get(name)
+        if isinstance(settings, Mapping) and settings:
+            return dict(settings)
+    return {}
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
@@ -204,6 +208,7 @@ def _fitting_prefix(state: Mapping[str, Tensor], targets: Mapping[str, Tensor], 
     Other projects wrap a network in modules of their own, with prefixes such as "encoder." and "module.encoder_q.".
     """
     names = {_bare(name): value.shape for name, value in targets.items()}
+    # A prefix is what the file has before the name of the module's first tensor.
     first_name = next(iter(names), "")
     best = ""
     # The first prefix in the file wins a tie: MoCo's query encoder comes before its key encoder.

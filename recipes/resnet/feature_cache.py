@@ -73,6 +73,7 @@ def inputs_of(network: nn.Module, head: str, images: Tensor) -> Tensor:
 def _cannot_continue(network: nn.Module, head: str, images: Tensor) -> str:
     """Return why the logits do not follow from constant inputs of the head; empty if they do."""
     device = images.device
+    # Forked, so that layers such as dropout do not advance the random state of the run.
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             features = inputs_of(network, head, images)

@@ -23,6 +23,7 @@ _MIN_LAYERS = 4
 
 def random_images(network: nn.Module, example: Tensor) -> Tensor:
     """Return random images, always the same, of an example's shape, in the network's type and on its device."""
+    # A generator of its own: the random state of the run must not change.
     images = torch.rand(example.shape, generator=torch.Generator().manual_seed(1))
     return images.to(next(network.parameters(), example))
 

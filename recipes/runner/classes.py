@@ -29,10 +29,10 @@ class Classes:
     """The classes that a command line is made for.
 
     Args:
-        recipe: what to train.
-        data: what to train on: a class, or a data module that `recipes.fit` was given.
+        recipe: the class of the recipe.
+        data: the class of the data module, or a data module that was passed to `recipes.fit`.
         callbacks: makes further callbacks for the Trainer, new ones at each call.
-        samples: in memory, which the data module takes; None where it reads its own.
+        samples: samples in memory for the data module; None if it reads files.
     """
 
     recipe: type[Recipe]

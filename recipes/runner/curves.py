@@ -50,7 +50,7 @@ def curves(rows: Sequence[Row], monitor: str | None) -> dict[str, Figure]:
     """Plot the loss, the score that chooses the best checkpoint, and the learning rate; returned by name.
 
     Args:
-        rows: of metrics.csv.
+        rows: the rows of metrics.csv.
         monitor: the score, such as "val/accuracy"; None shows the loss only.
     """
     plots = {"curve_loss": curve_plot("loss", _both_parts(rows, "loss"))}

@@ -59,14 +59,14 @@ class Experiment:
         run: the settings of the run, with the resolved precision and threads.
         trainer: the settings of the Trainer.
         config: the settings that make the experiment, as plain values: what is saved with the run.
-        auto_settings: which of them the first command of the run has left to it.
-        launch: which process this is.
-        point: where the run resumes.
+        auto_settings: the settings that the first command of the run has left to the run.
+        launch: the position of this process in the run.
+        point: the folder and the checkpoint where the run resumes.
         recipe: to train or evaluate.
         data: to train or evaluate on.
         callbacks: makes the callbacks of a Trainer, new ones at each call; see `callbacks_maker`.
         typed: what the user typed.
-        notes: on precision and memory, for the run's first line.
+        notes: notes on precision and memory for the run's first line.
     """
 
     command: str
@@ -90,19 +90,19 @@ class Experiment:
 
     @property
     def tokens_parameter(self) -> str | None:
-        """The setting that limits a batch by tokens, where it is given."""
+        """The setting that limits a batch by tokens, if it has a value."""
         name = data_contract(self.data).tokens_parameter
         return name if name and self.config.get(name) else None
 
     @property
     def update_items(self) -> int | None:
-        """Of an update, on all devices, where settings or checkpoint tell: samples, or batches limited by tokens."""
+        """Samples of an update on all devices, or batches limited by tokens; None if they are not known."""
         saved = read_run(self.point.checkpoint).update_items if self.point.checkpoint else None
         return saved or self.run.global_batch_size
 
     @property
     def micro_batches(self) -> int | None:
-        """Of an update, on all devices; None where their number is not known yet."""
+        """Micro-batches of an update on all devices; None if their number is not known yet."""
         saved = read_run(self.point.checkpoint) if self.point.checkpoint else None
         if saved and not self.update_items and saved.devices != self.launch.world_size:
             return None  # A stock loader keeps the samples of an update, and their number is not known here.
@@ -149,7 +149,7 @@ def _resolve_data(
         # A data module that was passed to `fit` has no options, so that the recipe's settings reach it only here.
         _set_arguments(data, {**recipe_settings, **options})
         resolved_values = share(data_contract(data).resolve)
-        data_has_resolved = launch.rank == 0
+        data_has_resolved = launch.rank == 0  # `share` calls `resolve` on rank 0 only.
     resolved = fill(options, resolved_values)
     if resolved == options:
         return data, resolved

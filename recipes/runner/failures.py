@@ -139,8 +139,9 @@ def describe_failure(failure: ProcessFailure, rank: int, node: str) -> str:
     """Return the line to print for a failed worker; empty for one that ended on a signal and has printed it.
 
     Args:
-        rank: of the worker.
-        node: where it ran, in words.
+        failure: the failure that torch's agent has recorded.
+        rank: the rank of the worker.
+        node: the worker's node, in words.
     """
     worker = f"rank {rank} ({node})"
     kind, message = message_of(failure)

@@ -156,13 +156,14 @@ class FlagParser(ArgumentParser):
         """Convert the settings of a file or a program to their types; names without a flag are left out.
 
         Args:
-            source: what messages call it; empty for the arguments of `recipes.fit`.
+            values: the settings by name.
+            source: the name of the origin in messages; empty for the arguments of `recipes.fit`.
         """
         flag_values = {name: value for name, value in values.items() if name in self.flags}
         for name, value in flag_values.items():
             if value is None and not allows_none(self.type_of(name)):
-                what = f"{source}: {name}: null" if source else f"{name}=None"
-                raise UserError(f"{what}: expected {type_name(self.type_of(name))}")
+                setting = f"{source}: {name}: null" if source else f"{name}=None"
+                raise UserError(f"{setting}: expected {type_name(self.type_of(name))}")
         try:
             converted: dict[str, Any] = self.parse_object(flag_values, defaults=False).as_dict()
         except Exception as error:

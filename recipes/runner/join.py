@@ -216,6 +216,7 @@ def share(compute: Callable[[], Any]) -> Any:
     Args:
         compute: called on rank 0 only.
     """
+    # A single process, which has no process group.
     if not dist.is_initialized():
         return compute()
     value = [compute() if dist.get_rank() == 0 else None]

@@ -275,7 +275,8 @@ class _LaunchPlanner:
         )
         if "SLURM_JOB_ID" not in env:
             return
-        # On one node our agent can start the processes of several devices itself.
+        # On one node our agent can start the processes of several devices itself, and a job of one task may use one of
+        # its GPUs, such as a search with one GPU per run.
         if nodes == 1 and (tasks_per_node == 1 or devices > 1):
             return
         allocation = f"{nodes} node{'s' * (nodes > 1)}"

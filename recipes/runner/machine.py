@@ -26,7 +26,7 @@ class Machine:
     """The kind of device that a run uses here, and how many there are.
 
     Args:
-        kind: as torch names it, or the name of another accelerator.
+        kind: torch's name of the kind, or the name of another accelerator.
         count: devices of that kind; None where any number of processes is possible, as on CPUs.
     """
 
@@ -89,6 +89,7 @@ def devices_of(count: int, asked: Any, here: Machine) -> int | list[int]:
         ([4, 5], 2)
     """
     indices = _indices(asked)
+    # A run that restarts with fewer processes than indices cannot use the list.
     return indices if indices and len(indices) == count and here.kind != "cpu" else count
 
 

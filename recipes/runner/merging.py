@@ -79,7 +79,8 @@ def merge(
     for name, value in (saved or {}).items():
         if name in defaults and name not in excluded:
             saved_settings[name] = value
-    # Free settings may change in a resume, so that a null or "auto" of theirs is resolved again.
+    # Free settings may change in a resume, so that a null or "auto" of theirs is resolved again. A null in a file does
+    # not switch off what the run had: --print-config writes a null for each setting without a value.
     resolved_by_run = saved_settings.keys() - marks.free - (marks.null_ends & set(typed))
     if auto_settings is not None:
         resolved_by_run &= set(auto_settings)

@@ -97,6 +97,7 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
     recipe = result.model
     data = data_contract(experiment.data)
     device = trainer.strategy.root_device
+    # A user's data module may not tell its sizes, so that those of its loaders are counted.
     sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
     seconds = stopwatch.seconds()
     ended_at = datetime.now().astimezone()
@@ -220,8 +221,9 @@ def print_scores(scores: Mapping[str, Any], tables: Mapping[str, Table], files: 
     """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:
-        tables: of the evaluation.
-        files: that were written, by the names of the tables.
+        scores: the scores by name.
+        tables: the tables of the evaluation by name.
+        files: the written files by the names of the tables.
     """
     print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
@@ -237,7 +239,7 @@ def report_unsaved(folder: Path | None) -> None:
     """Print at the end of a run what could not be written, in one line.
 
     Args:
-        folder: of the run; None for one without.
+        folder: the run's folder, if it has one.
 
     Raises:
         RunFailedError: the results were not written.

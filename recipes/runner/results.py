@@ -223,6 +223,7 @@ class Stopwatch(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Stops the clock: the seconds of training do not include validation.
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._train_seconds += time.monotonic()
 
@@ -234,5 +235,5 @@ class Stopwatch(pl.Callback):
     def seconds(self) -> dict[str, float]:
         """Return the seconds of start-up, of training without validation, and in total."""
         total = time.monotonic() - self._started_at
-        parts = {"start_up": self._train_start - self._started_at, "train": self._train_seconds, "total": total}
-        return {name: round(value, 6) for name, value in parts.items()}
+        start_up = self._train_start - self._started_at
+        return {"start_up": round(start_up, 6), "train": round(self._train_seconds, 6), "total": round(total, 6)}

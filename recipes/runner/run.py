@@ -63,8 +63,8 @@ def run(
     SIGTERM, 129 for a closed terminal.
 
     Args:
-        recipe_class: what to train.
-        data_class: what to train on.
+        recipe_class: the recipe to train.
+        data_class: the data module to train on.
         callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
         args: the command line; by default that of the process.
     """

@@ -89,6 +89,7 @@ class RunFiles(Stopwatch):
             return
         self._has_batch = True
         with best_effort("pictures of the training data"):
+            # The item of a training loader is an update, which may have several micro-batches.
             self.figures = pl_module.training_figures(micro_batches(batch)[0])
             save_pictures(self.folder, self.figures, trainer)
 

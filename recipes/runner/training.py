@@ -153,6 +153,7 @@ def _train_and_test(
     scores: dict[str, float] = {}
     last_logged = _last_logged(trainer)
     tables: dict[str, Table] = {}
+    # Before the callbacks are replaced, and with them their pictures.
     figures: dict[str, Picture] = figures_of(trainer)
     # New callbacks, because those of the training may replace the checkpoint's weights: Lightning's `WeightAveraging`
     # loads weights that were not averaged.

@@ -129,6 +129,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None
+        # The callbacks of the run, so that checkpoints are saved at the same moments; `io` writes none of them.
         saves = checkpoint_callbacks(Path(empty), monitor, recipe, experiment.run)
         trainer = build_trainer(experiment, experiment.callbacks(saves, [_EndOfInterval(io)]), checkpoint_io=io)
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.

@@ -108,7 +108,7 @@ def add_examples(
     if shown >= _EXAMPLES or not has_attention(network):
         return
     lengths = (tokens != PAD).sum(1)
-    # Nine tokens are eight words and EOS.
+    # Nine tokens are eight words and EOS. Stable, so that equal lengths keep the order of the batch.
     chosen = (lengths - 9).abs().argsort(stable=True)[: _EXAMPLES - shown]
     maps = attention_maps(network, batch.select(chosen.cpu()), tokens[chosen], vocabularies)
     figures |= {f"{_EXAMPLE}{number}": attention_map.figure() for number, attention_map in enumerate(maps, shown + 1)}

@@ -56,6 +56,7 @@ def _likeliest(network: TranslationNetwork, readouts: Tensor, is_last: Tensor, c
         Log-probabilities and tokens, of shape (rows, count).
     """
     logits = network.logits(readouts)
+    # float32 at least: bf16 has too few digits for a softmax.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # One by one: indexing with a list would copy it to the device, and wait.
     for token in NEVER:

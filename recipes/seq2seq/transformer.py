@@ -218,6 +218,7 @@ class TransformerNet(TranslationNetwork):
             x = layer(x, mask)
         x = self.encoder_norm(x)
         encoded = Encoded(self.source_values(x), self.source_keys(x), mask)
+        # The state holds the keys and values of earlier tokens, of which there are none yet.
         return encoded, encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width)
 
     def _source_of_layers(self, encoded: Encoded) -> list[Encoded]:
