@@ -1,4 +1,4 @@
-"""Lists the recipes and starts one: ``lightning-recipes mnist`` is the same as ``python -m recipes.mnist``."""
+"""List the recipes and start one: ``lightning-recipes mnist`` is the same as ``python -m recipes.mnist``."""
 
 import os
 import sys
@@ -17,24 +17,26 @@ def _print_list(program: str) -> None:
 
 
 def main() -> None:
-    """Run what the command line of this process names: a recipe with its flags, or ``list``, which is the default."""
-    program, args = "python -m recipes", sys.argv[1:]
+    """Run the recipe that the command line names with its flags, or print the list of recipes."""
+    program = "python -m recipes"
+    args = sys.argv[1:]
     if __name__ != "__main__":
         program = "lightning-recipes"
-        # A console command does not import from the current folder; nor do the processes that it starts.
+        # A console command does not import from the current folder, and neither must the processes that it starts.
         os.environ["PYTHONSAFEPATH"] = "1"
     name = args[0] if args else "list"
     if name in ("list", "-h", "--help"):
         _print_list(program)
-    elif name == "--version":
-        print(f"lightning-recipes {__version__}")  # noqa: T201
-    elif name in (recipes := find_recipes()):
-        del sys.argv[1]
-        run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
         return
-    else:
+    if name == "--version":
+        print(f"lightning-recipes {__version__}")  # noqa: T201
+        return
+    recipes = find_recipes()
+    if name not in recipes:
         print(f"error: there is no recipe {name!r}; expected list, {', '.join(recipes)}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    del sys.argv[1]  # The recipe's own command line begins with a command or a flag.
+    run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

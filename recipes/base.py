@@ -26,28 +26,35 @@ from recipes.tables import Table
 from recipes.weights import InitialWeights, load_initial_weights, read_weights
 
 if TYPE_CHECKING:
-    from recipes.figures.images import Picture  # Which imports Pillow.
+    from recipes.figures.images import Picture  # Not imported at runtime: it imports Pillow.
 
 
 def _all_parameters(kind: type) -> inspect.Signature:
-    """The parameters of a constructor, with those that it passes on to the constructors of its bases."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in kind.__mro__:
-        if "__init__" not in vars(base):
+    """Return the parameters of a constructor, and those that it passes on to its base classes."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for cls in kind.__mro__:
+        if "__init__" not in vars(cls):
             continue
-        (_, *own) = inspect.signature(vars(base)["__init__"]).parameters.values()
-        found |= {p.name: p for p in own if p.name not in found and p.kind != p.VAR_KEYWORD}
-        if all(p.kind != p.VAR_KEYWORD for p in own):
+        (_, *constructor_parameters) = inspect.signature(vars(cls)["__init__"]).parameters.values()
+        for parameter in constructor_parameters:
+            if parameter.kind != parameter.VAR_KEYWORD:
+                parameters.setdefault(parameter.name, parameter)
+        if all(p.kind != p.VAR_KEYWORD for p in constructor_parameters):
             break
-    return inspect.Signature(sorted(found.values(), key=lambda p: (p.kind, p.default is not p.empty)))
+    return inspect.Signature(sorted(parameters.values(), key=_position_in_signature))
+
+
+def _position_in_signature(parameter: inspect.Parameter) -> tuple[int, bool]:
+    has_default = parameter.default is not parameter.empty
+    return int(parameter.kind), has_default
 
 
 class Recipe(pl.LightningModule):
-    """The base of every recipe: a recipe adds `build_network`, `training_step` and `configure_optimizers`.
+    """Base class of every recipe: a recipe adds `build_network`, `training_step` and `configure_optimizers`.
 
-    `training_step` returns ``{"loss": mean, "count": targets behind that mean}``, and may add ``correct``, how many of
-    them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
-    step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
+    `training_step` returns ``{"loss": mean, "count": number of targets}``, and may add ``correct``, the number of
+    correct predictions as a tensor. If it returns the mean only, the samples of the batch are counted. No step waits
+    for the device: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
     `configure_optimizers` calls `build_optimizer` and `build_schedule`, which read the parameters below. A recipe whose
     defaults differ repeats them in its constructor, and passes them on.
@@ -80,14 +87,15 @@ class Recipe(pl.LightningModule):
     """Defaults of the Trainer's parameters on this recipe's command line, such as ``max_epochs``."""
 
     monitor = "val/loss"
-    """The score that decides which checkpoint is the best, and whether more is better."""
+    """The score that selects the best checkpoint."""
     monitor_mode: Literal["min", "max"] = "min"
+    """Whether the best score is the lowest or the highest."""
 
     base_batch_size = 256
     """The global batch size to which the learning rate refers: the command line scales it with the batch of the run."""
 
     prediction_columns: ClassVar[tuple[str, ...]] = ("file", "output")
-    """What predict says of each input: its name, the prediction, and what goes with it."""
+    """The columns of the table of predictions: the name of an input, its prediction, and further values."""
 
     prediction_files: ClassVar[tuple[str, ...]] = (".json", ".csv")
     """Endings of the files that predict can write; a .txt file has the second of the `prediction_columns`."""
@@ -102,17 +110,17 @@ class Recipe(pl.LightningModule):
     """The data module that prepares the inputs of `recipes.predict`; a recipe for another one names it here."""
 
     targets = "samples"
-    """What the mean loss is over, for the rate that is logged."""
+    """The unit of the targets of the mean loss, for the logged throughput."""
 
     hparams: Any
-    """The parameters; Lightning declares a mapping without attributes, and makes one with them."""
+    """The hyperparameters. Typed as Any: Lightning declares a mapping, but its values are also attributes."""
 
-    _resolved: dict[str, Any] = {}  # noqa: RUF012  Replaced, not changed.
+    _resolved: dict[str, Any] = {}  # noqa: RUF012 - never changed in place, only replaced on the instance
 
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # For help() and notebooks, which show **kwargs otherwise.
+        # Otherwise help() and notebooks show **kwargs in place of the parameters of the base classes.
         cls.__signature__ = _all_parameters(cls)  # type: ignore[attr-defined]
 
     def __init__(
@@ -130,7 +138,7 @@ class Recipe(pl.LightningModule):
         weights_skip: Rare[str | Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
-        # Refused here, not when training begins.
+        # Checked in the constructor, so that a wrong setting is refused before data are read and processes started.
         check_ranges(
             lr=(lr, RATE),
             weight_decay=(weight_decay, Range(0, 10**6)),
@@ -145,23 +153,23 @@ class Recipe(pl.LightningModule):
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.tables: dict[str, Table] = {}
-        """What a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation."""
+        """The tables of the last evaluation by file name (.csv, .json or .txt); a run writes them into its folder."""
         self.figures: dict[str, Picture] = {}
-        """What a run shows in ``report.html``, TensorBoard and ``figures/``, by name; of the last evaluation.
+        """The pictures of the last evaluation by name, for ``report.html``, TensorBoard and ``figures/``.
 
         A callback may also have `tables` and `figures`.
         """
         self.has_weights = False
-        """Whether `weights` have been loaded, or a checkpoint that stands for them."""
+        """Whether `weights` have been loaded, or a checkpoint, which has other weights in their place."""
         self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The settings and the state of the data module in the checkpoint that was loaded."""
+        """The settings and the state of the data module in the loaded checkpoint."""
         self.saved_precision = "32-true"
-        """The precision of the run in the checkpoint that was loaded, as Lightning names it."""
+        """The precision of the run in the loaded checkpoint, by Lightning's name."""
 
     def resolve_hparams(self, **values: Any) -> None:
-        """Save the values that None and "auto" stand for, such as a learning rate.
+        """Save resolved values of hyperparameters in place of None and "auto".
 
-        A subclass passes its own arguments on to the base class as they were given.
+        A subclass passes its own arguments to the base class as they were given.
         """
         self._resolved = self._resolved | values
         self.hparams.update(values)
@@ -169,43 +177,44 @@ class Recipe(pl.LightningModule):
     @override
     def save_hyperparameters(self, *args: Any, frame: Any = None, **kwargs: Any) -> None:
         """Save the arguments as Lightning does, but keep the values that a base class has resolved."""
+        # Lightning reads the arguments from the frame of the caller, which is the constructor and not this method.
         caller = inspect.currentframe()
         super().save_hyperparameters(*args, frame=frame or (caller and caller.f_back), **kwargs)
         self.hparams.update(self._resolved)
 
     @classmethod
     def titles(cls) -> list[str]:
-        """The titles of this recipe and of those that it is derived from: its checkpoints belong to these."""
+        """Return the titles of this recipe and of its base classes."""
         return [str(vars(kind)["title"]) for kind in cls.__mro__ if "title" in vars(kind) and kind is not Recipe]
 
     @classmethod
     def owns(cls, titles: Collection[str]) -> bool:
-        """Whether a checkpoint that holds these `titles` is one of this recipe; so is one that holds none."""
-        own = cls.titles()
-        return not own or not titles or not set(own).isdisjoint(titles)
+        """Return whether a checkpoint with these `titles` belongs to this recipe; without titles it does."""
+        own_titles = cls.titles()
+        return not own_titles or not titles or not set(own_titles).isdisjoint(titles)
 
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:  # noqa: ARG003
-        """The arguments of the constructor that depend on the data, such as ``num_classes``.
+        """Return the arguments of the constructor that depend on the data, such as ``num_classes``.
 
         The command line passes them on where the user has given no value, and saves them with the settings.
 
         Args:
-            data: before its `setup`.
-            settings: the constructor's arguments as they were given, and ``max_epochs`` and ``max_steps`` of the run.
+            data: the data module, before its `setup`.
+            settings: the given arguments of the constructor, and ``max_epochs`` and ``max_steps`` of the run.
         """
         return {}
 
     def settings_for_data(self) -> dict[str, Any]:
-        """Arguments of the data module, such as statistics that the weights expect, for those that are not given."""
+        """Return arguments for the data module, such as statistics that the weights expect; given ones win."""
         return {}
 
     def build_network(self) -> nn.Module:
-        """The network to train; one in evaluation mode is put into training mode. ``self.hparams`` is set by then."""
+        """Return the network to train; called when ``self.hparams`` is set. The recipe calls ``train()`` on it."""
         raise NotImplementedError(f"{type(self).__name__} has to override build_network()")
 
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
-        """The tensors that ``weights`` stands for by name, and what messages call them; an override may know names.
+        """Return the tensors that ``weights`` names, and their source for messages; an override may know names.
 
         Raises:
             UserError: there is no such file, or it cannot be used.
@@ -219,7 +228,7 @@ class Recipe(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser and its schedule, which a recipe builds itself."""
+        """Return the optimiser and its schedule; every recipe builds its own."""
         raise NotImplementedError(
             f"{type(self).__name__} has to override configure_optimizers(), as in:"
             " optimizer = build_optimizer(self.parameters(), self); return build_schedule(optimizer, self)"
@@ -227,7 +236,7 @@ class Recipe(pl.LightningModule):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        """The callbacks that belong to the recipe, in any Trainer; an override adds to them."""
+        """Return the callbacks that belong to the recipe, in any Trainer; an override adds to them."""
         callbacks = [TrainLoss(targets=self.targets), CheckOptimization()]
         if self.hparams.weights not in (None, "none"):
             callbacks.append(InitialWeights())
@@ -237,59 +246,63 @@ class Recipe(pl.LightningModule):
 
     def take_initial_weights(self, resumes: bool) -> None:
         """Load `weights` when the recipe is first trained, unless it resumes from a checkpoint."""
-        # Some strategies load the checkpoint later.
+        # `has_weights` alone is not sufficient: some strategies load the checkpoint after this call.
         if not self.has_weights and not resumes:
             load_initial_weights(self)
         self.has_weights = True
 
     def take_names_of_weights(self, names: Sequence[str]) -> None:
-        """Take the names of the classes that the last layer of the file of weights tells apart."""
+        """Take the class names in a file of weights whose last layer was loaded."""
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the network makes of the inputs: of the batch, or of its first part where it is a tuple or a list."""
+        """Return the output of the network for a batch, or for the first item of a tuple or list."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def training_figures(self, batch: Any) -> "dict[str, Picture]":
-        """Pictures of a batch of training as the network sees it, by name; a run asks for them once, as it begins."""
+        """Return pictures of a training batch as the network sees it, by name; called once per run."""
         return {}
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """The rows of the closing table with the main scores, from all logged scores; an override chooses them."""
+        """Return the main scores as rows of the closing table, from all logged scores."""
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each input; here for each row of the tensors that `predict_step` returned, a batch each.
+        """Return a row for each input; by default for each row of the tensors that `predict_step` returned.
 
         Args:
-            names: the data module's ``prediction_names``: of each sample, such as its file; may be empty.
+            outputs: what `predict_step` returned for each batch.
+            names: the data module's ``prediction_names``, such as the file of each sample; may be empty.
         """
-        if wrong := [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]:
+        unsupported = [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]
+        if unsupported:
+            kind = type(unsupported[0]).__name__
             raise UserError(
-                f"predict_step of {type(self).__name__} returns a {type(wrong[0]).__name__}, and predict prints tensors"
-                " of shape (batch, ...): write prediction_rows(outputs, names)"
+                f"predict_step of {type(self).__name__} returns a {kind}, and predict prints tensors of shape"
+                " (batch, ...): write prediction_rows(outputs, names)"
             )
         values = [value for output in outputs for value in output.tolist()]
-        column, of_each = ("file", names) if names else ("sample", range(len(values)))
-        return [{column: name, "output": value} for name, value in zip(of_each, values, strict=True)]
+        if not names:
+            return [{"sample": number, "output": value} for number, value in enumerate(values)]
+        return [{"file": name, "output": value} for name, value in zip(names, values, strict=True)]
 
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
-        """The outputs of an exported graph by name, from the output of the network."""
+        """Return the outputs of an exported graph by name, from the output of the network."""
         return {"outputs": outputs}
 
     def export_metadata(self) -> dict[str, Any]:
-        """What exported files say beside the constructor's arguments and the preprocessing."""
+        """Return metadata for exported files, beside constructor arguments and preprocessing."""
         return {}
 
     def data_module(self) -> pl.LightningDataModule | None:
-        """The data module of the run, for `data_contract`; None without a Trainer, and where it was given loaders."""
+        """Return the data module of the Trainer; None without a Trainer, or if it was given loaders."""
         trainer = attached_trainer(self)
         return None if trainer is None else getattr(trainer, "datamodule", None)
 
     @classmethod
     @override
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Lightning's; a checkpoint of another recipe is refused in one line.
+        """Load a recipe as Lightning does, and refuse a checkpoint of another recipe in one line.
 
         Raises:
             UserError: the checkpoint is of another recipe.
@@ -307,14 +320,15 @@ class Recipe(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save which recipe it is with the weights; an override has to call it."""
+        """Save the recipe's titles with the weights; an override has to call this method."""
         checkpoint["recipes"] = self.titles()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take what the checkpoint holds of the data module; an override has to call it."""
+        """Restore the data module's settings from the checkpoint; an override has to call this method."""
         self.has_weights = True
         self.saved_precision = checkpoint.get("config", {}).get("precision", self.saved_precision)
+        # Lightning saves the state of a data module under the name of its class.
         name = self.data_class.__qualname__ if self.data_class else ""
         if name in checkpoint:
             self.saved_data = checkpoint.get("datamodule_hyper_parameters", {}), checkpoint[name]

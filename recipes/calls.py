@@ -1,4 +1,4 @@
-"""How a recipe calls its network."""
+"""Call the network of a recipe."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 
 def call_network(network: nn.Module, inputs: Any) -> Any:
-    """The outputs of a network; no rows for an empty batch, which a device without samples gets in an evaluation.
+    """Return the outputs of a network; an empty batch gives empty outputs.
 
-    Many networks refuse one (``x.view(len(x), -1)`` does).
+    A device without samples gets an empty batch in an evaluation. Many networks refuse one, such as those that call
+    ``x.view(len(x), -1)``, so they are called with two zero inputs, and the rows are cut off.
     """
     try:
         if inputs.shape[0]:
@@ -18,4 +19,9 @@ def call_network(network: nn.Module, inputs: Any) -> Any:
         if "view size is not compatible" in str(error):
             error.add_note("convolutions are in channels_last: write flatten(1) for view, or pass channels_last=False")
         raise
-    return apply_to_collection(network(inputs.new_zeros(2, *inputs.shape[1:])), Tensor, lambda rows: rows[:0])
+    outputs = network(inputs.new_zeros(2, *inputs.shape[1:]))
+    return apply_to_collection(outputs, Tensor, _without_rows)
+
+
+def _without_rows(tensor: Tensor) -> Tensor:
+    return tensor[:0]

@@ -21,22 +21,22 @@ from recipes.tables import EvaluationTables
 
 
 class Classifier(Recipe):
-    """The base of the classification recipes: batches are ``(images, labels)``.
+    """Base class of the classification recipes: batches are ``(images, labels)``.
 
     A recipe adds `build_network`, `training_step` and `configure_optimizers`; see `MNISTClassifier`.
 
-    Images may be float32, float64 or whole numbers, and labels whole numbers of any type. In training the labels may be
-    soft: floats of shape (batch, classes), as from MixUp and CutMix. A sample with the label -100 counts in no loss and
-    no score. A label outside the classes is an error: before training if all labels are in memory (the loaders of
-    `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the
-    classes come from the data module (``class_names``) and are saved in the checkpoint; data with other names is
-    refused later, because labels are numbered in the order of the names.
+    Images may be float32, float64 or integers, and labels integers of any type. In training the labels may be soft:
+    floats of shape (batch, classes), as from MixUp and CutMix. A sample with the label -100 is ignored in losses and
+    scores. A label out of range is an error: before training if all labels are in memory (the loaders of
+    `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the classes come from the
+    data module (``class_names``) and are saved in the checkpoint. Data with other names is refused later, because
+    labels are numbered in the order of the names.
 
-    Where the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
-    number, and not by their weights as in torch's mean: so an update is the same on any split, and rare classes weigh
-    the same in each batch. The weights are saved in the checkpoint, with which a run resumes. The losses of validation
-    and test are cross-entropy without weights. `mean_cross_entropy` is that loss: `training_step` passes it
-    `class_weights` and ``label_smoothing``.
+    If the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
+    number. torch's mean divides by the sum of their weights; here an update is the same on any split, and rare classes
+    weigh the same in each batch. The weights are saved in the checkpoint, and a resumed run uses them. The losses of
+    validation and test have no class weights. `training_step` passes `class_weights` and ``label_smoothing`` to
+    `mean_cross_entropy`.
 
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
@@ -70,9 +70,12 @@ class Classifier(Recipe):
             raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
         check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
+        # A buffer, so that it moves to the device. It is not in the state dict, whose names would otherwise depend on
+        # the data; `on_save_checkpoint` saves it.
         self.register_buffer("class_weights", None, persistent=False)
         self.top_k = top_k
-        self.val_scores, self.test_scores = ClassificationScores(num_classes), ClassificationScores(num_classes)
+        self.val_scores = ClassificationScores(num_classes)
+        self.test_scores = ClassificationScores(num_classes)
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self.names_in_checkpoint: Sequence[str] = ()
         self.confusion_matrix: Tensor | None = None
@@ -80,23 +83,23 @@ class Classifier(Recipe):
     @classmethod
     @override
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
-        """The number of classes, where the data has one."""
+        """Return the number of classes, where the data has one."""
         count = data_contract(data).num_classes
         return {} if count is None else {"num_classes": count}
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of shape (batch, num_classes) for images of shape (batch, channels, height, width)."""
+        """Return logits of shape (batch, num_classes) for images of shape (batch, channels, height, width)."""
         logits: Tensor = call_network(self.network, in_dtype_of(self, inputs))
         return logits
 
     def take_class_names(self, names: Sequence[str]) -> None:
-        """Name the classes, in the order of the labels; `CheckLabels` passes the names in the data."""
+        """Set the class names, in the order of the labels; `CheckLabels` passes those of the data."""
         self.class_names = names
 
     @override
     def take_names_of_weights(self, names: Sequence[str]) -> None:
-        """Keep the names of the classes in a file of weights, which `CheckLabels` compares with those of the data."""
+        """Keep the class names in a file of weights; `CheckLabels` compares them with those of the data."""
         self.names_in_checkpoint = names
 
     @override
@@ -107,7 +110,7 @@ class Classifier(Recipe):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":
-            # Those of a checkpoint take their place later.
+            # Lightning restores a checkpoint after this hook, whose class weights replace these.
             self.class_weights = data_contract(self.data_module()).class_weights
 
     @override
@@ -136,52 +139,58 @@ class Classifier(Recipe):
         values, self.confusion_matrix = scores.compute()
         if not (self.confusion_matrix.any() or self.trainer.sanity_checking):
             raise RunFailedError(f"no {part} sample has a label, so there is no score: all labels are -100")
-        # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
+        # The values are equal on all ranks: a maximum keeps every bit, and a mean over ranks would round again.
         values = {f"{prefix}/{name}": value.float().to(self.device) for name, value in values.items()}
         self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
 
     @override
     def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The probabilities of shape (batch, classes).
+        """Return the probabilities of shape (batch, classes).
 
-        Batches are ``inputs`` or ``(inputs, ...)``; of ``(inputs, numbers)`` the numbers of the samples are returned
-        too, as indices of the data module's ``prediction_names``.
+        Batches are ``inputs`` or ``(inputs, ...)``. The numbers in ``(inputs, numbers)`` are returned as well; they are
+        indices of the data module's ``prediction_names``.
         """
         inputs, *numbers = (batch,) if isinstance(batch, Tensor) else batch
-        return dict(zip(["number"], numbers)) | {"probabilities": self(inputs).float().softmax(1)}
+        outputs = {"number": numbers[0]} if numbers else {}
+        return outputs | {"probabilities": self(inputs).float().softmax(1)}
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each image: its likeliest classes, of which predict prints the first."""
+        """Return a row for each image with its likeliest classes, the likeliest first."""
         rows: list[dict[str, Any]] = []
         for batch in outputs:
-            best = batch["probabilities"].topk(min(self.top_k, len(self.class_names)))
-            numbers = batch["number"].tolist() if names else range(len(best.values))
-            for number, classes, values in zip(numbers, best.indices.tolist(), best.values.tolist()):
+            likeliest = batch["probabilities"].topk(min(self.top_k, len(self.class_names)))
+            numbers = batch["number"].tolist() if names else range(len(likeliest.values))
+            for number, classes, values in zip(numbers, likeliest.indices.tolist(), likeliest.values.tolist()):
                 row = {"file": names[number]} if names else {"sample": len(rows)}
-                for place, (index, probability) in enumerate(zip(classes, values), 1):
-                    suffix = f"_{place}" if place > 1 else ""
-                    row |= {f"class{suffix}": self.class_names[index], f"probability{suffix}": probability}
+                for rank_in_list, (index, probability) in enumerate(zip(classes, values), 1):
+                    suffix = f"_{rank_in_list}" if rank_in_list > 1 else ""
+                    row[f"class{suffix}"] = self.class_names[index]
+                    row[f"probability{suffix}"] = probability
                 note = "unclear: low probability" if values[0] < self.min_confidence else None
                 rows.append(row | {"note": note})
         return rows
 
     @override
     def training_figures(self, batch: tuple[Tensor, Tensor]) -> dict[str, Picture]:
-        """The first images of a batch with their labels: augmented, and with their normalisation undone."""
-        images, labels = batch[0], batch[1]
+        """Return the first images of a batch, augmented, with their labels; the normalisation is undone."""
+        images = batch[0]
+        labels = batch[1]
         if not is_image_batch(images):
             return {}
         preprocessing = data_contract(self.data_module()).preprocessing()
         return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """The rows of the final table with the main scores."""
-        percent = {"accuracy": "accuracy", "macro-F1": "macro_f1"}
-        part = "test" if "test/accuracy" in scores else "val"
-        wanted = {"val accuracy": "val/accuracy"} | {f"{part} {k}": f"{part}/{v}" for k, v in percent.items()}
-        return {name: f"{100 * scores[key]:.2f} %" for name, key in wanted.items() if key in scores}
+        """Return the rows of the final table with the main scores."""
+        prefix = "test" if "test/accuracy" in scores else "val"
+        keys = {
+            "val accuracy": "val/accuracy",
+            f"{prefix} accuracy": f"{prefix}/accuracy",
+            f"{prefix} macro-F1": f"{prefix}/macro_f1",
+        }
+        return {name: f"{100 * scores[key]:.2f} %" for name, key in keys.items() if key in scores}
 
     @override
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -201,7 +210,10 @@ class Classifier(Recipe):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if names := checkpoint.get("class_names"):
-            self.class_names = self.names_in_checkpoint = names
-        if (weights := checkpoint.get("class_weights")) is not None:
+        names = checkpoint.get("class_names")
+        if names:
+            self.class_names = names
+            self.names_in_checkpoint = names
+        weights = checkpoint.get("class_weights")
+        if weights is not None:
             self.class_weights = weights.to(self.device)

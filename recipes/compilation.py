@@ -1,4 +1,4 @@
-"""torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
+"""Compile the network of a recipe with torch.compile: in place, in training, for batches of every size."""
 
 import functools
 from typing import Any, Literal, get_args
@@ -16,17 +16,17 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 """The modes of torch.compile."""
 
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes that record CUDA graphs on a GPU, which write the gradients of each backward pass to the same place."""
+"""Modes that record CUDA graphs on a GPU. A graph writes the gradients of each backward pass to the same memory."""
 
-_MOST_GRAPHS = 64
-"""Training, validation and each set of frozen layers have a graph; torch's limit of 8 is for all networks together."""
+_MAX_GRAPHS = 64
+"""Training, validation and each set of frozen layers need a graph, and torch's limit of 8 is for all networks."""
 
 
 def check_compile_mode(mode: bool | str) -> None:
-    """Refuse what is no mode of torch.compile.
+    """Refuse a mode that torch.compile does not have.
 
     Raises:
-        UserError: with the modes.
+        UserError: the mode is unknown.
     """
     if not isinstance(mode, bool) and mode not in get_args(CompileMode):
         raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
@@ -35,28 +35,30 @@ def check_compile_mode(mode: bool | str) -> None:
 def compile_network(
     network: nn.Module, mode: bool | str = True, varying_dims: int = 1, backend: str = "inductor"
 ) -> None:
-    """Compile the calls of a network, in place: modules, parameters, names and hooks stay; copies are not compiled.
+    """Compile the calls of a network in place: modules, parameters, names and hooks are unchanged.
 
-    Sizes that vary are symbols from the first batch on. torch's own way, a graph for the first size and a second one
-    when another size comes, would give a resumed run other kernels than the run that it continues. Another graph is
-    compiled for validation, when layers are unfrozen, and for a batch, or sentences, of length one.
+    Sizes that vary are symbolic from the first batch on. By default torch compiles a graph for the first size, and
+    another one for the second size, so a resumed run would have other kernels than the run that it continues. Further
+    graphs are compiled for validation, after layers are unfrozen, and for a batch or sentences of length one.
 
-    torch ends a graph at each recurrent layer, and runs the layer as it is. Noise is drawn as without compilation.
+    torch ends a graph at each recurrent layer, and runs that layer uncompiled. Random numbers are those of eager mode.
+    Copies of the network are not compiled.
 
     Args:
-        mode: of torch.compile; True is its default.
+        network: the network to compile.
+        mode: the mode of torch.compile; True is its default mode.
         varying_dims: how many of the first dimensions of the inputs may have another size in the next batch.
-        backend: of torch.compile.
+        backend: the backend of torch.compile.
     """
     slot: Any = network
 
-    # Not `network.compile`: of an nn.Sequential that of torch 2.13 compiles nothing, without a word.
+    # Not `network.compile`: in torch 2.13 it silently compiles nothing for an nn.Sequential.
     @functools.partial(torch.compile, mode=None if isinstance(mode, bool) else mode, backend=backend)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         return slot._call_impl(*args, **kwargs)
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
-    # Without it Inductor draws other noise than the same network does eagerly.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+    # Otherwise Inductor draws other random numbers than eager mode does.
     torch._inductor.config.fallback_random = True
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,35 +67,38 @@ def compile_network(
                 torch._dynamo.maybe_mark_dynamic(tensor, list(range(min(varying_dims, tensor.dim()))))
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.ShortenTraceback as error:  # Of the backend, or where there is no compiler.
+        except torch._dynamo.exc.ShortenTraceback as error:  # The backend failed, or there is no C++ compiler.
             cause = first_line(getattr(error, "inner_exception", error))
-            cure = "pass compile=False, or install a C++ compiler such as g++ where it is missing"
-            raise RunFailedError(f"torch.compile fails on this network ({cause}); {cure}") from error
+            hint = "pass compile=False, or install a C++ compiler such as g++ where it is missing"
+            raise RunFailedError(f"torch.compile fails on this network ({cause}); {hint}") from error
 
-    # What `nn.Module.compile` fills. Sizes cannot be marked by a hook: hooks are a part of the graph.
+    # The attribute that `nn.Module.compile` sets. A hook could not mark sizes, since hooks are part of the graph.
     slot._compiled_call_impl = call
 
 
 def restore_network(network: nn.Module) -> None:
-    """Call a network as it is, not compiled."""
+    """Undo `compile_network`."""
     slot: Any = network
     slot._compiled_call_impl = None
 
 
 class CompileNetwork(pl.Callback):
-    """Compiles the network of a recipe for a fit, where its ``compile`` says so.
+    """Callback that compiles the network of a recipe for a fit, if its ``compile`` is set.
 
-    Runs on: `on_fit_start` and `on_train_start`; `on_fit_end` leaves the network as it was.
+    Runs on: `on_fit_start` and `on_train_start`; `on_fit_end` undoes the compilation.
     """
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if mode := pl_module.hparams.compile:
+        mode = pl_module.hparams.compile
+        if mode:
             compile_network(pl_module.network, mode, pl_module.varying_dims)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        mode, on_gpu = pl_module.hparams.compile, trainer.strategy.root_device.type == "cuda"
+        mode = pl_module.hparams.compile
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        # The next backward pass of a CUDA graph overwrites the gradients of the one before.
         if mode in _CUDA_GRAPHS and on_gpu and accumulates(trainer):
             raise UserError(f"compile={mode!r} cannot accumulate micro-batches: pass compile=True, or accumulate=1")
 

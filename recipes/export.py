@@ -1,4 +1,4 @@
-"""Export of a checkpoint's network; each file is compared with the network before it gets its name."""
+"""Export the network of a checkpoint, and compare each file with the network before it gets its name."""
 
 import importlib.util
 import json
@@ -28,23 +28,26 @@ _TOLERANCE = 1e-4
 
 
 class _Graph(nn.Module):
-    """A network behind its preprocessing, with named outputs, as other programs run it.
+    """Network with its preprocessing and named outputs, as other programs run it.
 
-    Its input is called ``images`` and takes uint8 where the preprocessing is known; it is ``inputs`` where it is not.
+    The input is ``images``, of uint8, if the preprocessing is known, else ``inputs``.
     """
 
     def __init__(self, recipe: Recipe, network: nn.Module, example: Tensor, prepares: nn.Module | None = None) -> None:
         super().__init__()
-        self.network, self.preprocessing, self.outputs = network, prepares, recipe.named_outputs
+        self.network = network
+        self.preprocessing = prepares
+        self.outputs = recipe.named_outputs
         self.dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
         self.sizes = tuple(example.shape[1:])
         self.generator = torch.Generator().manual_seed(1)
         layout = f"of shape ({', '.join(map(str, ('batch', *self.sizes)))})"
         if prepares is None:
-            self.input, kind = "inputs", str(self.dtype).removeprefix("torch.")
-            self.text = f"{kind} {layout}, as the network takes it"
+            self.input = "inputs"
+            self.text = f"{str(self.dtype).removeprefix('torch.')} {layout}, as the network takes it"
         else:
-            self.input, self.text = "images", f"uint8 {layout}: channels first, pixels from 0 to 255"
+            self.input = "images"
+            self.text = f"uint8 {layout}: channels first, pixels from 0 to 255"
         self.eval()
 
     @override
@@ -54,31 +57,32 @@ class _Graph(nn.Module):
         return self.outputs(self.network(images.to(self.dtype)))
 
     def example(self, batch: int) -> Tensor:
-        """Random inputs."""
+        """Return random inputs."""
         if self.preprocessing is not None:
             return torch.randint(256, (batch, *self.sizes), dtype=torch.uint8, generator=self.generator)
         return torch.randn((batch, *self.sizes), generator=self.generator).to(self.dtype)
 
 
 def _metadata(recipe: Recipe) -> dict[str, Any]:
-    """What the users of an exported file have to know.
+    """Return what users of an exported file have to know.
 
-    ``hyper_parameters`` are the arguments of the constructor. Of images it has the names that timm gives them: ``mean``
-    and ``std`` of pixels from 0 to 1, ``input_size`` as (channels, height, width).
+    ``hyper_parameters`` are the arguments of the constructor. The preprocessing of images has timm's names: ``mean``
+    and ``std`` for pixels from 0 to 1, and ``input_size`` as (channels, height, width).
     """
-    of_one_call = marked_parameters(type(recipe), OneCall)
-    arguments = {name: value for name, value in recipe.hparams.items() if name not in of_one_call}
+    excluded = marked_parameters(type(recipe), OneCall)
+    arguments = {name: value for name, value in recipe.hparams.items() if name not in excluded}
     metadata: dict[str, Any] = {"recipe": recipe.title, "version": __version__, "hyper_parameters": arguments}
-    prepares, example = preprocessing(recipe), recipe.example_input_array
-    if isinstance(prepares, Normalise) and isinstance(example, Tensor):
-        metadata |= {"mean": prepares.mean, "std": prepares.std, "input_size": tuple(example.shape[1:])}
+    preprocess = preprocessing(recipe)
+    example = recipe.example_input_array
+    if isinstance(preprocess, Normalise) and isinstance(example, Tensor):
+        metadata |= {"mean": preprocess.mean, "std": preprocess.std, "input_size": tuple(example.shape[1:])}
         metadata["layout"] = "NCHW"
     return metadata | recipe.export_metadata()
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, what it takes, and the result of comparing it with the network."""
+    """The path of an exported file, its inputs, and the result of the comparison with the network."""
 
     path: Path
     inputs: dict[str, str]
@@ -89,60 +93,65 @@ def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
     """Load a checkpoint into a recipe on the CPU, in the dtype of the checkpoint.
 
     Raises:
-        UserError: weights are NaN.
+        UserError: a weight is NaN.
     """
     checkpoint: dict[str, Any] = load_plain(checkpoint_path)
     weights = checkpoint["state_dict"]
-    if broken := next((name for name, value in weights.items() if torch.isnan(value).any()), None):
-        raise UserError(f"{broken} in {checkpoint_path} is NaN: the training diverged; pass an earlier checkpoint")
-    kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    if len(kinds) == 1:
-        recipe.network.to(kinds.pop())
+    for name, value in weights.items():
+        if torch.isnan(value).any():
+            raise UserError(f"{name} in {checkpoint_path} is NaN: the training diverged; pass an earlier checkpoint")
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        recipe.network.to(dtypes.pop())
     recipe.on_load_checkpoint(checkpoint)
     recipe.load_state_dict(weights)
     recipe.eval()
     return checkpoint
 
 
-def _check_outputs(kind: str, graph: _Graph, other: Callable[[Tensor], dict[str, Tensor]], tolerance: float) -> str:
-    """How far the outputs of a file are off, relative to the largest value of each output, for several batch sizes.
+def _check_outputs(kind: str, graph: _Graph, run_file: Callable[[Tensor], dict[str, Tensor]], tolerance: float) -> str:
+    """Return how much the outputs of a file differ, relative to the largest value, for several batch sizes.
 
     Raises:
-        UserError: further than the tolerance.
+        UserError: they differ by more than the tolerance.
     """
     errors = []
     for batch in _BATCHES:
         inputs = graph.example(batch)
-        expected, found = graph(inputs), other(inputs)
+        expected = graph(inputs)
+        outputs = run_file(inputs)
         for name, value in expected.items():
-            error = (value.double() - found[name].double()).abs()
+            error = (value.double() - outputs[name].double()).abs()
             errors.append((error.max() / value.double().abs().max().clamp(min=1e-6)).item())
-    worst = torch.tensor(errors).max().item()  # Unlike Python's, NaN where one is NaN.
-    if not worst <= tolerance:
+    worst = torch.tensor(errors).max().item()  # torch's maximum is NaN if an error is NaN; Python's may not be.
+    if not worst <= tolerance:  # Also true for NaN.
         raise UserError(
             f"the outputs of the {kind} file differ from the network's by {worst:.1e}, relative to their size"
         )
-    found_text = f"outputs differ by at most {worst:.1e}, relative to their size" if worst else "equal outputs"
-    return f"{found_text}, for batches of {', '.join(map(str, _BATCHES))}"
+    summary = f"outputs differ by at most {worst:.1e}, relative to their size" if worst else "equal outputs"
+    return f"{summary}, for batches of {', '.join(map(str, _BATCHES))}"
 
 
 def _as_text(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Metadata for formats that hold texts: strings as they are, all else as JSON."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+    """Return metadata for formats that hold texts: strings are kept, everything else becomes JSON."""
+    texts = {}
+    for name, value in metadata.items():
+        texts[name] = value if isinstance(value, str) else json.dumps(value)
+    return texts
 
 
 def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str, Any]) -> str:
-    """Write the state dict of the network, under its names, with the metadata beside it; returns what was checked.
+    """Write the state dict of the network with its metadata; return what was checked.
 
     Raises:
         UserError: a new network with these weights is not the same to the bit.
     """
-    # Tied weights are one tensor under two names; safetensors needs a tensor for each.
+    # safetensors refuses tensors that share memory, as tied weights do, so each name gets its own copy.
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in recipe.network.state_dict().items()}
     if kind == "safetensors":
         from safetensors.torch import save
 
-        path.write_bytes(save(weights, _as_text(metadata)))  # `save_file` lets nobody else read its file.
+        path.write_bytes(save(weights, _as_text(metadata)))  # `save_file` creates files with mode 0600.
     else:
         torch.save({"state_dict": weights, **metadata}, path)
     network = recipe.build_network()
@@ -155,12 +164,13 @@ def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str,
     example = recipe.example_input_array
     if not isinstance(example, Tensor):
         return "every tensor equal to the checkpoint's"
-    graph, other = (_Graph(recipe, each, example) for each in (recipe.network, network))
-    return _check_outputs(kind, graph, other, tolerance=0.0)
+    graph = _Graph(recipe, recipe.network, example)
+    loaded = _Graph(recipe, network, example)
+    return _check_outputs(kind, graph, loaded, tolerance=0.0)
 
 
 def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
-    """Write a graph for any batch size; returns what was checked."""
+    """Write a graph for any batch size; return what was checked."""
     import onnxruntime
 
     example = graph.example(2)
@@ -171,22 +181,23 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
         assert program is not None
         model = program.model
         for node in model.graph.all_nodes():
-            node.metadata_props.clear()  # It names the folders of this machine.
+            node.metadata_props.clear()  # The exporter's properties name folders of this machine.
         model.graph.inputs[0].doc_string = graph.text
-        model.producer_name, model.producer_version = "lightning-recipes", __version__
+        model.producer_name = "lightning-recipes"
+        model.producer_version = __version__
         model.metadata_props.update(_as_text(metadata))
         program.save(str(path), external_data=False)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except OSError:
         raise
-    except Exception as error:  # What the exporter and onnxruntime make of a network may be anything.
+    except Exception as error:  # The exporter and onnxruntime may raise any exception for a network.
         raise UserError(
             f"the network cannot be written as onnx ({first_line(error)}); pass format='safetensors'"
         ) from error
 
     def run(inputs: Tensor) -> dict[str, Tensor]:
-        found = session.run(outputs, {graph.input: inputs.numpy()})
-        return dict(zip(outputs, map(torch.from_numpy, found), strict=True))
+        arrays = session.run(outputs, {graph.input: inputs.numpy()})
+        return dict(zip(outputs, map(torch.from_numpy, arrays), strict=True))
 
     return _check_outputs("onnx", graph, run, _TOLERANCE)
 
@@ -196,19 +207,20 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
     """Write the network of a checkpoint, and compare the outputs of the file with those of the network.
 
     Args:
-        recipe: built with the checkpoint's settings.
+        recipe: the recipe, built with the checkpoint's settings.
+        checkpoint_path: the checkpoint.
         kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; onnx with the
-            computation, for any batch size. Its graph takes uint8 images, where the checkpoint knows how they are
-            normalised.
-        output: the file; by default beside the checkpoint.
+            computation, for any batch size. Its graph takes uint8 images if the checkpoint has their normalisation.
+        output: the file to write; by default beside the checkpoint.
 
     Raises:
         UserError: weights are NaN, the recipe or this installation cannot write the format, or the file has other
             outputs.
     """
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if kind == "onnx" and missing:
-        raise UserError(f"onnx needs {', '.join(missing)}; run {install_command('onnx')}")
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    missing_packages = [name for name in packages if importlib.util.find_spec(name) is None]
+    if kind == "onnx" and missing_packages:
+        raise UserError(f"onnx needs {', '.join(missing_packages)}; run {install_command('onnx')}")
     example = recipe.example_input_array
     if kind == "onnx" and not isinstance(example, Tensor):
         raise UserError(
@@ -225,13 +237,13 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with atomic_write(path) as part:
-                part.touch()  # Where that fails, exporters would raise errors of their own.
+            with atomic_write(path) as temporary:
+                temporary.touch()  # Raises an OSError if the folder is not writable; exporters raise other errors.
                 if not isinstance(example, Tensor) or kind != "onnx":
-                    return Exported(path, {}, _write_weights(recipe, part, kind, metadata))
-                # In float32 whatever the training's precision: onnxruntime has no other convolution for CPUs.
+                    return Exported(path, {}, _write_weights(recipe, temporary, kind, metadata))
+                # In float32 for every precision of training: onnxruntime has no other convolution for CPUs.
                 graph = _Graph(recipe, recipe.network.float(), example, preprocessing(recipe))
                 metadata["inputs"] = {graph.input: graph.text}
-                return Exported(path, metadata["inputs"], _write_onnx(graph, part, metadata))
+                return Exported(path, metadata["inputs"], _write_onnx(graph, temporary, metadata))
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}; pass another `output`") from error

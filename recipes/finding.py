@@ -1,6 +1,6 @@
-"""Finds recipes: the folders beside this file that can be started, as ``recipes/mnist/`` with its ``__main__.py``.
+"""Find recipes: the folders beside this file with a ``__main__.py``, such as ``recipes/mnist/``.
 
-A copy of such a folder is also a recipe: its ``recipe.py`` has a class with a ``title`` of its own.
+A copy of such a folder is a recipe as well, if the class in its ``recipe.py`` has another ``title``.
 """
 
 import ast
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 
 def find_recipes() -> dict[str, str]:
-    """The names of the recipes, and what the ``__init__.py`` of each says in its first line."""
-    found = {}
+    """Return the recipes by name, with the first line of the docstring of their ``__init__.py``."""
+    summaries = {}
     for path in sorted(Path(__file__).parent.glob("*/__main__.py")):
         package = path.with_name("__init__.py")
-        text = package.read_text(encoding="utf-8") if package.is_file() else ""
-        found[path.parent.name] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return found
+        source = package.read_text(encoding="utf-8") if package.is_file() else ""
+        # Parsed and not imported: a recipe imports torch.
+        summaries[path.parent.name] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return summaries
 
 
 def recipe_class(name: str) -> "type[Recipe]":
-    """The class of a recipe by the name of its folder: the one in its ``recipe.py`` that has a title of its own.
+    """Return the class of a recipe: the one class in its ``recipe.py`` that sets a ``title``.
 
     Raises:
         UserError: there is no such recipe, or its module has no such class, or several.
@@ -34,12 +35,12 @@ def recipe_class(name: str) -> "type[Recipe]":
     if name not in names:
         raise UserError(f"there is no recipe {name!r}; expected {', '.join(names)}, or a class of yours")
     module = import_module(f"recipes.{name}.recipe")
-    kinds = [
-        kind
-        for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == module.__name__ and "title" in vars(kind)
+    classes = [
+        cls
+        for cls in vars(module).values()
+        if isinstance(cls, type) and cls.__module__ == module.__name__ and "title" in vars(cls)
     ]
-    if len(kinds) != 1:
-        found = ", ".join(kind.__name__ for kind in kinds) or "none"
-        raise UserError(f"recipes/{name}/recipe.py: expected one class with a `title` of its own, found {found}")
-    return kinds[0]
+    if len(classes) != 1:
+        class_names = ", ".join(cls.__name__ for cls in classes) or "none"
+        raise UserError(f"recipes/{name}/recipe.py: expected one class with a `title` of its own, found {class_names}")
+    return classes[0]

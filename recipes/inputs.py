@@ -1,4 +1,4 @@
-"""The inputs of a recipe's network: how its data module prepares them, and their type."""
+"""Prepare the inputs of a recipe's network: their preprocessing and their type."""
 
 import inspect
 from typing import Any
@@ -13,14 +13,19 @@ from recipes.base import Recipe
 
 
 def in_dtype(batch: Any, dtype: torch.dtype | str) -> Any:
-    """A batch whose floating-point tensors have this type, as Lightning's precision plugins convert it."""
-    return apply_to_collection(batch, Tensor, lambda part: part.to(dtype) if part.is_floating_point() else part)
+    """Convert the floating-point tensors of a batch to a type, as Lightning's precision plugins do."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(batch, Tensor, convert)
 
 
 def in_dtype_of(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Float64 inputs, and images of whole numbers, in the type of the module's parameters; others as they are.
+    """Convert float64 inputs, and integer images, to the type of the module's parameters.
 
-    Whole numbers of another shape may be tokens, and Lightning converts the other floats where its precision needs it.
+    Other inputs are unchanged: integers of another shape may be tokens, and Lightning converts other floats if its
+    precision requires that.
     """
     if inputs.dtype != torch.float64 and (inputs.is_floating_point() or inputs.dim() != 4):
         return inputs
@@ -28,28 +33,29 @@ def in_dtype_of(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def new_data_module(recipe: Recipe) -> pl.LightningDataModule | None:
-    """A data module with the settings and the state of the one that a network was trained on, without its files.
+    """Return a data module with the settings and state of the training, but without its files.
 
-    It is known while a data module of the recipe's ``data_class`` is attached, and after a checkpoint of one has been
-    loaded; None otherwise.
+    The settings are known while a data module of the recipe's ``data_class`` is attached, and after a checkpoint with
+    one was loaded; otherwise the result is None.
     """
-    data, saved = recipe.data_module(), recipe.saved_data
     if recipe.data_class is None:
         return None
+    data = recipe.data_module()
+    saved = recipe.saved_data
     if isinstance(data, recipe.data_class):
         saved = dict(data.hparams), data.state_dict()
     if saved is None:
         return None
-    # What belongs to one call, such as a folder to write into, is not taken from a checkpoint.
-    wanted = inspect.signature(recipe.data_class).parameters.keys() - marked_parameters(recipe.data_class, OneCall)
-    made = recipe.data_class(**{name: value for name, value in saved[0].items() if name in wanted})
-    made.load_state_dict(saved[1])
-    return made
+    # Settings of one call, such as a folder to write into, are not taken from a checkpoint.
+    parameters = inspect.signature(recipe.data_class).parameters.keys() - marked_parameters(recipe.data_class, OneCall)
+    data_module = recipe.data_class(**{name: value for name, value in saved[0].items() if name in parameters})
+    data_module.load_state_dict(saved[1])
+    return data_module
 
 
 def preprocessing(recipe: Recipe) -> nn.Module | None:
-    """What maps uint8 images of the data set's form to a network's inputs, as the data module does in training.
+    """Return the module that maps uint8 images to a network's inputs, as the data module does in training.
 
-    None where `new_data_module` knows none, and where the inputs are no images.
+    It is None if `new_data_module` has no data module, or if the inputs are not images.
     """
     return data_contract(new_data_module(recipe)).preprocessing()

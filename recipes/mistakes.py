@@ -1,4 +1,4 @@
-"""Images of a classifier as its network sees them: a batch of training, and the most confident mistakes."""
+"""Show images of a classifier as its network sees them: a training batch, and the most confident mistakes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +8,21 @@ from torch import Tensor, nn
 
 from recipes.figures.images import ImageGrid, displayed
 
-_MOST = 24
+_MAX_IMAGES = 24
 
 
 def is_image_batch(inputs: Any) -> bool:
-    """Whether inputs are images: of shape (batch, channels, height, width), with one or at least three channels."""
+    """Return whether inputs are images of shape (batch, channels, height, width), with 1, 3 or more channels."""
     return isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] != 2 and inputs.numel() > 0
 
 
 def _label(label: Tensor, class_names: Sequence[str]) -> tuple[str, ...]:
-    """A class, or the two largest shares of a soft label, a line each."""
+    """Return a class name, or the two largest shares of a soft label, one per line."""
     if not label.ndim:
         number = int(label)
-        return (str(class_names[number]),) if 0 <= number < len(class_names) else ("no label",)
+        if 0 <= number < len(class_names):
+            return (str(class_names[number]),)
+        return ("no label",)
     shares = label.float().topk(min(2, len(label)))
     pairs = zip(shares.indices.tolist(), shares.values.tolist(), strict=True)
     return tuple(f"{class_names[number]} {100 * share:.0f} %" for number, share in pairs if share > 0.005)
@@ -29,15 +31,15 @@ def _label(label: Tensor, class_names: Sequence[str]) -> tuple[str, ...]:
 def training_grid(
     images: Tensor, labels: Tensor, class_names: Sequence[str], preprocessing: nn.Module | None = None
 ) -> ImageGrid:
-    """The first 24 images of a batch with their labels.
+    """Return the first 24 images of a batch with their labels.
 
     Args:
         images: inputs of the network, of shape (batch, channels, height, width).
         labels: whole numbers of shape (batch,), or probabilities of shape (batch, classes).
         preprocessing: the normalisation to undo.
     """
-    shown = displayed(images[:_MOST], preprocessing)
-    captions = [_label(label, class_names) for label in labels[:_MOST].cpu()]
+    shown = displayed(images[:_MAX_IMAGES], preprocessing)
+    captions = [_label(label, class_names) for label in labels[:_MAX_IMAGES].cpu()]
     note = "The first batch as the network sees it, augmented, with its labels."
     if preprocessing is None:
         note += " How it was normalised is not known: the brightness is stretched."
@@ -45,7 +47,7 @@ def training_grid(
 
 
 class MistakeImages:
-    """The images of the most confident mistakes of an evaluation on this rank; nothing here waits for the device."""
+    """The images of the most confident mistakes of an evaluation on this rank; `add` never waits for the device."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -53,48 +55,52 @@ class MistakeImages:
         self.images: Tensor | None = None
         """Inputs of the network, of shape (kept, channels, height, width)."""
         self.rows: Tensor | None = None
-        """Place among the samples of this rank, true and predicted class, probability of the predicted; (kept, 4).
+        """Position in this rank's samples, true and predicted class, probability of the predicted class: (kept, 4).
 
-        The probability of one that is no mistake is -1."""
+        Samples that are no mistake have the probability -1."""
 
     def add(self, images: Tensor, scored: Tensor) -> None:
         """Add a batch.
 
         Args:
-            images: of shape (batch, channels, height, width).
-            scored: true and predicted class and the probability of the predicted, of shape (batch, 3 or more).
+            images: inputs of shape (batch, channels, height, width).
+            scored: true class, predicted class and its probability, of shape (batch, 3 or more).
         """
         true, predicted, probability = scored[:, :3].double().unbind(1)
         is_wrong = (true >= 0) & (true != predicted)
-        sureness = torch.where(is_wrong, probability.nan_to_num(0.0), -1.0)
-        places = torch.arange(self.seen, self.seen + len(images), device=images.device).double()
-        rows = torch.stack((places, true, predicted, sureness), 1)
+        confidence = torch.where(is_wrong, probability.nan_to_num(0.0), -1.0)
+        positions = torch.arange(self.seen, self.seen + len(images), device=images.device).double()
+        rows = torch.stack((positions, true, predicted, confidence), 1)
         self.seen += len(images)
-        best = sureness.topk(min(_MOST, len(images))).indices
-        images, rows = images.detach()[best], rows[best]
+        best = confidence.topk(min(_MAX_IMAGES, len(images))).indices
+        # Only the worst mistakes are kept, so that the memory does not grow with the data set.
+        images = images.detach()[best]
+        rows = rows[best]
         if self.images is not None and self.rows is not None and self.images.shape[1:] == images.shape[1:]:
             images = torch.cat((self.images, images))
             rows = torch.cat((self.rows, rows))
-            best = rows[:, 3].topk(min(_MOST, len(rows))).indices
-            images, rows = images[best], rows[best]
-        self.images, self.rows = images, rows
+            best = rows[:, 3].topk(min(_MAX_IMAGES, len(rows))).indices
+            images = images[best]
+            rows = rows[best]
+        self.images = images
+        self.rows = rows
 
     def displayed(self, numbers: Tensor | None, preprocessing: nn.Module | None) -> tuple[Tensor, Tensor] | None:
-        """The images as bytes of shape (kept, channels, height, width), and their rows, with numbers for places.
+        """Return the images as bytes of shape (kept, channels, height, width), and their rows with sample numbers.
 
         Args:
-            numbers: of the samples of this rank, int64 of shape (n,).
+            numbers: numbers of this rank's samples in the data set, int64 of shape (n,).
             preprocessing: the normalisation to undo.
 
         Returns:
-            None without a mistake, and where the samples have no numbers.
+            None without a mistake, or if the samples have no numbers.
         """
         if self.images is None or self.rows is None or numbers is None or len(numbers) < self.seen:
             return None
         is_wrong = self.rows[:, 3] >= 0
         if not is_wrong.any():
             return None
-        # Of all that are kept: without a known normalisation, their range is that of the bytes.
+        # All kept images are converted: without a known normalisation, their common range becomes that of bytes.
         images = displayed(self.images, preprocessing)[is_wrong.cpu()]
         rows = self.rows[is_wrong].cpu()
         rows[:, 0] = numbers[rows[:, 0].long()].double()
@@ -107,25 +113,30 @@ def mistakes_grid(
     sample_names: Sequence[str],
     part: str,
 ) -> ImageGrid | None:
-    """The most confident mistakes of all ranks in the order of their table; None without one.
+    """Return a grid of the most confident mistakes of all ranks; None without a mistake.
 
     Args:
-        of_ranks: what `MistakeImages.displayed` gave on each rank.
-        class_names: by label.
-        sample_names: of the samples by their numbers; empty where these stand for themselves.
-        part: that was evaluated, such as "test".
+        of_ranks: the result of `MistakeImages.displayed` on each rank.
+        class_names: the names of the classes by label.
+        sample_names: the names of the samples by number; if empty, captions have the numbers.
+        part: the evaluated part of the data, such as "test".
     """
-    kept = [pair for pair in of_ranks if pair is not None]
-    if not kept or len({images.shape[1:] for images, _ in kept}) > 1:
+    kept_pairs = [pair for pair in of_ranks if pair is not None]
+    if not kept_pairs or len({images.shape[1:] for images, _ in kept_pairs}) > 1:
         return None
-    images = torch.cat([images for images, _ in kept])
-    rows = torch.cat([rows for _, rows in kept]).tolist()
-    order = sorted(range(len(rows)), key=lambda place: (-rows[place][3], rows[place][0]))[:_MOST]
+    images = torch.cat([images for images, _ in kept_pairs])
+    rows = torch.cat([rows for _, rows in kept_pairs]).tolist()
+
+    def by_confidence(index: int) -> tuple[float, float]:
+        # By number in case of equal probabilities, so that the order does not depend on the number of ranks.
+        return -rows[index][3], rows[index][0]
+
+    order = sorted(range(len(rows)), key=by_confidence)[:_MAX_IMAGES]
     captions = []
-    for place in order:
-        number, true, predicted, probability = rows[place]
+    for index in order:
+        number, true, predicted, probability = rows[index]
         name = str(sample_names[int(number)]).rpartition("/")[2] if sample_names else f"sample {int(number):,}"
-        said = f"{class_names[int(predicted)]} ({100 * probability:.0f} %)"
-        captions.append((said, f"is {class_names[int(true)]}", name))
+        prediction = f"{class_names[int(predicted)]} ({100 * probability:.0f} %)"
+        captions.append((prediction, f"is {class_names[int(true)]}", name))
     note = "What the network said and how surely, what is true, and the sample; the most confident mistakes first."
     return ImageGrid(f"Mistakes, {part}", images[order], captions, note)

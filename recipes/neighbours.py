@@ -1,11 +1,11 @@
-"""Refuses a folder of the user that hides a package of ours, in one line that names it."""
+"""Refuse a folder of the user that shadows one of our packages."""
 
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-_HOLDS = {"callbacks": "gradient_accumulation.py", "datamodules": "contract.py"}
-"""A file of each package by which it is known to be ours."""
+_FILE_OF_PACKAGE = {"callbacks": "gradient_accumulation.py", "datamodules": "contract.py"}
+"""A file in each package by which our package is recognised."""
 
 
 def refuse_shadows() -> None:
@@ -17,16 +17,16 @@ def refuse_shadows() -> None:
     Raises:
         ImportError: another folder has one of the names. ``python -m`` ends with that line in place of a traceback.
     """
-    for name, file in _HOLDS.items():
+    for name, file in _FILE_OF_PACKAGE.items():
         spec = find_spec(name)
         if spec is None:
             continue
-        places = [*(spec.submodule_search_locations or ()), spec.origin or ""]
-        if not (Path(places[0]) / file).is_file():
+        locations = [*(spec.submodule_search_locations or ()), spec.origin or ""]
+        if not (Path(locations[0]) / file).is_file():
             problem = (
-                f"{places[0]} hides the package {name} of lightning-recipes: rename your folder, or start from another"
-                " one"
+                f"{locations[0]} hides the package {name} of lightning-recipes: rename your folder, or start from"
+                " another one"
             )
-            if sys.argv[:1] == ["-m"]:  # As python -m has it until the module is found.
+            if sys.argv[:1] == ["-m"]:  # The value during python -m, until the module is found.
                 sys.exit(f"error: {problem}")
             raise ImportError(problem)

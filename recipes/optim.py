@@ -1,4 +1,4 @@
-"""The optimiser of a recipe: by name, torch's or that of any module that is imported, over groups of parameters."""
+"""Build the optimiser of a recipe: by name or import path, over groups of parameters."""
 
 import inspect
 import sys
@@ -13,20 +13,21 @@ from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
 from datamodules.notes import warn
 
-# Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
+# Optimisers whose rate grows linearly with the batch. Adaptive ones divide by the size of the gradient, so that their
+# noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
 
-# Flags of their own: they are no keys of `optimizer_args`.
-_OWN = ("lr", "weight_decay", "momentum", "fused")
+# Arguments with their own flag, which `optimizer_args` must not contain.
+_ARGUMENTS_WITH_FLAG = ("lr", "weight_decay", "momentum", "fused")
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """An optimiser of ``torch.optim`` by its name, in any case, or one by its import path, such as lion_pytorch.Lion.
+    """Return an optimiser of ``torch.optim`` by its name, in any case, or a class by its import path.
 
-    Nothing is imported here, since a checkpoint may have named the module; the command line imports what is typed.
+    No module is imported here, since the name may come from a checkpoint; the command line imports a typed path.
 
     Raises:
-        UserError: torch has none of that name, the module is not imported, or the class does not fit.
+        UserError: torch has no such optimiser, the module is not imported, or the class is not supported.
     """
     if "." not in name:
         classes = {
@@ -37,25 +38,26 @@ def optimizer_class(name: str) -> type[Optimizer]:
         if name.lower() not in classes:
             names = ", ".join(sorted(classes))
             raise UserError(f"no optimizer {name!r}; expected one of {names}, or the import path of a class of yours")
-        found: Any = classes[name.lower()]
+        cls: Any = classes[name.lower()]
     else:
         module, _, attribute = name.rpartition(".")
         if module not in sys.modules:
             raise UserError(f"optimizer={name!r}: {module} is not imported; write `import {module}` before")
-        found = getattr(sys.modules[module], attribute, None)
-        if not (isinstance(found, type) and issubclass(found, Optimizer)):
-            what = "it is no subclass of torch.optim.Optimizer" if found else f"{module} has no class {attribute}"
-            raise UserError(f"optimizer={name!r}: {what}")
-    if callable(getattr(found, "train", None)) and callable(getattr(found, "eval", None)):
+        cls = getattr(sys.modules[module], attribute, None)
+        if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+            problem = "it is no subclass of torch.optim.Optimizer" if cls else f"{module} has no class {attribute}"
+            raise UserError(f"optimizer={name!r}: {problem}")
+    # Schedule-free optimisers have these methods.
+    if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
         raise UserError(
             f"optimizer={name!r}: it trains other weights than it is to be scored and saved with, and moving between"
             " them rounds, so that no resumed run would be exact; pass `ema` with another optimizer"
         )
-    if issubclass(found, LBFGS):
+    if issubclass(cls, LBFGS):
         raise UserError(f"optimizer={name!r}: it evaluates the loss several times in an update; pass another one")
-    if not _accepts(found, "lr"):
+    if not _accepts(cls, "lr"):
         raise UserError(f"optimizer={name!r}: it has no parameter lr, which schedules and the warm-up multiply")
-    fitting: type[Optimizer] = found
+    fitting: type[Optimizer] = cls
     return fitting
 
 
@@ -65,32 +67,34 @@ def _accepts(cls: type[Optimizer], name: str) -> bool:
 
 
 def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse an optimiser that does not fit, and arguments that it does not have.
+    """Refuse an unsuitable optimiser, and arguments that it does not have.
 
-    A class in a module that is not imported is looked at later: nothing of it is needed to run inference.
+    A class in a module that is not imported is checked later: inference does not need the optimiser.
 
     Raises:
-        UserError: as `optimizer_class` does, or with the arguments that the optimiser has.
+        UserError: as `optimizer_class`, or the optimiser has no such argument.
     """
     if "." in name and name.rpartition(".")[0] not in sys.modules:
         return
     cls = optimizer_class(name)
     if cls is torch.optim.SparseAdam:
         raise UserError("optimizer=sparseadam updates sparse gradients, and these networks have dense ones; pass adam")
-    if own := [key for key in arguments if key in _OWN]:
-        raise UserError(f"`optimizer_args`: {own[0]} is a parameter of its own; pass {own[0]}={arguments[own[0]]!r}")
-    names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _OWN]
+    names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _ARGUMENTS_WITH_FLAG]
+    for key in arguments:
+        if key in _ARGUMENTS_WITH_FLAG:
+            raise UserError(f"`optimizer_args`: {key} is a parameter of its own; pass {key}={arguments[key]!r}")
     for key in arguments:
         if not _accepts(cls, key) or key == "params":
             raise UserError(f"`optimizer_args`: {cls.__name__} has no {key}; it takes {', '.join(names)}")
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Two named groups: "decay" for weights, "no_decay" for the parameters of norms and for biases.
+    """Return two named groups: "decay" for weights, "no_decay" for the parameters of norms and for biases.
 
-    Norms and biases are the parameters of at most one dimension. Frozen parameters are in the groups as well, so that
-    the groups stay the same for the whole run. A group without parameters is left out.
+    Parameters of norms and biases have at most one dimension. Frozen parameters are included, so that the groups are
+    the same during the whole run. A group without parameters is left out.
     """
+    # Without duplicates: an optimiser refuses a parameter that is in its groups twice, as a tied weight would be.
     parameters = list(dict.fromkeys(parameters))
     decayed = [p for p in parameters if p.ndim > 1]
     exempt = [p for p in parameters if p.ndim <= 1]
@@ -108,12 +112,14 @@ def layer_groups(
     layer_lr_decay: float = 1.0,
     head_lr_factor: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Groups per layer with learning rates of their own (Howard and Ruder, 2018), named "layer4.decay" and so on.
+    """Return groups with a learning rate per layer (Howard and Ruder, 2018), named "layer4.decay" and so on.
 
     Args:
-        layers: name and parameters, from the input to the head, which is the last.
-        lr: of the layer below the head; that below it has `layer_lr_decay` times as much, and so on down.
-        head_lr_factor: how much faster the head learns.
+        layers: names and parameters of the layers, from the input to the head.
+        weight_decay: weight decay of weights.
+        lr: learning rate of the layer below the head.
+        layer_lr_decay: factor on the rate from each layer to the one below it.
+        head_lr_factor: factor on the rate for the head.
 
     Example:
         >>> layers = [(name, [nn.Parameter(torch.ones(2, 2))]) for name in ("layer3", "layer4", "fc")]
@@ -124,28 +130,29 @@ def layer_groups(
     groups = []
     for depth, (name, parameters) in enumerate(reversed(layers)):
         rate = lr * head_lr_factor if depth == 0 else lr * layer_lr_decay ** (depth - 1)
-        part = parameter_groups(parameters, weight_decay)
-        groups.append([group | {"name": f"{name}.{group['name']}", "lr": rate} for group in part])
-    return [group for part in reversed(groups) for group in part]
+        layer = parameter_groups(parameters, weight_decay)
+        groups.append([group | {"name": f"{name}.{group['name']}", "lr": rate} for group in layer])
+    return [group for layer in reversed(groups) for group in layer]
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], recipe: Any) -> Optimizer:
-    """The optimiser that the parameters of a recipe name, for its `configure_optimizers`.
+    """Build the optimiser that the hyperparameters of a recipe name, for its `configure_optimizers`.
 
     Args:
-        parameters: of the network, which `parameter_groups` splits; or groups, whose rate and weight decay are the
-            recipe's where they have none of their own.
-        recipe: its ``hparams`` are those of `Recipe`: optimizer, lr, weight_decay, momentum and optimizer_args.
+        parameters: the parameters of the network, which `parameter_groups` splits; or groups, which get the recipe's
+            learning rate and weight decay if they have none.
+        recipe: a recipe with the hyperparameters optimizer, lr, weight_decay, momentum and optimizer_args.
 
     Raises:
-        UserError: as `optimizer_by_name` does.
+        UserError: as `optimizer_by_name`.
     """
     options = recipe.hparams
     groups: list[Any] = list(parameters)
     if groups and not isinstance(groups[0], dict):
         groups = parameter_groups(groups, options.weight_decay)
     groups = [{"weight_decay": options.weight_decay, **group} for group in groups]
-    # Under AMP a fused one with clipped gradients raises inside Lightning (Lightning-AI/pytorch-lightning#21435).
+    # Lightning raises an error for a fused optimiser with clipped gradients under AMP
+    # (Lightning-AI/pytorch-lightning#21435).
     clips = getattr(attached_trainer(recipe), "gradient_clip_val", None)
     fused = False if clips else None
     return optimizer_by_name(options.optimizer, groups, options.lr, options.momentum, fused, options.optimizer_args)
@@ -159,20 +166,22 @@ def optimizer_by_name(
     fused: bool | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """An optimiser by name over parameter groups, without a recipe.
+    """Build an optimiser by name over parameter groups, without a recipe.
 
-    A checkpoint restores its moments only: rates, decay and kernels are those of the arguments, so a resumed run can
-    change them, or the device.
+    A checkpoint restores the moments only. Rates, weight decay and kernels are those of the arguments, so a resumed run
+    can change them, or the device.
 
     Args:
-        momentum: for those that have it (SGD then uses Nesterov's); for the others it is ignored.
-        fused: one kernel for all parameters; None takes it where every parameter's device has it.
+        groups: the parameter groups.
+        momentum: momentum, ignored if the optimiser has none; SGD uses Nesterov's.
+        fused: use one kernel for all parameters; None does if the devices of all parameters support it.
         arguments: further arguments of the optimiser.
 
     Raises:
-        UserError: as `check_optimizer` does, or the optimiser refuses the parameters or its arguments.
+        UserError: as `check_optimizer`, or the optimiser refuses the parameters or its arguments.
     """
-    groups, cls = list(groups), optimizer_class(name)
+    groups = list(groups)
+    cls = optimizer_class(name)
     check_optimizer(name, arguments or {})
     if not _accepts(cls, "weight_decay"):
         if any(group.get("weight_decay") for group in groups):
@@ -186,22 +195,22 @@ def optimizer_by_name(
             options["nesterov"] = True
     if "fused" in accepted:
         parameters = [p for group in groups for p in group["params"]]
-        possible = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in parameters)
-        options["fused"] = possible if fused is None else fused
+        supports_fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in parameters)
+        options["fused"] = supports_fused if fused is None else fused
     try:
         optimizer = cls(groups, **options | dict(arguments or {}))
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"optimizer={name!r}: {error}") from error
-    # What is no argument is state, which some keep in their groups.
-    asked_for = [
+    # Only arguments: some optimisers also keep state in their groups, which a checkpoint has to restore.
+    settings_of_groups = [
         {key: value for key, value in group.items() if key in accepted and key != "params"}
         for group in optimizer.param_groups
     ]
 
     def keep_settings(loaded: Optimizer) -> None:
-        for group, settings in zip(loaded.param_groups, asked_for):
+        for group, settings in zip(loaded.param_groups, settings_of_groups):
             group.update(settings)
-            if "initial_lr" in group:  # A scheduler's; what it begins from is asked for here, too.
+            if "initial_lr" in group:  # The scheduler's base rate has to follow a changed lr as well.
                 group["initial_lr"] = settings["lr"]
 
     optimizer.register_load_state_dict_post_hook(keep_settings)
@@ -211,7 +220,7 @@ def optimizer_by_name(
 def learning_rate_scale(
     rule: Literal["auto", "none", "linear", "sqrt"], optimizer: str
 ) -> Literal["linear", "sqrt"] | None:
-    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers."""
+    """Return the scaling rule: "auto" is linear for SGD (Goyal et al., 2017), sqrt for adaptive optimisers."""
     if rule == "auto":
         return "linear" if optimizer.rpartition(".")[2].lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule

@@ -1,4 +1,4 @@
-"""Checks as training begins that optimiser and schedule of a recipe are those of its parameters, and fit the run."""
+"""Check at the start of training that a recipe's optimiser and schedule match its settings and the run."""
 
 import math
 from typing import Any
@@ -15,13 +15,13 @@ from recipes.schedules import ENDS_AT_0, settings_of
 
 
 class CheckOptimization(pl.Callback):
-    """Checks optimiser and schedule of a recipe, and shows the rates of the first update to other callbacks.
+    """Callback that checks a recipe's optimiser and schedule, and sets the rates of the first update.
 
     Runs on: `on_train_start`.
 
     Raises:
-        UserError: the schedule follows a score, and nothing is validated, or at times that are no updates; or it has no
-            milestones in this run.
+        UserError: the schedule follows a score, and the run validates nothing, or validates by time; or the run cannot
+            have its milestones.
     """
 
     @override
@@ -30,7 +30,8 @@ class CheckOptimization(pl.Callback):
         _check_optimizer(trainer, pl_module)
         _check_schedule(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            if schedule := schedule_of(optimizer, trainer):
+            schedule = schedule_of(optimizer, trainer)
+            if schedule:
                 schedule.set_rates(updates_made(trainer))
 
 
@@ -38,11 +39,11 @@ def refuse_plateau_by_time(trainer: pl.Trainer) -> None:
     """Refuse a schedule that follows the score of each epoch in a run that validates by time.
 
     Raises:
-        UserError: ``val_check_interval`` is a time, and ReduceLROnPlateau would step by a score that is not new.
+        UserError: ``val_check_interval`` is a time, so ReduceLROnPlateau would step on a score that is not new.
     """
-    # Lightning sets the attribute only where it is not a time.
-    by_time = getattr(trainer, "val_check_interval", None) is None
-    if by_time and any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+    # Lightning sets this attribute only if the interval is not a time.
+    validates_by_time = getattr(trainer, "val_check_interval", None) is None
+    if validates_by_time and any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         raise UserError(
             "schedule='plateau' follows the score of each epoch, and `val_check_interval` is a time; pass a number of"
             " updates or a share of an epoch"
@@ -50,14 +51,14 @@ def refuse_plateau_by_time(trainer: pl.Trainer) -> None:
 
 
 def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
-    """Log where `configure_optimizers` has built another optimiser than the parameters name, or no schedule."""
+    """Warn if `configure_optimizers` has built another optimiser than the settings name, or no schedule."""
     if not trainer.optimizers:
         return
     name = recipe.hparams.optimizer
     built = type(trainer.optimizers[0])
     if not issubclass(built, optimizer_class(name)):
-        of_torch = built.__module__.startswith("torch.optim")
-        path = built.__name__.lower() if of_torch else f"{built.__module__}.{built.__name__}"
+        is_torchs = built.__module__.startswith("torch.optim")
+        path = built.__name__.lower() if is_torchs else f"{built.__module__}.{built.__name__}"
         warn(
             "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
             " rate; call build_optimizer(parameters, self), or pass optimizer=%r",
@@ -74,7 +75,7 @@ def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
 
 
 def _check_schedule(trainer: pl.Trainer, recipe: Any) -> None:
-    """Refuse a schedule that the run cannot follow, and say where it has no end to lead to."""
+    """Refuse a schedule that the run cannot follow, and warn if it needs an end that the run does not have."""
     settings = settings_of(recipe)
     followed = recipe.monitor if settings.schedule == "plateau" else ""
     if followed.startswith("val/") and not trainer.enable_validation:

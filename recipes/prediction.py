@@ -1,8 +1,8 @@
-"""Predictions of a recipe: for inputs from Python, and as rows of a table."""
+"""Predict with a recipe: for inputs from Python, and as rows of a table."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -24,64 +24,79 @@ _RUNNER_UP = re.compile(r"(class|probability)_\d+")
 
 
 def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list[dict[str, Any]]:
-    """The rows of all inputs in their order: those of the predictions, and one for each input without a prediction.
+    """Return the rows of all inputs in their order; an unreadable input has a row without a prediction.
 
     Args:
-        recipe: its `prediction_rows` makes the rows of the outputs.
-        outputs: what `predict_step` returned, a batch each.
+        recipe: the recipe, whose `prediction_rows` returns the rows of the outputs.
+        outputs: what `predict_step` returned for each batch.
         data: the data module of the inputs, after the last batch.
 
     Returns:
-        Where something is to be said of an input, all rows have the column ``note``.
+        The rows; if there is a note about any input, all rows have the column ``note``.
     """
-    names, notes = data.prediction_names, {**data.unclear_inputs, **data.unreadable_inputs}
+    names = data.prediction_names
+    notes = {**data.unclear_inputs, **data.unreadable_inputs}
     rows = recipe.prediction_rows(outputs, names)
     if not notes:
         return rows
     columns: dict[str, Any] = dict.fromkeys([*(rows[0] if rows else ()), *recipe.prediction_columns])
-    found: list[dict[str, Any]] = []
-    # The same input may be given twice in succession; the first column is its name.
+    completed: list[dict[str, Any]] = []
+    # The first column of a row is the name of its input. An input may be given twice in succession, so that the rows of
+    # its name are divided evenly.
     for name, group in groupby(enumerate(names), key=itemgetter(1)):
         numbers = [number for number, _ in group]
-        count = sum(1 for _ in takewhile(lambda row: next(iter(row.values())) == name, rows))  # noqa: B023
-        mine, rows = rows[:count], rows[count:]
-        for place, number in enumerate(numbers):
-            each = mine[place * count // len(numbers) : (place + 1) * count // len(numbers)]
-            if not each and number in notes:
-                each = [columns | {recipe.prediction_columns[0]: name}]
+        count = 0
+        while count < len(rows) and next(iter(rows[count].values())) == name:
+            count += 1
+        rows_of_name = rows[:count]
+        rows = rows[count:]
+        for position, number in enumerate(numbers):
+            rows_of_input = rows_of_name[position * count // len(numbers) : (position + 1) * count // len(numbers)]
+            if not rows_of_input and number in notes:
+                rows_of_input = [columns | {recipe.prediction_columns[0]: name}]
             note = notes.get(number)
-            found += [row | {"note": note.removeprefix(f"{name} ") if note else row.get("note")} for row in each]
-    return found
+            for row in rows_of_input:
+                completed.append(row | {"note": note.removeprefix(f"{name} ") if note else row.get("note")})
+    return completed
 
 
 def _as_text(value: Any) -> str:
-    """A cell of a table."""
-    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    """Return a table cell as text."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def prediction_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """What the predict command prints of `all_rows`: of several classes the likeliest, and notes where there are any.
+    """Return the table that the predict command prints: the likeliest class only, and notes if there are any.
 
     Args:
         rows: the predictions, at least one; all rows have the same keys.
 
     Returns:
-        A row per prediction, with the cells as text under the column's name.
+        A row for each prediction, with the cells as text by column.
     """
-    hidden = {"note"} if not any(row.get("note") for row in rows) else set()
-    shown = [name for name in rows[0] if name not in hidden and not _RUNNER_UP.fullmatch(name)]
-    return [{name: "" if name == "note" and not row[name] else _as_text(row[name]) for name in shown} for row in rows]
+    has_notes = any(row.get("note") for row in rows)
+    shown = [name for name in rows[0] if not _RUNNER_UP.fullmatch(name) and (name != "note" or has_notes)]
+    table = []
+    for row in rows:
+        cells = {name: _as_text(row[name]) for name in shown}
+        if has_notes and not row["note"]:
+            cells["note"] = ""
+        table.append(cells)
+    return table
 
 
 @torch.inference_mode()
 def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
     """Predict as the predict command does, on the device of a recipe.
 
-    The recipe needs to know how its data were prepared: from a checkpoint that it was loaded from, or from the data
-    module of a Trainer that it is attached to. A run in bf16-mixed or 16-mixed predicts in it here, too; of one in
-    bf16-true or 64-true, `load_from_checkpoint` has made a recipe in float32, which predicts in that.
+    The recipe needs the settings by which its data were prepared: from the checkpoint that it was loaded from, or from
+    the data module of its Trainer. A recipe of a run in bf16-mixed or 16-mixed predicts in that precision. After a run
+    in bf16-true or 64-true, `load_from_checkpoint` returns a recipe in float32, which predicts in float32.
 
     Args:
+        recipe: the recipe.
         inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays or
             tensors, or a list of them; sentences as text. Or a data module: its test part, else its validation part,
             is predicted; of a module without inputs to predict, what its ``predict_dataloader()`` yields.
@@ -90,7 +105,7 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
         The rows that the command writes into its ``--output``, one or more for each input.
 
     Raises:
-        UserError: nothing that was given can be read, or it is not known how the data were prepared.
+        UserError: no input can be read, or the recipe does not know how the data were prepared.
 
     Example:
         >>> model = MNISTClassifier.load_from_checkpoint("best.ckpt")  # doctest: +SKIP
@@ -119,7 +134,8 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
 
 
 def _outputs(recipe: Recipe, data: pl.LightningDataModule, batches: Iterable[Any]) -> list[Any]:
-    """What `predict_step` makes of batches, in evaluation mode and on the device of the recipe."""
+    """Return the outputs of `predict_step`, in evaluation mode and on the device of the recipe."""
+    # Mode by mode: `recipe.train()` would also put frozen layers into training mode.
     modes = [(module, module.training) for module in recipe.modules()]
     recipe.eval()
     trainer = attached_trainer(recipe)
@@ -137,16 +153,18 @@ def _outputs(recipe: Recipe, data: pl.LightningDataModule, batches: Iterable[Any
 
 
 def _predict_part(recipe: Recipe, data: pl.LightningDataModule) -> list[dict[str, Any]]:
-    """Predict the samples of a data module."""
+    """Predict the test part of a data module, else its validation part."""
     contract = data_contract(data)
     if "predict_inputs" not in data.hparams:
         data.setup("predict")
         return recipe.prediction_rows(_outputs(recipe, data, data.predict_dataloader()), ())
     data.setup("test")
-    part, loader = "test", data.test_dataloader()
+    part = "test"
+    loader = data.test_dataloader()
     if not loader:
         data.setup("validate")
-        part, loader = "val", data.val_dataloader()
+        part = "val"
+        loader = data.val_dataloader()
     if not loader:
         raise UserError(f"{contract.title} has neither a test nor a validation part to predict")
     if isinstance(data, TranslationDataModule):
@@ -154,23 +172,26 @@ def _predict_part(recipe: Recipe, data: pl.LightningDataModule) -> list[dict[str
         outputs = _outputs(recipe, data, _numbered_sentences(loader, sentences))
         return recipe.prediction_rows(outputs, data.source_sentences(torch.cat(sentences)))
     outputs = _outputs(recipe, data, _numbered_images(loader))
-    numbers, names = sample_numbers(loader), contract.sample_names(part)
+    numbers = sample_numbers(loader)
     assert numbers is not None
-    return recipe.prediction_rows(outputs, [str(names[n]) if names else f"sample {n}" for n in numbers.tolist()])
+    names = contract.sample_names(part)
+    if names:
+        return recipe.prediction_rows(outputs, [str(names[number]) for number in numbers.tolist()])
+    return recipe.prediction_rows(outputs, [f"sample {number}" for number in numbers.tolist()])
 
 
 def _numbered_images(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The images of an evaluation with their places in it, in place of labels."""
-    seen = 0
+    """Yield the images of an evaluation with their positions in place of labels."""
+    position = 0
     for images, *_ in loader:
-        yield images, torch.arange(seen, seen + len(images))
-        seen += len(images)
+        yield images, torch.arange(position, position + len(images))
+        position += len(images)
 
 
 def _numbered_sentences(loader: Iterable[Any], numbers: list[Tensor]) -> Iterator[TranslationBatch]:
-    """The sentences of an evaluation with their places in it; their numbers in the corpus are added to a list."""
-    seen = 0
+    """Yield the sentences of an evaluation with their positions; append their numbers in the corpus."""
+    position = 0
     for batch in loader:
         numbers.append(batch.numbers)
-        yield batch._replace(numbers=torch.arange(seen, seen + len(batch.numbers)))
-        seen += len(batch.numbers)
+        yield batch._replace(numbers=torch.arange(position, position + len(batch.numbers)))
+        position += len(batch.numbers)

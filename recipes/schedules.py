@@ -1,6 +1,6 @@
-"""Learning-rate schedules in closed form: pure functions of how far a run is, so that no resume or split shifts them.
+"""Learning-rate schedules as pure functions of the progress of a run, so that no resume or split shifts them.
 
-`ReduceLROnPlateau`, which follows a score, is the one that has a state.
+Only `ReduceLROnPlateau`, which follows a score, has a state.
 """
 
 import math
@@ -26,7 +26,7 @@ from datamodules.ranges import NATURAL, Range, check_ranges
 ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "plateau"]
 
 ENDS_AT_0 = ("one_cycle", "linear", "cosine")
-_TAKES: dict[str, tuple[str, ...]] = {
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ENDS_AT_0, ("min_lr",)),
     "constant": (),
     "multistep": ("milestones", "gamma", "min_lr"),
@@ -36,10 +36,10 @@ _TAKES: dict[str, tuple[str, ...]] = {
 
 
 def curve(schedule: str, progress: float) -> float:
-    """The factor on the learning rate after a share of the run.
+    """Return the factor on the learning rate at a progress from 0 to 1.
 
-    "one_cycle" rises in a straight line from 0.04 to 1 in a quarter of the run, and falls to 0 (Smith and Topin, 2018);
-    "linear" is a straight line from 1 to 0, "cosine" half a cosine (Loshchilov and Hutter, 2017); the others are 1.
+    "one_cycle" rises linearly from 0.04 to 1 in a quarter of the run, then falls linearly to 0 (Smith and Topin, 2018).
+    "linear" falls from 1 to 0, "cosine" is half a cosine (Loshchilov and Hutter, 2017), and the others are 1.
 
     Example:
         >>> {name: [round(curve(name, x), 2) for x in (0, 0.25, 1)] for name in ("one_cycle", "linear", "cosine")}
@@ -47,7 +47,9 @@ def curve(schedule: str, progress: float) -> float:
     """
     match schedule:
         case "one_cycle":
-            return 0.04 + (1 - 0.04) * progress / 0.25 if progress < 0.25 else (1 - progress) / (1 - 0.25)
+            if progress < 0.25:
+                return 0.04 + (1 - 0.04) * progress / 0.25
+            return (1 - progress) / (1 - 0.25)
         case "linear":
             return 1 - progress
         case "cosine":
@@ -57,11 +59,12 @@ def curve(schedule: str, progress: float) -> float:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """A schedule with its parameters, as those of `Recipe`.
+    """The settings of a schedule: its name, the peak rate and further arguments.
 
     Args:
-        lr: peak learning rate, of which the argument `min_lr` is a share.
-        arguments: further ones by name, as `Recipe` has them in ``schedule_args``.
+        schedule: name of the schedule.
+        lr: peak learning rate; the argument `min_lr` divided by it is the lowest factor.
+        arguments: further arguments by name, as in ``schedule_args`` of `Recipe`.
 
     Raises:
         UserError: there is no such schedule, or an argument is out of its range or not one of this schedule.
@@ -79,32 +82,34 @@ class ScheduleSettings:
         if self.schedule not in get_args(ScheduleName):
             names = ", ".join(get_args(ScheduleName))
             raise UserError(f"no schedule {self.schedule!r}; expected one of {names}")
-        taken = _TAKES[self.schedule]
-        if unknown := [name for name in self.arguments if name not in taken]:
+        accepted = _ARGUMENTS[self.schedule]
+        unknown = [name for name in self.arguments if name not in accepted]
+        if unknown:
             raise UserError(
-                f"`schedule_args`: {self.schedule} has no {unknown[0]}; it takes {', '.join(taken) or 'none'}"
+                f"`schedule_args`: {self.schedule} has no {unknown[0]}; it takes {', '.join(accepted) or 'none'}"
             )
         ranges = {"gamma": Range(0, 1, above=True, below=True), "min_lr": Range(0, self.lr), "patience": NATURAL}
         check_ranges(**{name: (self.arguments[name], ranges[name]) for name in ranges if name in self.arguments})
-        self.milestones  # noqa: B018  Refused here, not when training begins.
+        self.milestones  # noqa: B018 - parsed here, so that wrong milestones are refused before training
 
     @cached_property
     def milestones(self) -> list[Duration]:
-        """Those that were given, or of "multistep" at 50 and 75 %, as He et al. (2016) have them on CIFAR."""
+        """The given milestones; by default those of "multistep" are 50 and 75 % (He et al., 2016, on CIFAR)."""
         milestones = self.arguments.get("milestones", ["50%", "75%"] if self.schedule == "multistep" else [])
-        found: list[Duration] = []
+        durations: list[Duration] = []
         texts = milestones if isinstance(milestones, list) else str(milestones).split(",")
-        for number, text in enumerate(texts, start=1):
+        for number, milestone in enumerate(texts, start=1):
             try:
-                time = Duration.parse(text)
+                time = Duration.parse(milestone)
             except UserError as error:
                 raise UserError(f"milestones={milestones!r}, number {number}: {error}") from error
-            before = [other for other in found if other.unit == time.unit and other.value >= time.value]
-            if before or not time.value:
-                earlier = before[0] if before else "the start of the run"
+            same_unit = [duration for duration in durations if duration.unit == time.unit]
+            not_before = [duration for duration in same_unit if duration.value >= time.value]
+            if not_before or not time.value:
+                earlier = not_before[0] if not_before else "the start of the run"
                 raise UserError(f"milestones={milestones!r}, number {number}: {time} is not after {earlier}")
-            found.append(time)
-        return found
+            durations.append(time)
+        return durations
 
     @cached_property
     def floor(self) -> float:
@@ -112,19 +117,20 @@ class ScheduleSettings:
         return float(self.arguments.get("min_lr", 0.0)) / self.lr
 
     def floored(self, factor: float) -> float:
-        """A factor between the floor and 1: what falls to 0 falls to the floor, and the others stop there."""
+        """Return a factor between the floor and 1: curves that end at 0 end at the floor, others stop there."""
         if self.schedule in ENDS_AT_0:
             return self.floor + (1 - self.floor) * factor
         return max(self.floor, factor)
 
     def factor(self, update: int, trainer: pl.Trainer) -> float:
-        """The factor on the learning rates at the update that follows `update` others; 1 where it needs an end.
+        """Return the factor on the rates after `update` updates; 1 where the curve needs an end and there is none.
 
         Args:
-            trainer: one that trains: the length of the run is not known before.
+            update: the number of updates made.
+            trainer: a Trainer that trains, since the length of the run is not known earlier.
 
         Raises:
-            UserError: a milestone is in epochs of a loader without length, or in per cent of a run without end.
+            UserError: a milestone in epochs needs a loader with a length, or one in per cent needs a run with an end.
         """
         if self.schedule == "multistep":
             updates = sorted(duration_to_updates(time, trainer) for time in self.milestones)
@@ -134,21 +140,24 @@ class ScheduleSettings:
 
 
 class Plateau(ReduceLROnPlateau):
-    """torch's, whose checkpoint restores the rates, too: the optimiser's restores its moments only.
+    """torch's `ReduceLROnPlateau`, which also restores the rates: the optimiser restores its moments only.
 
     Args:
-        settings: the factor is their `gamma`, 0.1 by default, after more validations than `patience`, 2 by
-            default, in succession that were not better than the best by a ten-thousandth of it.
-        mode: "min" where less is better, else "max".
+        optimizer: the optimiser whose rates are reduced.
+        settings: `gamma` is the factor on the rates, by default 0.1. `patience` is the number of validations in
+            succession without an improvement by a ten-thousandth, by default 2.
+        mode: "min" if lower scores are better, else "max".
     """
 
     def __init__(self, optimizer: Optimizer, settings: ScheduleSettings, mode: Literal["min", "max"]) -> None:
-        gamma, patience = settings.arguments.get("gamma", 0.1), settings.arguments.get("patience", 2)
+        gamma = settings.arguments.get("gamma", 0.1)
+        patience = settings.arguments.get("patience", 2)
         lowest = [settings.floor * group["lr"] for group in optimizer.param_groups]
         super().__init__(optimizer, mode, gamma, patience, min_lr=lowest)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # The state only, since the settings of a resumed run may have changed.
         for name in ("best", "num_bad_epochs", "last_epoch", "cooldown_counter"):
             setattr(self, name, state_dict[name])
         for group, rate in zip(self.optimizer.param_groups, state_dict["_last_lr"], strict=True):
@@ -157,26 +166,29 @@ class Plateau(ReduceLROnPlateau):
 
 
 def settings_of(recipe: Any) -> ScheduleSettings:
+    """Return the schedule that the hyperparameters of a recipe describe."""
     options = recipe.hparams
     return ScheduleSettings(options.schedule, options.lr, options.schedule_args or {})
 
 
 def build_schedule(optimizer: Optimizer, recipe: Any) -> OptimizerLRScheduler:
-    """What `configure_optimizers` returns: an optimiser with the ``schedule`` of a recipe's parameters.
+    """Return an optimiser with the ``schedule`` of a recipe, as `configure_optimizers` returns it.
 
     Args:
-        recipe: its ``hparams`` are those of `Recipe`; the plateau follows its ``monitor``.
+        optimizer: the optimiser.
+        recipe: a recipe with the hyperparameters of `Recipe`; the plateau follows its ``monitor``.
     """
     settings = settings_of(recipe)
     if settings.schedule == "plateau":
         plateau = Plateau(optimizer, settings, recipe.monitor_mode)
-        every = getattr(attached_trainer(recipe), "check_val_every_n_epoch", None) or 1
-        config: Any = {"scheduler": plateau, "monitor": recipe.monitor, "frequency": every}
+        frequency = getattr(attached_trainer(recipe), "check_val_every_n_epoch", None) or 1
+        config: Any = {"scheduler": plateau, "monitor": recipe.monitor, "frequency": frequency}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def factor(update: int) -> float:
         if update == 0:
-            # The length of the run is not known yet, and its first update has the same factor in a run of any length.
+            # The optimiser is built before the length of the run is known. The first update's factor does not depend
+            # on it.
             return settings.floored(curve(settings.schedule, 0.0))
         return settings.factor(update, recipe.trainer)
 

@@ -1,6 +1,6 @@
-"""Scores of one pass over a set.
+"""Compute the scores of one pass over a data set.
 
-All but the loss come from integer counts, so they are the same on any number of ranks to the last digit.
+All scores except the loss come from integer counts, so they are equal to the bit on any number of ranks.
 """
 
 import torch
@@ -15,10 +15,10 @@ _MOST_CLASSES_LOGGED = 25
 
 
 class MeanOverTargets(Metric):
-    """The mean over all targets of all batches and ranks, equal to the bit on any number of ranks and in any order.
+    """Mean over all targets of all batches and ranks, equal to the bit on any number of ranks and in any order.
 
-    A batch's sum counts as whole numbers, whose sums are exact; see `callbacks.lib.exact_sums`. So batches have to be
-    the same on any number of ranks. The mean is NaN where a batch's sum was not finite.
+    The sum of a batch is converted to integers, whose sums are exact; see `callbacks.lib.exact_sums`. The batches
+    themselves have to be the same on any number of ranks. The mean is NaN if the sum of a batch is not finite.
     """
 
     full_state_update = False
@@ -36,7 +36,7 @@ class MeanOverTargets(Metric):
 
         Args:
             total: the sum over the batch's targets, a scalar.
-            count: how many targets it has.
+            count: the number of its targets.
         """
         self.total += to_whole_numbers(total)
         self.count += count
@@ -48,9 +48,9 @@ class MeanOverTargets(Metric):
 
 
 def macro_f1(confusion: Tensor) -> Tensor:
-    """The mean F1 score over classes, in float64.
+    """Return the mean F1 score over classes, in float64.
 
-    Classes that neither a sample nor a prediction has are left out, as in scikit-learn.
+    Classes without samples and without predictions are left out, as in scikit-learn.
 
     Args:
         confusion: counts of shape (classes, classes): true class by predicted class.
@@ -60,9 +60,9 @@ def macro_f1(confusion: Tensor) -> Tensor:
 
 
 class _Counts(Metric):
-    """The confusion matrix and hits among the five likeliest classes, as integers.
+    """Confusion matrix, and hits among the five likeliest classes, as integers.
 
-    Nothing here waits for the device: torchmetrics' confusion matrix does, in its bincount.
+    `update` never waits for the device; torchmetrics' confusion matrix does, in its bincount.
     """
 
     full_state_update = False
@@ -77,8 +77,9 @@ class _Counts(Metric):
     @override
     def update(self, logits: Tensor, targets: Tensor) -> None:
         classes = self.confusion.shape[0]
-        places = targets.clamp(min=0) * classes + logits.argmax(1)
-        self.confusion.view(-1).index_add_(0, places, (targets >= 0).long())
+        cells = targets.clamp(min=0) * classes + logits.argmax(1)
+        # A target of -100 adds 0 to the first row.
+        self.confusion.view(-1).index_add_(0, cells, (targets >= 0).long())
         if classes > 5:
             self.top5 += (logits.topk(5, 1).indices == targets.unsqueeze(1)).sum()
 
@@ -90,9 +91,8 @@ class _Counts(Metric):
 class ClassificationScores(torch.nn.Module):
     """Loss, accuracy, macro-F1 and the confusion matrix of one pass over a set.
 
-    With more than five classes there is the top-5 accuracy too, and with up to 25 classes the accuracy of each (0
-    without samples). All but the loss come from integer counts, so they are the same on any number of
-    ranks to the last digit.
+    More than five classes have a top-5 accuracy, and up to 25 classes have an accuracy for each class (0 without
+    samples). All scores except the loss come from integer counts, so they are equal on any number of ranks.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -106,9 +106,10 @@ class ClassificationScores(torch.nn.Module):
         self.counts.update(logits.float(), targets)
 
     def compute(self) -> tuple[dict[str, Tensor], Tensor]:
-        """The scalars by name, and the confusion matrix of shape (classes, classes): true class by predicted."""
+        """Return the scalars by name, and the confusion matrix: (classes, classes), true class by predicted class."""
         matrix, top5 = self.counts.compute()
-        present, correct = matrix.sum(1), matrix.diagonal().double()
+        present = matrix.sum(1)
+        correct = matrix.diagonal().double()
         samples = present.sum().clamp(min=1)
         scores = {
             "loss": self.loss.compute(),

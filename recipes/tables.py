@@ -1,4 +1,4 @@
-"""Tables of an evaluation: a row for each class, and the mistakes."""
+"""Build the tables of an evaluation: a row for each class, and the mistakes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,33 +25,39 @@ class Table(NamedTuple):
 
 
 def _scored(logits: Tensor, targets: Tensor) -> Tensor:
-    """True and predicted class, and their probabilities: float32, which holds the number of any class, (batch, 4)."""
+    """Return true and predicted class and their probabilities, (batch, 4); float32 holds any class number."""
     probabilities = logits.float().softmax(1)
     probability, predicted = probabilities.max(1)
-    of_target = probabilities.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return torch.stack((targets.float(), predicted.float(), probability, of_target), 1)
+    target_probability = probabilities.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.stack((targets.float(), predicted.float(), probability, target_probability), 1)
 
 
 def _mistakes(samples: list[Tensor], numbers: Tensor) -> Tensor | None:
-    """Number, true and predicted class and their probabilities of each mistake, float64 of shape (m, 5).
+    """Return number, true and predicted class and their probabilities of each mistake: float64, (m, 5).
 
     Args:
-        samples: the batches of this rank, as `_scored` gives them.
-        numbers: of the samples in their order, int64 of shape (n,) or longer; None is returned for fewer.
+        samples: the batches of this rank from `_scored`.
+        numbers: the numbers of the samples in their order, int64; the result is None if there are fewer than samples.
     """
-    found = (torch.cat(samples).cpu() if samples else torch.empty(0, 4)).double()
-    if len(numbers) < len(found):
+    rows = (torch.cat(samples).cpu() if samples else torch.empty(0, 4)).double()
+    if len(numbers) < len(rows):
         return None
-    wrong = (found[:, 0] >= 0) & (found[:, 0] != found[:, 1])
-    return torch.cat((numbers[: len(found), None].double(), found), 1)[wrong].nan_to_num(0.0)
+    wrong = (rows[:, 0] >= 0) & (rows[:, 0] != rows[:, 1])
+    return torch.cat((numbers[: len(rows), None].double(), rows), 1)[wrong].nan_to_num(0.0)
+
+
+def _by_confidence(row: Sequence[float]) -> tuple[float, float]:
+    number, _, _, probability, _ = row
+    return -probability, number
 
 
 def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: Sequence[str] = ()) -> Table:
-    """A row for each mistake, the most confident first.
+    """Return a row for each mistake, the most confident first.
 
     Args:
-        mistakes: those of all ranks: number, true and predicted class and their probabilities, of shape (m, 5).
-        sample_names: of the samples by their numbers; by default the numbers stand for themselves.
+        mistakes: number, true and predicted class and their probabilities, of all ranks, of shape (m, 5).
+        class_names: the names of the classes by label.
+        sample_names: the names of the samples by number; by default the table has the numbers.
 
     Example:
         >>> table = mistakes_table(torch.tensor([[7.0, 0.0, 1.0, 0.75, 0.25]]), ["cat", "dog"])
@@ -59,7 +65,8 @@ def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: S
         [7, 'cat', 'dog', 0.75, 0.25]
     """
     columns = ("file" if sample_names else "sample", "true", "predicted", "probability_predicted", "probability_true")
-    order = sorted(mistakes.tolist(), key=lambda row: (-row[3], row[0]))
+    # By number in case of equal probabilities, so that the order does not depend on the number of ranks.
+    order = sorted(mistakes.tolist(), key=_by_confidence)
     rows = []
     for number, *classes, predicted, true in order:
         name = sample_names[int(number)] if sample_names else int(number)
@@ -67,10 +74,14 @@ def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: S
     return Table(columns, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
-def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
-    """A row for each class: samples, precision, recall, F1, and which other class its samples are taken for most often.
+def _share(count: int, total: int) -> float | None:
+    return round(count / total, 6) if total else None
 
-    What is not defined is None: the recall of a class without samples, the precision of one that is never predicted.
+
+def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
+    """Return a row for each class: samples, precision, recall, F1, and the most frequent confusion.
+
+    Undefined values are None: the recall of a class without samples, the precision of a class that is never predicted.
 
     Args:
         confusion: counts of shape (classes, classes): true class by predicted class.
@@ -80,24 +91,27 @@ def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
         {'class': 'cat', 'samples': 4, 'precision': 1.0, 'recall': 0.75, 'f1': 0.857143, 'taken_for': 'dog', 'times': 1}
     """
     columns = ("class", "samples", "precision", "recall", "f1", "taken_for", "times")
-    counts = [part.tolist() for part in (confusion.diagonal(), confusion.sum(1), confusion.sum(0))]
-    times, other = (confusion - confusion.diagonal().diag()).max(1)
+    counts = (confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist())
+    times, confused_with = (confusion - confusion.diagonal().diag()).max(1)
     rows = []
-    for name, right, samples, predicted, most, taken in zip(class_names, *counts, times.tolist(), other.tolist()):
-        shares = ((right, predicted), (right, samples), (2 * right, samples + predicted))
-        scores = (round(part / whole, 6) if whole else None for part, whole in shares)
-        rows.append((name, samples, *scores, class_names[taken] if most else None, most))
+    columns_of_counts = (class_names, *counts, times.tolist(), confused_with.tolist())
+    for name, correct, samples, predicted, confusions, confused_class in zip(*columns_of_counts):
+        precision = _share(correct, predicted)
+        recall = _share(correct, samples)
+        f1 = _share(2 * correct, samples + predicted)
+        taken_for = class_names[confused_class] if confusions else None
+        rows.append((name, samples, precision, recall, f1, taken_for, confusions))
     return Table(columns, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 class EvaluationTables(pl.Callback):
-    """Makes the tables of a classifier: all classes and all mistakes of the last validation and the last test.
+    """Callback that builds a classifier's tables: classes and mistakes of the last validation and the last test.
 
-    They are ``val_per_class.csv``, ``test_mistakes.csv`` and so on in `tables`, for a module with a
-    ``confusion_matrix`` and ``class_names``, as `Classifier`. A sample that is no file is named by its number in the
-    data set. There are no mistakes of a loader whose order is not known, such as one that shuffles.
+    `tables` has ``val_per_class.csv``, ``test_mistakes.csv`` and so on, for a module with a ``confusion_matrix`` and
+    ``class_names``, such as `Classifier`. A sample that is not a file is named by its number in the data set. A loader
+    whose order is not known, such as one that shuffles, has no table of mistakes.
 
-    In `figures` are the confusion matrix and the images of the most confident mistakes.
+    `figures` has the confusion matrix and the images of the most confident mistakes.
 
     Runs on: each batch and the end of an evaluation; not in training.
     """
@@ -129,20 +143,22 @@ class EvaluationTables(pl.Callback):
         title = {"val": "validation"}.get(part, part)
         self.figures["confusion"] = confusion_plot(pl_module.confusion_matrix.tolist(), pl_module.class_names, title)
         loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        numbers, names = sample_numbers(loader), data_contract(pl_module.data_module()).sample_names(part)
+        numbers = sample_numbers(loader)
+        names = data_contract(pl_module.data_module()).sample_names(part)
         if not isinstance(loader, EvaluationSampling) and len(names) != len(getattr(loader, "dataset", ())):
-            names = ()  # Of a data module whose loader was replaced.
-        mine = _mistakes(self.samples, numbers) if numbers is not None else None
+            names = ()  # The names belong to the data module's own loader, which another one has replaced.
+        mistakes_of_rank = _mistakes(self.samples, numbers) if numbers is not None else None
         preprocessing = data_contract(pl_module.data_module()).preprocessing()
         images = gather(self.images.displayed(numbers, preprocessing))
         self.figures.pop("mistakes", None)
-        if grid := mistakes_grid(images, pl_module.class_names, names, title):
+        grid = mistakes_grid(images, pl_module.class_names, names, title)
+        if grid:
             self.figures["mistakes"] = grid
         self.samples = []
         self.images = MistakeImages()
-        mistakes = gather(mine)
+        mistakes = gather(mistakes_of_rank)
         tables.pop(f"{part}_mistakes.csv", None)
-        if all(found is not None for found in mistakes):
+        if all(rows is not None for rows in mistakes):
             tables[f"{part}_mistakes.csv"] = mistakes_table(torch.cat(mistakes), pl_module.class_names, names)
 
     @override

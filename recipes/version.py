@@ -1,11 +1,11 @@
-"""The version of this release, the project's address, and what installs it: what a release changes stands here."""
+"""The version of this release, the project's address, and the command that installs it."""
 
 __version__ = "0.2.0"
 
 ADDRESS = ""
-"""Of the project's pages, without a slash at the end. Links of the package's description begin with it.
+"""The address of the project's pages, without a slash at the end; links in the package's description begin with it.
 
-Empty until there is one.
+It is empty until the project has one.
 """
 
 RELEASED = False
@@ -13,7 +13,7 @@ RELEASED = False
 
 
 def install_command(extra: str) -> str:
-    """What installs the packages of an extra, for messages.
+    """Return the command that installs the packages of an extra, for messages.
 
     Example:
         >>> install_command("onnx")

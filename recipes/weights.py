@@ -1,10 +1,9 @@
 """Load the weights of a file into a module: read without running code, matched by name and shape, reported in a line.
 
-A file is either wrong (another file, half a file, another network), or all of its tensors fit but those of the head.
-The first is refused before the module changes; of the second, the tensors that fit are loaded.
+A file is either wrong (another file, half a file, another network), or all of its tensors except the head's fit. A
+wrong file is refused before the module changes. From a file that fits, all fitting tensors are loaded.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,99 +16,69 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.layers import inside, matching_names, module_names
 from datamodules.errors import UserError
 from datamodules.notes import warn
+from recipes.weights_file import read_weights_file
 
-# Attributes that hold a whole network: a file and a module may have different ones, or none.
+# Names of attributes that hold a whole network; a file and a module may have different ones, or none.
 _WRAPPERS = re.compile(r"^(?:(?:module|model|network|net|backbone)\.)+")
-# What the export command writes into safetensors as JSON, all else as text.
-_JSON = ("config", "hyper_parameters", "class_names", "source_vocabulary", "target_vocabulary")
-
-
-def _setting(name: str, text: str) -> Any:
-    """What a text beside the tensors says; other programs than ours write anything under these names."""
-    if name not in _JSON:
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _read(path: str | Path) -> Mapping[str, Any]:
-    """What a file holds, whatever its suffix; safetensors as a dict of their tensors and settings."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise UserError(f"there is no file {path}; pass weights='FILE' or weights='none'")
-    try:
-        with path.open("rb") as file:
-            start = file.read(9)
-        if start[8:] == b"{":  # Behind the length of the header in 8 bytes.
-            from safetensors import safe_open
-
-            with safe_open(path, "pt") as opened:
-                beside = {name: _setting(name, text) for name, text in (opened.metadata() or {}).items()}
-                return {**beside, "state_dict": {name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118
-        content = load_plain(path)
-    except UserError:
-        raise
-    except Exception as error:  # A damaged pickle raises anything.
-        raise UserError(
-            f"{path} is damaged, or neither torch.save() nor safetensors wrote it ({type(error).__name__}); download it"
-            " again"
-        ) from error
-    return content if isinstance(content, Mapping) else {}
 
 
 def skip_patterns(weights_skip: str | Sequence[str] | None) -> list[str]:
-    """What `load_weights` leaves out, by the names of the network's layers."""
-    # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
+    """Return the patterns of `weights_skip`, by the names of the network's layers."""
+    # Users may type the names of the recipe, which checkpoints and the patterns for freezing have.
     patterns = [weights_skip] if isinstance(weights_skip, str) else weights_skip or ()
     return [pattern.removeprefix("network.") for pattern in patterns]
 
 
 def read_beside(path: str | None) -> Mapping[str, Any]:
-    """What a checkpoint or an exported file holds, such as ``class_names``; nothing of "none" and names of no file."""
-    return _read(path) if path and Path(path).expanduser().is_file() else {}
+    """Return the content of a checkpoint or exported file, such as ``class_names``; empty without a file."""
+    return read_weights_file(path) if path and Path(path).expanduser().is_file() else {}
 
 
 def read_settings_beside(path: str | None) -> dict[str, Any]:
-    """The settings of the run in a file of weights, as the export command writes them; empty where there are none."""
-    found = map(read_beside(path).get, ("config", "hyper_parameters"))
-    return next((dict(settings) for settings in found if isinstance(settings, Mapping) and settings), {})
+    """Return the settings of the run in a file of weights that the export command wrote; else an empty dict."""
+    content = read_beside(path)
+    for name in ("config", "hyper_parameters"):
+        settings = content.get(name)
+        if isinstance(settings, Mapping) and settings:
+            return dict(settings)
+    return {}
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
-    named = content.items() if isinstance(content, Mapping) else ()
-    return {name: value.detach() for name, value in named if isinstance(name, str) and torch.is_tensor(value)}
+    items = content.items() if isinstance(content, Mapping) else ()
+    return {name: value.detach() for name, value in items if isinstance(name, str) and torch.is_tensor(value)}
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors in a file by name, on the CPU; no code from the file is run.
+    """Return the tensors in a file by name, on the CPU; no code in the file is run.
 
     Args:
-        path: of any suffix: safetensors, or what `torch.save` wrote, which is a checkpoint, a state dict, or a dict
-            with one in it. Large files are mapped, not copied.
+        path: a file with any suffix: safetensors, or a file of `torch.save` with a checkpoint, a state dict, or a dict
+            that contains a state dict. Large files are memory-mapped, not copied.
 
     Raises:
-        UserError: there is no such file, it is damaged, holds no tensors by name or several state dicts, or code.
+        UserError: the file is missing or damaged, or holds no named tensors, several state dicts, or code.
     """
-    content = _read(path)
-    found = {key: state for key, value in content.items() if (state := _tensors(value))}
-    if "pytorch-lightning_version" in content:  # Of averaged weights the others are kept beside them.
-        found = {"state_dict": _tensors(content["state_dict"])}
-    if not found and (own := _tensors(content)):
-        return own
-    if len(found) != 1:
-        what = f"several state dicts, {some_names(list(found))}" if found else "no tensors by name"
-        raise UserError(f"{path} holds {what}; pass a file with the state_dict() of one module")
-    return next(iter(found.values()))
+    content = read_weights_file(path)
+    states = {key: _tensors(value) for key, value in content.items()}
+    states = {key: state for key, state in states.items() if state}
+    # A checkpoint with averaged weights has the unaveraged ones as a second state dict.
+    if "pytorch-lightning_version" in content:
+        states = {"state_dict": _tensors(content["state_dict"])}
+    tensors = _tensors(content)
+    if tensors and not states:
+        return tensors
+    if len(states) != 1:
+        description = f"several state dicts, {some_names(list(states))}" if states else "no tensors by name"
+        raise UserError(f"{path} holds {description}; pass a file with the state_dict() of one module")
+    return next(iter(states.values()))
 
 
 def some_names(names: Sequence[str], limit: int = 4) -> str:
-    """The first few names, and how many more there are.
+    """Return the first few names, and how many more there are.
 
     >>> some_names(["a", "b", "c"], limit=2)
     'a, b and 1 more'
@@ -119,7 +88,7 @@ def some_names(names: Sequence[str], limit: int = 4) -> str:
 
 
 def _bare(name: str) -> str:
-    """A name without the wrappers at its beginning, and without that of torch.compile.
+    """Return a name without leading wrappers, and without the one of torch.compile.
 
     >>> _bare("module.model._orig_mod.fc.bias"), _bare("network.step")
     ('fc.bias', 'step')
@@ -128,23 +97,24 @@ def _bare(name: str) -> str:
 
 
 def match_names(state: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, str]:
-    """Which tensor of the file belongs to which of the module: {name in the module: name in the file}.
+    """Return the matching names of a module and a file: {name in the module: name in the file}.
 
-    Leading wrappers (``module.``, ``model.``, ``network.``, ``net.``, ``backbone.``) are left out on both sides, unless
-    two tensors have the same name then.
+    Leading wrappers (``module.``, ``model.``, ``network.``, ``net.``, ``backbone.``) are ignored on both sides, unless
+    two tensors would then have the same name.
 
     >>> conv = torch.zeros(3)
     >>> match_names({"module.model.conv.bias": conv}, {"network.conv.bias": conv})
     {'network.conv.bias': 'module.model.conv.bias'}
     """
-    theirs, ours = ({_bare(name): name for name in names} for names in (state, targets))
-    if len(theirs) < len(state) or len(ours) < len(targets):
+    in_file = {_bare(name): name for name in state}
+    in_module = {_bare(name): name for name in targets}
+    if len(in_file) < len(state) or len(in_module) < len(targets):
         return {name: name for name in targets if name in state}
-    return {name: theirs[bare] for bare, name in ours.items() if bare in theirs}
+    return {name: in_file[bare] for bare, name in in_module.items() if bare in in_file}
 
 
 def _misfit(value: Tensor, target: Tensor) -> str:
-    """Why a tensor cannot replace another; empty where it can."""
+    """Return why a tensor cannot replace another; empty if it can."""
     if value.shape != target.shape:
         return f"{tuple(value.shape)} instead of {tuple(target.shape)}"
     # Quantised integers are not weights without their scales.
@@ -161,11 +131,11 @@ class WeightsReport:
     'weights from a.pt: 1 loaded, 1 skipped (fc.bias (9,) instead of (2,)), 1 new (fc.bias)'
 
     Attributes:
-        source: where they came from.
+        source: the file or another source of the weights.
         loaded: names in the module that got the file's values.
-        skipped: names in the file that were not loaded, and why.
-        new: names in the module that keep their values because the file has none that fit.
-        not_chosen: names in the module that keep their values because that was asked for.
+        skipped: names in the file that were not loaded, with the reason.
+        new: names in the module that keep their values because the file has no fitting tensor.
+        not_chosen: names in the module that keep their values on request.
     """
 
     source: str
@@ -175,14 +145,16 @@ class WeightsReport:
     not_chosen: Sequence[str] = ()
 
     def line(self) -> str:
-        """The report in one line; the first few names stand for long lists."""
+        """Return the report in one line; the first few names stand for long lists."""
         skipped = [f"{name} {reason}" for name, reason in self.skipped.items()]
-        rest = [
-            f"{len(names)} {what}" + f" ({some_names(names)})" * bool(names)
-            for what, names in (("skipped", skipped), ("new", self.new), ("not chosen", self.not_chosen))
-            if what != "not chosen" or names
-        ]
-        return f"weights from {self.source}: {len(self.loaded)} loaded, {', '.join(rest)}"
+        counts = [_count_of("skipped", skipped), _count_of("new", self.new)]
+        if self.not_chosen:
+            counts.append(_count_of("not chosen", self.not_chosen))
+        return f"weights from {self.source}: {len(self.loaded)} loaded, {', '.join(counts)}"
+
+
+def _count_of(label: str, names: Sequence[str]) -> str:
+    return f"{len(names)} {label} ({some_names(names)})" if names else f"0 {label}"
 
 
 def _counted(names: Iterable[str]) -> list[str]:
@@ -196,55 +168,59 @@ def _part(name: str) -> str:
 def _compare(
     state: Mapping[str, Tensor], targets: Mapping[str, Tensor], head: str
 ) -> tuple[dict[str, Tensor], dict[str, str], list[str], list[str]]:
-    """The tensors that fit, under the module's names; what is skipped and why; what is new; what tells another network.
+    """Return the fitting tensors, the skipped names with reasons, the new names, and signs of another network.
 
-    A new head tells none. It has another number of rows; or the module's is missing, and the file may have one of
-    another name.
+    A new head is no sign of another network. Either its number of rows differs; or the file has no tensors with the
+    names of the module's head, and may have a head of another name.
 
     Args:
+        state: the tensors of the file.
+        targets: the tensors of the module.
         head: the first part of the names of the module's last layer.
     """
     matches = match_names(state, targets)
-    misfits = {name: reason for name in matches if (reason := _misfit(state[matches[name]], targets[name]))}
+    reasons = {name: _misfit(state[source], targets[name]) for name, source in matches.items()}
+    misfits = {name: reason for name, reason in reasons.items() if reason}
     fitting = {name: state[source] for name, source in matches.items() if name not in misfits}
     used = set(matches.values())
-    left = _counted(name for name in state if name not in used)
+    unused = _counted(name for name in state if name not in used)
     missing = _counted(name for name in targets if name not in matches)
     loaded = {_part(name) for name in fitting}
     renamed = head not in loaded and any(_part(name) == head for name in missing)
     changed = {name: (state[matches[name]].shape, targets[name].shape) for name in misfits}
-    # The rows of the head are classes, as those of further outputs are. Those of other tensors, such as a Swin's
-    # position biases of another window, are another network's.
-    of_head = {(theirs[:1], ours[:1]) for name, (theirs, ours) in changed.items() if _part(name) == head}
+    # The rows of the head are classes, and so are the rows of auxiliary outputs. Other numbers of rows, such as the
+    # position biases of a Swin with another window, belong to another network.
+    head_rows = {(in_file[:1], in_module[:1]) for name, (in_file, in_module) in changed.items() if _part(name) == head}
     resized = []
-    for name, (theirs, ours) in changed.items():
-        if theirs != ours and theirs[1:] == ours[1:] and (theirs[:1], ours[:1]) in of_head:
+    for name, (in_file, in_module) in changed.items():
+        if in_file[1:] == in_module[1:] and (in_file[:1], in_module[:1]) in head_rows and in_file != in_module:
             resized.append(name)
-    foreign = [f"{name} is not in the network" for name in left if not renamed or _part(name) in loaded]
+    foreign = [f"{name} is not in the network" for name in unused if not renamed or _part(name) in loaded]
     foreign += [f"{name} is not in the file" for name in missing if not renamed or _part(name) != head]
     foreign += [f"{name} {reason}" for name, reason in misfits.items() if name not in resized]
-    skipped = misfits | dict.fromkeys(left, "is not in the network")
+    skipped = misfits | dict.fromkeys(unused, "is not in the network")
     return fitting, skipped, _counted(name for name in targets if name not in fitting), foreign
 
 
-def _fitting_prefix(state: Mapping[str, Tensor], targets: Mapping[str, Tensor], most: int) -> str:
-    """The beginning of names without which more than `most` tensors of the file fit, and most of the module's.
+def _fitting_prefix(state: Mapping[str, Tensor], targets: Mapping[str, Tensor], best_count: int) -> str:
+    """Return the prefix without which more than `best_count` tensors of the file fit, and most of the module's.
 
-    Trainers of other projects put a network into modules of theirs: "encoder.", "module.encoder_q.".
+    Other projects wrap a network in modules of their own, with prefixes such as "encoder." and "module.encoder_q.".
     """
     names = {_bare(name): value.shape for name, value in targets.items()}
-    first = next(iter(names), "")
+    # A prefix is what the file has before the name of the module's first tensor.
+    first_name = next(iter(names), "")
     best = ""
-    # Of equal ones the first in the file: the query encoder of MoCo comes before that of the keys.
-    for prefix in [name.removesuffix(first) for name in state if name.endswith(f".{first}")]:
+    # The first prefix in the file wins a tie: MoCo's query encoder comes before its key encoder.
+    for prefix in [name.removesuffix(first_name) for name in state if name.endswith(f".{first_name}")]:
         fits = 0
         for name, value in state.items():
             if name.startswith(prefix) and names.get(name.removeprefix(prefix)) == value.shape:
                 fits += 1
-        if fits > most:
+        if fits > best_count:
             best = prefix
-            most = fits
-    return best if 2 * most > len(names) else ""
+            best_count = fits
+    return best if 2 * best_count > len(names) else ""
 
 
 def load_weights(
@@ -254,29 +230,32 @@ def load_weights(
     exact: bool = False,
     weights_skip: str | Sequence[str] | None = None,
 ) -> WeightsReport:
-    """Copy what fits by name and shape into a module, in the module's precision and on its device.
+    """Copy the tensors that fit by name and shape into a module, in its precision and on its device.
 
     >>> report = load_weights(nn.Linear(3, 2), {"module.weight": torch.ones(2, 3), "bias": torch.ones(9)}, "a.pt")
     >>> report.line()
     'weights from a.pt: 1 loaded, 1 skipped (bias (9,) instead of (2,)), 1 new (bias)'
 
     Args:
-        state: tensors by name, such as `read_weights` returns; `match_names` decides which names agree.
-        source_name: for messages.
-        exact: the head has to fit, too.
-        weights_skip: layers and tensors whose name, or an end of it, matches one of these patterns, such as
-            "encoder.*", are left out of the file, and keep their values in the module.
+        module: the module to change.
+        state: tensors by name, such as those of `read_weights`; `match_names` matches the names.
+        source_name: the name of the source in messages.
+        exact: require the head to fit as well.
+        weights_skip: patterns such as "encoder.*". Layers and tensors whose name, or an end of it, matches one are
+            ignored in the file, and keep their values in the module.
 
     Raises:
-        UserError: nothing matches, or something beside a new head does not, or a pattern matches nothing, or a matching
-            tensor has NaN or infinite values. The module is not changed then.
+        UserError: nothing matches, tensors outside of a new head do not match, a pattern matches nothing, or a matching
+            tensor has NaN or infinite values. The module is then unchanged.
     """
-    everything = module.state_dict(keep_vars=True)
-    targets = {name: value for name, value in everything.items() if torch.is_tensor(value)}
+    full_state = module.state_dict(keep_vars=True)
+    targets = {name: value for name, value in full_state.items() if torch.is_tensor(value)}
     patterns = skip_patterns(weights_skip)
-    in_file = (part for name in state for part in accumulate(name.split("."), "{}.{}".format))
-    left_out = matching_names(patterns, [*module_names(module), *targets, *in_file])
-    not_chosen, head = _counted(name for name in targets if inside(name, left_out)), _part([*targets][-1])
+    # The names of modules and tensors in the file: "layer1", "layer1.0", "layer1.0.weight" and so on.
+    names_in_file = (prefix for name in state for prefix in accumulate(name.split("."), "{}.{}".format))
+    left_out = matching_names(patterns, [*module_names(module), *targets, *names_in_file])
+    not_chosen = _counted(name for name in targets if inside(name, left_out))
+    head = _part([*targets][-1])
     targets = {name: value for name, value in targets.items() if not inside(name, left_out)}
     state = {name: value for name, value in state.items() if not inside(name, left_out)}
     if not targets:
@@ -300,22 +279,25 @@ def load_weights(
             f" do not: {some_names(foreign, 3)}. Pass the settings of that network, or leave layers out on both sides,"
             f" as in weights_skip={layer!r}"
         )
-    if broken := [name for name, value in fitting.items() if not value.to(targets[name].dtype).isfinite().all()]:
-        raise UserError(f"weights from {source_name}: {broken[0]} has NaN or infinite values; pass another file")
-    # With the values that the module keeps, and its version numbers, so that nothing is converted from an older format.
-    everything.update(fitting)
-    module.load_state_dict(everything, strict=False)
+    for name, value in fitting.items():
+        # After the conversion: a large value may be infinite in the module's precision.
+        if not value.to(targets[name].dtype).isfinite().all():
+            raise UserError(f"weights from {source_name}: {name} has NaN or infinite values; pass another file")
+    # The full state dict has the module's version numbers, so that torch converts nothing from an older format.
+    full_state.update(fitting)
+    module.load_state_dict(full_state, strict=False)
     return report
 
 
 def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | None:
-    """Load what a recipe's ``weights`` names into its network, and log which tensors were loaded; None for "none".
+    """Load the ``weights`` of a recipe into its network, and log a report; return None for "none".
 
     Args:
-        exact: the head has to fit, too.
+        recipe: the recipe.
+        exact: require the head to fit as well.
 
     Raises:
-        UserError: as `read_weights` and `load_weights` do.
+        UserError: as `read_weights` and `load_weights`.
     """
     options = recipe.hparams
     if options.weights is None or options.weights == "none":
@@ -323,13 +305,14 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
     state, source = recipe.pretrained_weights(options.weights)
     report = load_weights(recipe.network, state, source, exact, options.weights_skip)
     warn(report.line())
-    if [*recipe.network.state_dict()][-1] in report.loaded:  # The rows of a classifier's last layer are classes.
+    # The rows of a classifier's last layer are classes, so that their names are only valid if it was loaded.
+    if [*recipe.network.state_dict()][-1] in report.loaded:
         recipe.take_names_of_weights(read_beside(options.weights).get("class_names", ()))
     return report
 
 
 class InitialWeights(pl.Callback):
-    """Loads a recipe's ``weights`` when it is first trained, unless it resumes from a checkpoint.
+    """Callback that loads a recipe's ``weights`` at its first training, unless it resumes from a checkpoint.
 
     Runs on: `on_fit_start`.
     """

@@ -1,7 +1,7 @@
-"""Figures made of few shapes, drawn as SVG for a page in light and dark, and by Pillow as images.
+"""Draw figures of simple shapes: as SVG for a page in light and dark, and with Pillow as images.
 
-A figure is laid out once, in pixels. Its colours are names: a page gives them values for light and for dark, and
-`PALETTE` holds those of images, which are light.
+A figure is laid out once, in pixels. Its colours are names: a page defines them for light and for dark, and `PALETTE`
+has those of images, which are light.
 """
 
 import html
@@ -32,18 +32,21 @@ DARK: dict[Colour, tuple[int, int, int]] = {
     "train": (116, 171, 255),
     "val": (255, 154, 77),
 }
-"""The colours of a page where a reader prefers dark ones."""
+"""The colours of a page for readers who prefer dark colours."""
 
 
 def colour_style() -> str:
-    """The style sheet that gives a page the colours of its figures, light or dark as the reader prefers."""
-    light, dark = (
-        " ".join(f"--{name}: #{bytes(rgb).hex()};" for name, rgb in palette.items()) for palette in (PALETTE, DARK)
-    )
+    """Return the style sheet with the colours of the figures, light or dark as the reader prefers."""
+    light = _variables(PALETTE)
+    dark = _variables(DARK)
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
 
 
-# Pixels of an image for each one of a figure. Twice as many take twice as long to compress.
+def _variables(palette: dict[Colour, tuple[int, int, int]]) -> str:
+    return " ".join(f"--{name}: #{bytes(rgb).hex()};" for name, rgb in palette.items())
+
+
+# Pixels of an image per pixel of a figure. Twice as many take twice as long to compress.
 _SCALE = 1.5
 _FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial Unicode.ttf")
 
@@ -54,7 +57,7 @@ class Line:
 
     Args:
         points: (x, y) in pixels, from the upper left corner.
-        width: in pixels.
+        width: width in pixels.
     """
 
     points: Sequence[tuple[float, float]]
@@ -77,7 +80,7 @@ class Box:
     """A filled rectangle whose upper left corner is (x, y).
 
     Args:
-        opacity: from 0, which shows the background, to 1.
+        opacity: a number from 0, which shows the background, to 1.
     """
 
     x: float
@@ -93,9 +96,9 @@ class Text:
     """A line of text whose baseline is at y.
 
     Args:
-        size: of the font, in pixels.
-        anchor: which part of the text lies at x.
-        rises: written upwards, from (x, y) on.
+        size: size of the font in pixels.
+        anchor: the part of the text at x.
+        rises: whether the text is written upwards from (x, y).
     """
 
     x: float
@@ -115,10 +118,11 @@ class Figure:
     """Shapes with a title.
 
     Args:
-        width: in pixels, as the height.
-        shapes: the first ones are drawn first.
-        note: a sentence to stand below the figure.
-        name: what the figure shows, for people who cannot see it.
+        width: width in pixels.
+        height: height in pixels.
+        shapes: the shapes in the order in which they are drawn.
+        note: a sentence below the figure.
+        name: a description for people who cannot see the figure.
     """
 
     title: str
@@ -129,13 +133,13 @@ class Figure:
     name: str = ""
 
     def html(self) -> str:
-        """The figure as an SVG element; the page defines a variable ``--NAME`` for each `Colour`."""
+        """Return the figure as an SVG element; the page defines a variable ``--NAME`` for each `Colour`."""
         label = html.escape(self.name or self.title)
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         return f'<svg {size} role="img" aria-label="{label}">{"".join(map(_as_svg, self.shapes))}</svg>'
 
     def image(self) -> Image.Image:
-        """The figure in RGB, at 1.5 times its size."""
+        """Return the figure in RGB, at 1.5 times its size."""
         canvas = Image.new("RGB", (round(_SCALE * self.width), round(_SCALE * self.height)), PALETTE["paper"])
         draw = ImageDraw.Draw(canvas)
         for shape in self.shapes:
@@ -152,17 +156,17 @@ def _as_svg(shape: Shape) -> str:
         case Dot():
             return f'<circle cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}" fill="{colour}"/>'
         case Box():
-            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:.1f}"'
-            return f'<rect {place} fill="{colour}" fill-opacity="{shape.opacity:.3f}"/>'
+            geometry = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:.1f}"'
+            return f'<rect {geometry} fill="{colour}" fill-opacity="{shape.opacity:.3f}"/>'
         case Text():
-            turn = f' transform="rotate(-90 {shape.x:.1f} {shape.y:.1f})"' if shape.rises else ""
-            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
-            return f'<text {place} fill="{colour}"{turn}>{html.escape(shape.text)}</text>'
+            rotation = f' transform="rotate(-90 {shape.x:.1f} {shape.y:.1f})"' if shape.rises else ""
+            geometry = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
+            return f'<text {geometry} fill="{colour}"{rotation}>{html.escape(shape.text)}</text>'
 
 
 @cache
 def font(size: int) -> Any:
-    """A font of this size in pixels: DejaVu Sans, which has most scripts, where it is installed, else Pillow's own."""
+    """Return a font of this size in pixels: DejaVu Sans, which has most scripts, if installed, else Pillow's."""
     for name in _FONTS:
         try:
             return ImageFont.truetype(name, size)
@@ -172,7 +176,7 @@ def font(size: int) -> Any:
 
 
 def _blend(colour: Colour, opacity: float) -> tuple[int, ...]:
-    """A colour over the background."""
+    """Return a colour blended with the background."""
     pairs = zip(PALETTE[colour], PALETTE["paper"], strict=True)
     return tuple(round(opacity * above + (1 - opacity) * below) for above, below in pairs)
 
@@ -184,12 +188,17 @@ def _draw(canvas: Image.Image, draw: ImageDraw.ImageDraw, shape: Shape, scale: f
             points = [(scale * x, scale * y) for x, y in shape.points]
             draw.line(points, fill=colour, width=max(1, round(scale * shape.width)), joint="curve")
         case Dot():
-            left, top = scale * (shape.x - shape.radius), scale * (shape.y - shape.radius)
-            right, bottom = scale * (shape.x + shape.radius), scale * (shape.y + shape.radius)
+            left = scale * (shape.x - shape.radius)
+            top = scale * (shape.y - shape.radius)
+            right = scale * (shape.x + shape.radius)
+            bottom = scale * (shape.y + shape.radius)
             draw.ellipse((left, top, right, bottom), fill=colour)
         case Box():
-            left, top = scale * shape.x, scale * shape.y
-            right, bottom = left + scale * shape.width - 1, top + scale * shape.height - 1
+            left = scale * shape.x
+            top = scale * shape.y
+            # Pillow's rectangles include the lower right corner.
+            right = left + scale * shape.width - 1
+            bottom = top + scale * shape.height - 1
             if right >= left and bottom >= top:
                 draw.rectangle((left, top, right, bottom), fill=_blend(shape.colour, shape.opacity))
         case Text():
@@ -202,11 +211,13 @@ def _draw(canvas: Image.Image, draw: ImageDraw.ImageDraw, shape: Shape, scale: f
 
 
 def _draw_rising(canvas: Image.Image, shape: Text, letters: Any, scale: float) -> None:
+    # Pillow writes horizontally only: the text is drawn as a mask, rotated, and pasted in its colour.
     ascent, descent = letters.getmetrics()
     length = round(letters.getlength(shape.text)) + 1
     mask = Image.new("L", (length, ascent + descent))
     ImageDraw.Draw(mask).text((0, ascent), shape.text, fill=255, font=letters, anchor="ls")
     mask = mask.transpose(Image.Transpose.ROTATE_90)
-    before = {"start": length, "middle": length // 2, "end": 0}[shape.anchor]
-    place = round(scale * shape.x) - ascent, round(scale * shape.y) - before
-    canvas.paste(PALETTE[shape.colour], (*place, place[0] + mask.width, place[1] + mask.height), mask)
+    offset = {"start": length, "middle": length // 2, "end": 0}[shape.anchor]
+    left = round(scale * shape.x) - ascent
+    top = round(scale * shape.y) - offset
+    canvas.paste(PALETTE[shape.colour], (left, top, left + mask.width, top + mask.height), mask)

@@ -1,4 +1,4 @@
-"""Grids of images with captions: what a network sees, and where it is wrong."""
+"""Draw grids of images with captions: training images and mistakes."""
 
 import base64
 import html
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from recipes.figures.drawing import PALETTE, Figure, font
 
 _SIDE = 112
-"""Pixels of the longer side of an image in a grid; larger images are reduced to it."""
+"""Pixels of the longer side of an image in a grid; larger images are scaled down."""
 _CELL = 96
-"""Pixels up to which small images are magnified, by a whole number."""
+"""Pixels up to which small images are magnified, by an integer factor."""
 _SMALL = 64
-"""Images of at most this side are kept as they are, as PNG, and shown magnified."""
+"""The longer side up to which images are kept unchanged, as PNG, and shown magnified."""
 
 
 def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
-    """Images as they are shown: bytes, of a longer side of 112 pixels at most.
+    """Convert inputs of a network to images for display: bytes, at most 112 pixels on the longer side.
 
     Args:
         images: inputs of a network, of shape (n, channels, height, width).
-        normalise: what has normalised bytes, with the ``mean`` and ``std`` of the channels as in
-            `datamodules.images.normalise.Normalise`. Without it, and where `images` are no bytes, the range of all
-            values is stretched to that of bytes.
+        normalise: the normalisation to undo, with the ``mean`` and ``std`` of the channels as in
+            `datamodules.images.normalise.Normalise`. Without it, the range of all values is stretched to that of
+            bytes, unless `images` are bytes.
 
     Returns:
         uint8 of shape (n, channels, height, width), on the CPU.
@@ -38,7 +38,8 @@ def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
     """
     if images.dtype != torch.uint8:
         images = images.detach().float()
-        mean, std = getattr(normalise, "mean", None), getattr(normalise, "std", None)
+        mean = getattr(normalise, "mean", None)
+        std = getattr(normalise, "std", None)
         if mean is not None and std is not None:
             shape = (-1, 1, 1)
             means = torch.tensor(mean, device=images.device).view(shape)
@@ -50,14 +51,14 @@ def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
     height, width = images.shape[2:]
     if max(height, width) > _SIDE:
         scale = _SIDE / max(height, width)
-        size = max(1, round(height * scale)), max(1, round(width * scale))
+        size = (max(1, round(height * scale)), max(1, round(width * scale)))
         small = nn.functional.interpolate(images.float(), size, mode="area")
         images = small.round().clamp(0, 255).byte()
     return images.cpu()
 
 
 def _as_pillow(image: Tensor) -> Image.Image:
-    """Bytes of shape (channels, height, width): grey for one channel, and of others the first three as a colour."""
+    """Convert bytes of shape (channels, height, width) to a grey image, or to colour from three channels on."""
     if image.shape[0] < 3:
         return Image.fromarray(image[0].numpy())
     return Image.fromarray(image[:3].permute(1, 2, 0).contiguous().numpy())
@@ -68,10 +69,10 @@ class ImageGrid:
     """Images with a caption each.
 
     Args:
-        title: of the grid.
-        images: uint8 of shape (n, channels, height, width), as `displayed` makes them.
-        captions: the lines below each image; the first one is emphasised.
-        note: a sentence to stand below the grid.
+        title: the title of the grid.
+        images: uint8 of shape (n, channels, height, width), as from `displayed`.
+        captions: the lines below each image; the first line is emphasised.
+        note: a sentence below the grid.
     """
 
     title: str
@@ -80,7 +81,7 @@ class ImageGrid:
     note: str = ""
 
     def html(self) -> str:
-        """The grid as an element of a page, with the images in it: PNG where they are small, else JPEG."""
+        """Return the grid as an HTML element that contains the images: PNG if they are small, else JPEG."""
         cells = [self._cell(image, lines) for image, lines in zip(self.images, self.captions, strict=True)]
         return f'<div class="grid">{"".join(cells)}</div>'
 
@@ -88,38 +89,43 @@ class ImageGrid:
         is_small = max(image.shape[1:]) <= _SMALL
         kind = "png" if is_small else "jpeg"
         file = io.BytesIO()
-        _as_pillow(image).save(file, kind, **({} if is_small else {"quality": 82}))
+        if is_small:
+            _as_pillow(image).save(file, "png")
+        else:
+            _as_pillow(image).save(file, "jpeg", quality=82)
         data = base64.b64encode(file.getvalue()).decode()
-        look = ' class="small"' if is_small else ""
+        css_class = ' class="small"' if is_small else ""
         alt = html.escape(", ".join(lines))
-        first, *rest = (html.escape(line) for line in lines)
-        caption = "<br>".join((f"<b>{first}</b>", *rest))
-        image_tag = f'<img{look} src="data:image/{kind};base64,{data}" alt="{alt}">'
+        headline, *further_lines = (html.escape(line) for line in lines)
+        caption = "<br>".join((f"<b>{headline}</b>", *further_lines))
+        image_tag = f'<img{css_class} src="data:image/{kind};base64,{data}" alt="{alt}">'
         return f"<figure>{image_tag}<figcaption>{caption}</figcaption></figure>"
 
     def image(self, columns: int = 8) -> Image.Image:
-        """The grid as one image in RGB."""
+        """Return the grid as one image in RGB."""
         count, _, height, width = self.images.shape
         magnified = max(1, _CELL // max(height, width))
-        lines = max(map(len, self.captions), default=0)
-        gap, line_height = 8, 15
+        caption_lines = max(map(len, self.captions), default=0)
+        gap = 8
+        line_height = 15
         cell = max(_CELL, width)
-        cell_width, cell_height = cell + gap, magnified * height + line_height * lines + gap
+        cell_width = cell + gap
+        cell_height = magnified * height + line_height * caption_lines + gap
         rows = -(-count // columns)
         canvas = Image.new("RGB", (columns * cell_width + gap, rows * cell_height + gap), PALETTE["paper"])
         draw = ImageDraw.Draw(canvas)
         for number, (image, caption) in enumerate(zip(self.images, self.captions, strict=True)):
             x = gap + number % columns * cell_width
             y = gap + number // columns * cell_height
-            size = magnified * width, magnified * height
+            size = (magnified * width, magnified * height)
             canvas.paste(_as_pillow(image).resize(size, Image.Resampling.NEAREST), (x, y))
-            for place, text in enumerate(caption):
-                while text and font(12).getlength(text) > cell:
-                    text = text[:-1]
-                colour = PALETTE["faint" if place else "ink"]
-                draw.text((x, y + size[1] + 2 + place * line_height), text, fill=colour, font=font(12))
+            for line_number, line in enumerate(caption):
+                while line and font(12).getlength(line) > cell:
+                    line = line[:-1]
+                colour = PALETTE["faint" if line_number else "ink"]
+                draw.text((x, y + size[1] + 2 + line_number * line_height), line, fill=colour, font=font(12))
         return canvas
 
 
 Picture = Figure | ImageGrid
-"""What a run shows: both have a title, a note, an element of a page, and an image."""
+"""A picture of a run: it has a title and a note, and becomes an HTML element or an image."""

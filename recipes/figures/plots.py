@@ -1,24 +1,29 @@
-"""The plots of a run: curves over updates, the confusion matrix, and attention between two sentences."""
+"""Plot the curves of a run, the confusion matrix, and the attention between two sentences."""
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from recipes.figures.drawing import Box, Colour, Dot, Figure, Line, Shape, Text
 
 Points = Sequence[tuple[float, float]]
 
-# A plot is as wide as a telephone shows without shrinking its text.
-_WIDTH, _HEIGHT = 344, 208
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 30, 26
+# A phone shows a plot of this width without shrinking its text.
+_WIDTH = 344
+_HEIGHT = 208
+_LEFT = 50
+_RIGHT = 10
+_TOP = 30
+_BOTTOM = 26
 _MOST_POINTS = 300
 _MOST_CLASSES = 25
 _MOST_TOKENS = 40
 _LOG_FROM = 30.0
-"""How many times its smallest value a series may reach before the axis is logarithmic."""
+"""The ratio of the largest to the smallest value from which the axis is logarithmic."""
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """The lowest and the highest point of each of ``most / 2`` equal parts, where there are more: no peak is lost.
+    """Return at most `most` points: the lowest and the highest point of equal parts, so that no peak is lost.
 
     Example:
         >>> thinned([(0, 1.0), (1, 9.0), (2, 2.0), (3, 0.0), (4, 3.0), (5, 4.0)], most=4)
@@ -26,20 +31,20 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> list[tuple[float, float
     """
     if len(points) <= most:
         return list(points)
-    parts = most // 2
-    kept = []
-    for part in range(parts):
-        start = part * len(points) // parts
-        stop = (part + 1) * len(points) // parts
-        inside = points[start:stop]
-        low = min(inside, key=lambda point: point[1])
-        high = max(inside, key=lambda point: point[1])
-        kept += sorted({low, high})
-    return kept
+    number_of_sections = most // 2
+    extremes = []
+    for section in range(number_of_sections):
+        start = section * len(points) // number_of_sections
+        stop = (section + 1) * len(points) // number_of_sections
+        points_of_section = points[start:stop]
+        low = min(points_of_section, key=itemgetter(1))
+        high = max(points_of_section, key=itemgetter(1))
+        extremes += sorted({low, high})
+    return extremes
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers between two others, at most so many and one.
+    """Return round numbers between `low` and `high`, at most ``most + 1``.
 
     Example:
         >>> ticks(0.0, 0.94), ticks(3, 861)
@@ -56,19 +61,19 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between two numbers above 0; powers alone where these are many."""
+    """Return 1, 2 and 5 times powers of ten between two positive numbers, or the powers alone if those are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1,)):
-        found = [factor * 10.0**power for power in powers for factor in factors]
-        inside = [value for value in found if low * 0.999 <= value <= high * 1.001]
+        candidates = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [value for value in candidates if low * 0.999 <= value <= high * 1.001]
         if len(inside) <= 7 or factors == (1,):
-            every = -(-len(inside) // 7) if inside else 1
-            return inside[::every]
+            stride = -(-len(inside) // 7) if inside else 1
+            return inside[::stride]
     return []
 
 
 def short(number: float) -> str:
-    """A number for an axis, in seven characters or less where it is positive.
+    """Return a number as text for an axis; positive numbers have at most seven characters.
 
     Example:
         >>> [short(n) for n in (0, 0.002, 0.25, 12_000, 3_000_000, 0.00015)]
@@ -87,13 +92,14 @@ def short(number: float) -> str:
 
 
 def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True) -> Figure | None:
-    """Series of one quantity over updates in one plot; None without a finite value.
+    """Plot series of one quantity over updates; return None without a finite value.
 
-    A series of one point is a dot, and one of few points has a dot at each.
+    A series of one point is a dot, and a series of few points has a dot at each point.
 
     Args:
+        title: the title of the plot.
         series: (update, value) in the order of updates, by name; the name "validation" has the colour of validation.
-        may_be_log: the axis is logarithmic where the values are above 0 and the largest is 30 times the smallest.
+        may_be_log: use a logarithmic axis if all values are positive and the largest is 30 times the smallest.
 
     Example:
         >>> figure = curve_plot("loss", {"training": [(1, 2.3), (2, 1.1)], "validation": [(2, 1.0)]})
@@ -106,14 +112,18 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
         return None
     values = [y for points in finite.values() for _, y in points]
     updates = [x for points in finite.values() for x, _ in points]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     is_log = may_be_log and low > 0 and high / low >= _LOG_FROM
     if high == low:
         margin = abs(low) * 0.1 or 1.0
-        low, high = low - margin, high + margin
-    first, last = min(updates), max(updates)
+        low -= margin
+        high += margin
+    first = min(updates)
+    last = max(updates)
     if first == last:
-        first, last = first - 1, last + 1
+        first -= 1
+        last += 1
     inner_width = _WIDTH - _LEFT - _RIGHT
     inner_height = _HEIGHT - _TOP - _BOTTOM
 
@@ -121,7 +131,9 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
         return _LEFT + inner_width * (update - first) / (last - first)
 
     def y_of(value: float) -> float:
-        share = math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
+        share = (value - low) / (high - low)
+        if is_log:
+            share = math.log(value / low) / math.log(high / low)
         return _TOP + inner_height * (1 - share)
 
     shapes: list[Shape] = []
@@ -146,11 +158,11 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
             shapes.append(Line(placed, colour, 1.6))
         if len(placed) <= 30:
             shapes += [Dot(x, y, colour) for x, y in placed]
-    spans = [
-        f"{name} {short(points[0][1])}" if len(points) == 1 else
-        f"{name} from {short(points[0][1])} to {short(points[-1][1])}"
-        for name, points in finite.items()
-    ]  # fmt: skip
+    spans = []
+    for name, points in finite.items():
+        begin = short(points[0][1])
+        end = short(points[-1][1])
+        spans.append(f"{name} {begin}" if len(points) == 1 else f"{name} from {begin} to {end}")
     return Figure(title, _WIDTH, _HEIGHT, shapes, name=f"{title} over updates: {', '.join(spans)}")
 
 
@@ -158,8 +170,13 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
+def _largest_first(pair: tuple[int, int, int]) -> tuple[int, int, int]:
+    count, true, predicted = pair
+    return -count, true, predicted
+
+
 def confusions(counts: Sequence[Sequence[int]], names: Sequence[str], most: int = 5) -> list[str]:
-    """The largest confusions in words, each pair of a true and a predicted class for itself.
+    """Return the largest confusions in words: true class, predicted class, count and share.
 
     Example:
         >>> confusions([[8, 2], [0, 5]], ["cat", "dog"])
@@ -171,36 +188,37 @@ def confusions(counts: Sequence[Sequence[int]], names: Sequence[str], most: int 
         for predicted, count in enumerate(row)
         if count and true != predicted
     ]
-    pairs.sort(key=lambda pair: (-pair[0], pair[1:]))
-    found = []
+    pairs.sort(key=_largest_first)
+    sentences = []
     for count, true, predicted in pairs[:most]:
         times = "once" if count == 1 else f"{count:,} times"
         share = 100 * count / sum(counts[true])
-        found.append(f"{names[true]} taken for {names[predicted]}: {times}, {share:.2g} % of {names[true]}")
-    return found
+        sentences.append(f"{names[true]} taken for {names[predicted]}: {times}, {share:.2g} % of {names[true]}")
+    return sentences
 
 
 def most_confused(counts: Sequence[Sequence[int]], most: int) -> list[int]:
-    """The classes that take part in most mistakes, in the order of the data."""
+    """Return the classes with the most mistakes, in the order of the data."""
     mistakes = [sum(row) - row[true] for true, row in enumerate(counts)]
     for true, row in enumerate(counts):
         for predicted, count in enumerate(row):
             if count and predicted != true:
                 mistakes[predicted] += count
-    worst = sorted(range(len(mistakes)), key=lambda number: (-mistakes[number], number))
+    # A stable sort: of classes with equal counts the first ones are kept.
+    worst = sorted(range(len(mistakes)), key=mistakes.__getitem__, reverse=True)
     return sorted(worst[:most])
 
 
 def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: str) -> Figure:
-    """The confusion matrix: a row for each true class, in the order of the data, a column for each predicted class.
+    """Plot the confusion matrix: a row for each true class and a column for each predicted class.
 
-    A cell is as dark as the share of its row. Of more than 25 classes the most confused ones are shown, and the note
-    says so.
+    A cell is as dark as its share of the row. If there are more than 25 classes, the most confused ones are shown, with
+    a note.
 
     Args:
-        counts: of shape (classes, classes): true class by predicted class.
-        names: of the classes.
-        part: that was evaluated, such as "test".
+        counts: counts of shape (classes, classes): true class by predicted class.
+        names: the names of the classes.
+        part: the evaluated part of the data, such as "test".
     """
     shown = list(range(len(counts)))
     if len(counts) > _MOST_CLASSES:
@@ -228,7 +246,7 @@ def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: 
         for column, predicted in enumerate(shown):
             count = counts[true][predicted]
             x = left + side * column
-            # A mistake of 1 % is to be seen beside a diagonal of 99 %.
+            # The root and the minimum make a mistake of 1 % visible beside a diagonal of 99 %.
             share = max(0.15, math.sqrt(count / total))
             shapes.append(Box(x, y, side - 1, side - 1, "grid", 0.35))
             if not count:
@@ -250,14 +268,15 @@ def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: 
 def attention_plot(
     weights: Sequence[Sequence[float]], source: Sequence[str], target: Sequence[str], title: str = "Attention"
 ) -> Figure:
-    """A map of attention: a row for each token of the translation, a column for each of the source.
+    """Plot attention: a row for each token of the translation, a column for each token of the source.
 
-    Longer sentences than 40 tokens are cut there.
+    Sentences are cut after 40 tokens.
 
     Args:
-        weights: of shape (target, source): each row is over the source and has the sum 1.
+        weights: weights of shape (target, source); each row has the sum 1.
         source: the tokens of the source.
         target: the tokens of the translation.
+        title: the title of the figure.
     """
     columns = [_cut(token, 12) for token in source[:_MOST_TOKENS]]
     rows = [_cut(token, 12) for token in target[:_MOST_TOKENS]]
@@ -275,6 +294,6 @@ def attention_plot(
             shapes.append(Box(left + side * column, y, side - 1, side - 1, "grid", 0.35))
             if weight >= 0.01:
                 shapes.append(Box(left + side * column, y, side - 1, side - 1, "train", weight))
-    cut = len(columns) < len(source) or len(rows) < len(target)
-    note = f"The first {_MOST_TOKENS} tokens of each side." if cut else ""
+    is_cut = len(columns) < len(source) or len(rows) < len(target)
+    note = f"The first {_MOST_TOKENS} tokens of each side." if is_cut else ""
     return Figure(title, left + side * len(columns) + 4, top + side * len(rows) + 4, shapes, note)

@@ -60,7 +60,7 @@ class MNISTClassifier(Classifier):
 
     @override
     def build_network(self) -> nn.Module:
-        """Maps floats of shape (batch, 1, 28, 28) to logits of shape (batch, num_classes)."""
+        """Build the network from floats of shape (batch, 1, 28, 28) to logits of shape (batch, num_classes)."""
         return NETWORKS[self.hparams.network](num_classes=self.hparams.num_classes)
 
     @override

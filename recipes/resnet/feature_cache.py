@@ -1,6 +1,6 @@
-"""While only the head trains, its inputs for an image never change: they are computed once.
+"""Cache the inputs of the head: they never change for an image while only the head trains.
 
-Frozen layers take no backward pass already; this saves their forward pass, and reading the images, in every epoch.
+Frozen layers need no backward pass. The cache also saves their forward pass, and reading the images, in every epoch.
 """
 
 from typing import Any
@@ -24,28 +24,29 @@ from recipes.resnet.layers import layers_of, random_images
 
 
 def _may_differ(layer: nn.Module) -> bool:
-    """Whether a layer computes otherwise now than in evaluation, as far as is known: BatchNorm, dropout, and others."""
-    plain = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, _DropoutNd)
-    return layer.training and (not plain or next(layer.parameters(), None) is not None)
+    """Return whether a layer may compute something else now than in evaluation, such as BatchNorm or dropout."""
+    # A layer of torch without parameters and without dropout has no training mode; of other layers nothing is known.
+    is_plain = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, _DropoutNd)
+    return layer.training and (not is_plain or next(layer.parameters(), None) is not None)
 
 
 def first_changing_layer(network: nn.Module, head: str) -> str:
-    """The name of a layer outside of the head that trains, or acts otherwise in training; empty where there is none."""
-    inside = set(network.get_submodule(head).modules())
+    """Return the name of the first layer before the head that trains or differs in training, or ""."""
+    head_modules = set(network.get_submodule(head).modules())
     for name, layer in network.named_modules():
-        around = not name or head.startswith(f"{name}.")
+        contains_head = not name or head.startswith(f"{name}.")
         trains = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
-        if layer not in inside and (trains or (not around and _may_differ(layer))):
+        if layer not in head_modules and (trains or (not contains_head and _may_differ(layer))):
             return name or "the network"
     return ""
 
 
 class _Reached(Exception):
-    """Ends a forward pass before the head; it has the head's inputs."""
+    """Exception that ends a forward pass before the head; it carries the head's inputs."""
 
 
 def inputs_of(network: nn.Module, head: str, images: Tensor) -> Tensor:
-    """What a network passes on to its head; the head does not run.
+    """Return the inputs of the head; the head does not run.
 
     Raises:
         ValueError: the head does not run once on one tensor.
@@ -70,44 +71,49 @@ def inputs_of(network: nn.Module, head: str, images: Tensor) -> Tensor:
 
 
 def _cannot_continue(network: nn.Module, head: str, images: Tensor) -> str:
-    """Why the logits are not the head's output for inputs that stay the same; empty where they are."""
+    """Return why the logits do not follow from constant inputs of the head; empty if they do."""
     device = images.device
+    # Forked, so that layers such as dropout do not advance the random state of the run.
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             features = inputs_of(network, head, images)
             with evaluating(network):
-                same = torch.equal(features, inputs_of(network, head, images))
-                ends = torch.equal(network(images), network.get_submodule(head)(features))
+                is_constant = torch.equal(features, inputs_of(network, head, images))
+                ends_forward = torch.equal(network(images), network.get_submodule(head)(features))
         except ValueError as error:
             return str(error)
-    return "" if same and ends else f"{head} does not end the forward pass" if same else "training takes another way"
+    if not is_constant:
+        return "training takes another way"
+    return "" if ends_forward else f"{head} does not end the forward pass"
 
 
 def head_to_train(network: nn.Module, images: Tensor) -> tuple[str, str]:
-    """The name of the part at the end of a network that trains while all before it stays; or why there is none."""
-    name, reasons = layers_of(network)[-1][0], []
+    """Return the trainable module at the end of a network whose other layers are fixed; or why there is none."""
+    name = layers_of(network)[-1][0]
+    reasons = []
     while name:
-        moving = first_changing_layer(network, name)
-        reason = f"{moving} trains before {name}" if moving else _cannot_continue(network, name, images)
+        changing_layer = first_changing_layer(network, name)
+        reason = f"{changing_layer} trains before {name}" if changing_layer else _cannot_continue(network, name, images)
         if not reason:
             return name, ""
         reasons.append(reason)
-        name = name.rpartition(".")[0]  # Such as a classifier of several layers.
+        name = name.rpartition(".")[0]  # The module around it, such as a classifier of several layers.
     return "", reasons[0]
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """The rows of all ranks, which may have different numbers of them: (n, ...) of each rank to (sum of n, ...)."""
+    """Return the rows of all ranks: (n, ...) to (sum of n, ...), where n may differ between ranks."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    # `all_gather` needs equal shapes, so that shorter tensors are padded.
     longest = int(max(counts))
     padded = rows.new_zeros(longest, *rows.shape[1:])
     padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded)
+    return torch.cat([rows_of_rank[: int(count)] for rows_of_rank, count in zip(gathered, counts)])
 
 
 def _images_of(trainer: pl.Trainer) -> ImageFolderDataModule:
@@ -118,14 +124,14 @@ def _images_of(trainer: pl.Trainer) -> ImageFolderDataModule:
 
 
 class FeatureCache(pl.Callback):
-    """Trains and validates on the inputs of the head, which are computed once, while everything before it is frozen.
+    """Callback that computes the head's inputs once, and trains and validates on them, while the rest is frozen.
 
     The module has ``network`` and ``cached_head``, as `ResNetFineTuner`; the data is an `ImageFolderDataModule`. Every
-    epoch has to see the same images, so augmentation is refused. Features have the precision of the run; the ranks
-    share the work. Results are those without the cache up to rounding. Where layers before the head train, and where
-    the features do not fit the data's ``cache_gb``, images are read as ever.
+    epoch has to see the same images, so augmentation is refused. Features have the precision of the run, and the ranks
+    share the work. Results equal those without the cache up to rounding. Images are read in each epoch if layers before
+    the head train, or if the features do not fit into the data's ``cache_gb``.
 
-    Runs on: `on_train_start` (a resumed run begins there, in the middle of an epoch) and `on_train_epoch_start`, behind
+    Runs on: `on_train_start` (a resumed run may begin within an epoch) and `on_train_epoch_start`, after
     `FreezeLayers`, and `on_validation_start`; `on_train_end` and `on_exception` undo it.
 
     Example:
@@ -136,8 +142,8 @@ class FeatureCache(pl.Callback):
     """
 
     def __init__(self) -> None:
-        # The trainable parameters at the last decision, also where nothing was cached.
-        self._settled: list[bool] | None = None
+        # Which parameters were trainable at the last decision, whether or not anything was cached.
+        self._trainable: list[bool] | None = None
         self._computed: dict[str, tuple[Tensor, Tensor]] = {}
 
     @override
@@ -162,9 +168,10 @@ class FeatureCache(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         trains = [parameter.requires_grad for parameter in pl_module.network.parameters()]
-        if trains != self._settled:
+        # Layers were frozen or unfrozen since the last decision, so that cached features may be wrong.
+        if trains != self._trainable:
             self.on_train_end(trainer, pl_module)
-            self._settled = trains
+            self._trainable = trains
             self._decide(trainer, pl_module)
         self._serve(trainer, pl_module, "train", trainer.train_dataloader)
 
@@ -172,7 +179,7 @@ class FeatureCache(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not earlier: Lightning may create this loader only now, or again.
+        # Not in `on_train_start`: Lightning may create this loader only now, or create it again.
         self._serve(trainer, pl_module, "val", trainer.val_dataloaders)
 
     @override
@@ -181,27 +188,30 @@ class FeatureCache(pl.Callback):
             if loader:
                 loader.use_features(None, None)
         self._computed = {}
-        pl_module.cached_head, self._settled = "", None
+        pl_module.cached_head = ""
+        self._trainable = None
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
 
     def _decide(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        data, images = _images_of(trainer), random_images(pl_module.network, pl_module.example_input_array)
+        data = _images_of(trainer)
+        images = random_images(pl_module.network, pl_module.example_input_array)
         head, reason = head_to_train(pl_module.network, images)
         if not head:
             warn("features are not cached, because %s; images are read in each epoch", reason)
             return
         example = self._features(trainer, pl_module, head, images)
-        size, limit = example.nbytes * sum(data_contract(data).sizes.values()), data.hparams["cache_gb"]
+        size = example.nbytes * sum(data_contract(data).sizes.values())
+        limit = data.hparams["cache_gb"]
         shape = " x ".join(map(str, example.shape[1:]))
-        what = f"inputs of {head}: {shape} numbers per image, {size / 2**20:,.1f} MiB"
+        description = f"inputs of {head}: {shape} numbers per image, {size / 2**20:,.1f} MiB"
         if size > limit * 2**30:
-            inform("%s are more than cache_gb=%s, so the images are read in each epoch", what, limit)
+            inform("%s are more than cache_gb=%s, so the images are read in each epoch", description, limit)
             return
         pl_module.cached_head = head
-        inform("training on cached %s", what)
+        inform("training on cached %s", description)
 
     def _serve(self, trainer: pl.Trainer, pl_module: Any, part: str, loader: Any) -> None:
         """Make a loader yield features while the module expects them."""
@@ -215,7 +225,8 @@ class FeatureCache(pl.Callback):
             return inputs_of(pl_module.network, head, trainer.precision_plugin.convert_input(images))
 
     def _compute(self, trainer: pl.Trainer, pl_module: Any, part: str, head: str) -> tuple[Tensor, Tensor]:
-        features, numbers = [], []
+        features = []
+        numbers = []
         for images, _, rows in _images_of(trainer).numbered_batches(part, trainer.global_rank, trainer.world_size):
             features.append(self._features(trainer, pl_module, head, images))
             numbers.append(rows)

@@ -1,6 +1,6 @@
-"""The layers of a network, from the images to the head, by the names of its modules.
+"""Find the layers of a network, from the images to the head, by the names of its modules.
 
-Learning rates and the default of freezing refer to them.
+Learning rates per layer, and the default of `freeze_until`, use these names.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -15,20 +15,21 @@ from callbacks.lib.layers import evaluating
 from datamodules.errors import UserError
 
 Layer = tuple[str, Sequence[nn.Module]]
-"""A name, and the modules that belong to it."""
+"""The name of a layer, and its modules."""
 
-_ENOUGH = 4
-"""Layers before the head, from which on a large one stays in one piece: ResNets have that many, and the stem."""
+_MIN_LAYERS = 4
+"""Layers before the head up to which large modules are split: ResNets have four, and the stem."""
 
 
 def random_images(network: nn.Module, example: Tensor) -> Tensor:
-    """Images of the shape of an example, always the same, in the type and on the device of a network."""
+    """Return random images, always the same, of an example's shape, in the network's type and on its device."""
+    # A generator of its own: the random state of the run must not change.
     images = torch.rand(example.shape, generator=torch.Generator().manual_seed(1))
     return images.to(next(network.parameters(), example))
 
 
 def _weighs(module: nn.Module) -> bool:
-    """Whether it holds weights, not only a norm, or nothing."""
+    """Return whether a module has weights, and not only a norm's parameters."""
     return any(p.ndim > 1 for p in module.parameters())
 
 
@@ -37,7 +38,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _children(outer: nn.Module, opened: Collection[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules directly inside those that are opened, and inside lists, which are never called."""
+    """Yield the modules directly inside opened modules, and inside lists, which are never called."""
     for name, module in outer.named_children():
         if module in opened or type(module) in (nn.ModuleList, nn.ModuleDict):
             yield from _children(module, opened, f"{path}{name}.")
@@ -46,54 +47,60 @@ def _children(outer: nn.Module, opened: Collection[nn.Module], path: str = "") -
 
 
 def _parts_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules in the order of their definition: the head is opened as far as possible, large ones where it is short."""
+    """Split a network into modules in the order of their definition; the head is split as far as possible."""
     opened = {network}
     while True:
-        parts = list(_children(network, opened)) or [("network", network)]
-        *trunk, head = [module for _, module in parts if _weighs(module)] or [network]
-        large = sorted(trunk, key=_size, reverse=True) if len(trunk) < _ENOUGH else []
+        modules = list(_children(network, opened)) or [("network", network)]
+        *trunk, head = [module for _, module in modules if _weighs(module)] or [network]
+        large = sorted(trunk, key=_size, reverse=True) if len(trunk) < _MIN_LAYERS else []
         closed = (module for module in (head, *large) if module not in opened)
-        finer = next((module for module in closed if any(map(_weighs, module.children()))), None)
-        if finer is None:
-            return parts
-        opened.add(finer)
+        next_to_open = next((module for module in closed if any(map(_weighs, module.children()))), None)
+        if next_to_open is None:
+            return modules
+        opened.add(next_to_open)
 
 
 def layers_of(network: nn.Module) -> list[Layer]:
-    """The layers of a network, in the order of their definition; the last is the head.
+    """Return the layers of a network, in the order of their definition; the last layer is the head.
 
-    Each begins with weights, and takes along the norms, activations and pooling behind them.
+    Each layer begins with weights, and includes the norms, activations and pooling after them.
 
     Example:
         >>> network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2))
         >>> [name for name, _ in layers_of(network)]
         ['stem', '3']
     """
-    parts = _parts_of(network)
-    weighing = [number for number, (_, module) in enumerate(parts) if _weighs(module)]
-    bounds = [0, *weighing[1:], len(parts)]
-    names = [parts[number][0] for number in weighing or [0]]
+    modules = _parts_of(network)
+    starts = [number for number, (_, module) in enumerate(modules) if _weighs(module)]
+    bounds = [0, *starts[1:], len(modules)]
+    names = [modules[number][0] for number in starts or [0]]
     if len(names) > 1 and bounds[1] > 1:
         names[0] = "stem"
-    return [(name, [module for _, module in parts[a:b]]) for name, (a, b) in zip(names, pairwise(bounds), strict=True)]
+    layers: list[Layer] = []
+    for name, (start, stop) in zip(names, pairwise(bounds), strict=True):
+        layers.append((name, [module for _, module in modules[start:stop]]))
+    return layers
 
 
 def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[tuple[str, list[nn.Parameter]]]:
-    """The parameters of each layer; what several share is in the first of them, and what none has in the first of all.
+    """Return the parameters of each layer; shared ones belong to the first layer that has them.
 
     Args:
-        module: holds the layers, and perhaps more.
-        layers: as `layers_of` finds them.
+        module: the module with the layers; its parameters outside of all layers belong to the first layer.
+        layers: the layers that `layers_of` returns.
     """
     owners = dict.fromkeys(module.parameters(), layers[0][0])
-    owners |= {
-        p: name for name, modules in reversed(layers) for part in modules for p in part.parameters() if p in owners
-    }
+    # Reversed, so that the first layer of several with a shared parameter is assigned last.
+    for name, modules in reversed(layers):
+        for layer_module in modules:
+            for parameter in layer_module.parameters():
+                if parameter in owners:
+                    owners[parameter] = name
     return [(name, [p for p in owners if owners[p] == name]) for name, _ in layers]
 
 
 def layers_line(layers: Sequence[Layer]) -> str:
-    """The layers in one line.
+    """Return the layers in one line.
 
     >>> layers_line([(name, []) for name in ("stem", "layer1", "layer2", "fc")])
     'layers of the network: stem, layer1, layer2, fc'
@@ -104,15 +111,21 @@ def layers_line(layers: Sequence[Layer]) -> str:
     return f"layers of the network: {', '.join(names)}"
 
 
+def _first_shape(values: Any) -> torch.Size:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            return leaf.shape
+    return torch.Size()
+
+
 def _shapes(network: nn.Module, modules: Sequence[nn.Module], images: Tensor) -> dict[nn.Module, list[torch.Size]]:
-    """The shapes that modules take and give; of those that run."""
-    seen: dict[nn.Module, list[torch.Size]] = {}
+    """Return the input and output shapes of the modules that run."""
+    shapes: dict[nn.Module, list[torch.Size]] = {}
 
-    def note(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        firsts = (next((leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)), None) for x in (given, output))
-        seen.setdefault(module, [torch.Size() if first is None else first.shape for first in firsts])
+    def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        shapes.setdefault(module, [_first_shape(inputs), _first_shape(output)])
 
-    handles = [module.register_forward_hook(note) for module in modules]
+    handles = [module.register_forward_hook(record) for module in modules]
     try:
         with torch.no_grad(), evaluating(network):
             network(images)
@@ -126,7 +139,7 @@ def _shapes(network: nn.Module, modules: Sequence[nn.Module], images: Tensor) ->
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return shapes
 
 
 def _positions(shape: torch.Size) -> int:
@@ -134,23 +147,27 @@ def _positions(shape: torch.Size) -> int:
 
 
 def last_block_of(network: nn.Module, example: Tensor) -> str:
-    """The last module with weights, before the head, whose output is not pooled to a vector.
+    """Return the name of the last module with weights before the head whose output is not pooled to a vector.
 
     Args:
-        example: an input of the network, of shape (1, 3, height, width); its values do not matter.
+        network: the network.
+        example: an input of the network, of shape (1, 3, height, width); its values are not used.
 
     Raises:
         UserError: the network cannot take such images.
     """
-    parts = [(name, module) for name, module in _parts_of(network) if _weighs(module)] or _parts_of(network)
-    trunk = parts[:-1] or parts
+    modules = _parts_of(network)
+    weighted_modules = [(name, module) for name, module in modules if _weighs(module)] or modules
+    trunk = weighted_modules[:-1] or weighted_modules
     shapes = _shapes(network, [module for _, module in trunk], random_images(network, example))
-    found, before = trunk[0][0], 0
+    last_name = trunk[0][0]
+    positions_before = 0
     for name, module in trunk:
         if module not in shapes:
             continue
-        taken, given = shapes[module]
-        if not _positions(given) or _positions(taken) == 1 < before:
+        input_shape, output_shape = shapes[module]
+        if not _positions(output_shape) or _positions(input_shape) == 1 < positions_before:
             break
-        found, before = name, _positions(given)
-    return found
+        last_name = name
+        positions_before = _positions(output_shape)
+    return last_name

@@ -1,9 +1,8 @@
-"""The networks that ``arch`` names: torchvision's, timm's, and small ones of our own."""
+"""Build the networks that ``arch`` names: torchvision's, timm's, and our own small ones."""
 
 import difflib
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torchvision.models
@@ -19,21 +18,21 @@ SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "cifarnet": build_cifarnet,
     "cifarnet_wide": partial(build_cifarnet, widths=(64, 128, 256)),
 }
-"""Networks of our own for images of about 32 pixels, by name: each is built from the number of classes."""
+"""Our networks for images of about 32 pixels by name: functions of the number of classes."""
 
 _TORCHVISION = torchvision.models.list_models(module=torchvision.models)
 TIMM = "timm:"
-"""Begins the names of timm's models."""
+"""The prefix of the names of timm's models."""
 
 RESNETS = tuple(name for name in _TORCHVISION if name.startswith(("res", "wide")))
 """resnet18 to resnet152, resnext and wide_resnet."""
 
 ARCHITECTURES = (*SMALL_NETWORKS, *_TORCHVISION)
-"""What `build_network` takes, beside timm's."""
+"""The architectures of `build_network`, except timm's."""
 
 
 def timm_config(name: str) -> Any:
-    """What timm says of the weights that belong to a name.
+    """Return timm's configuration of the pretrained weights of a model.
 
     Raises:
         UserError: timm is not installed, or has no such model.
@@ -50,11 +49,11 @@ def timm_config(name: str) -> Any:
 
 def _did_you_mean(name: str, names: Any, lead: str = "") -> str:
     close = difflib.get_close_matches(name, names) or sorted(names)[:3]
-    return f"did you mean {', '.join(lead + each for each in close)}?"
+    return f"did you mean {', '.join(lead + candidate for candidate in close)}?"
 
 
 def build_timm(name: str, image_size: int, **options: Any) -> nn.Module:
-    """A model of timm's; those whose weights depend on the size of the images are built for it."""
+    """Build a model of timm; models whose weights depend on the image size are built for it."""
     if timm_config(name).fixed_input_size:
         options["img_size"] = image_size
     import timm
@@ -64,9 +63,10 @@ def build_timm(name: str, image_size: int, **options: Any) -> nn.Module:
 
 
 def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> ResNet:
-    """A ResNet with new weights (He et al., 2016), whose tensors are named as torchvision's.
+    """Build a ResNet with new weights (He et al., 2016), whose tensors are named as torchvision's.
 
-    The last normalisation of each block begins at zero, so that a block begins as the identity (Goyal et al., 2017).
+    The last norm of each block begins with weights of zero, so that the block begins as the identity (Goyal et al.,
+    2017).
 
     Args:
         arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name.
@@ -94,28 +94,32 @@ def _build_torchvision(arch: str, num_classes: int, image_size: int) -> nn.Modul
     elif arch.startswith("maxvit"):
         options["input_size"] = (image_size, image_size)
     elif arch in ("googlenet", "inception_v3"):
-        # Their further outputs in training are for losses of their own. Published weights expect another normalisation,
-        # which `transform_input` makes of the usual one.
+        # Auxiliary outputs in training need losses of their own. Published weights expect another normalisation, to
+        # which `transform_input` converts the usual one.
         options = {"aux_logits": False, "init_weights": True, "transform_input": True}
     network: nn.Module = torchvision.models.get_model(arch, num_classes=num_classes, **options)
     return network
 
 
 def _begin_heads(network: nn.Module, num_classes: int) -> nn.Module:
-    """Logits that begin as those of a new `nn.Linear`, where those of a network begin more than twice as wide.
+    """Initialise the head as a new `nn.Linear` where its own initialisation is more than twice as wide.
 
-    Some initialise a head for ImageNet's 1,000 classes, with 1 / sqrt(classes) or the like: for 2 classes its logits
-    are 25 times as large, and the rate for training a head alone is too small to unlearn them.
+    Some networks initialise their head for ImageNet's 1,000 classes, with 1 / sqrt(classes) or similar. For 2 classes
+    its logits are 25 times as large, and the learning rate of a head is too small to unlearn them.
     """
     layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    for head in takewhile(lambda layer: len(layer.weight) == num_classes, reversed(layers)):
+    # A network may have several heads at its end, such as one for each token.
+    for head in reversed(layers):
+        if len(head.weight) != num_classes:
+            break
+        # `nn.Linear` draws from a uniform distribution whose standard deviation is 1 / sqrt(3 * inputs).
         if head.weight.std() > 2 * (3 * head.weight[0].numel()) ** -0.5:
             head.reset_parameters()
     return network
 
 
 def build_network(arch: str, num_classes: int, image_size: int = 224, small_images: bool = False) -> nn.Module:
-    """A network with new weights, which maps images of shape (batch, 3, height, width) to logits.
+    """Build a network with new weights that maps images of shape (batch, 3, height, width) to logits.
 
     Args:
         arch: one of `ARCHITECTURES`, or "timm:" and the name of a model of timm's.

@@ -46,7 +46,7 @@ _IMAGE_SIZE = 224
 class ResNetFineTuner(Classifier):
     """Fine-tunes a network of torchvision or timm on images; override `build_network` for your own network.
 
-    Layers are frozen by name, and have learning rates by the order of their definition, which `layers_of` finds.
+    Layers are frozen by name. Their learning rates follow the order of their definition, which `layers_of` returns.
 
     Batches are ``(images, labels)``: normalised floats of shape (batch, 3, height, width), and int64 of shape (batch,)
     or, mixed, probabilities of shape (batch, classes).
@@ -99,7 +99,7 @@ class ResNetFineTuner(Classifier):
         cache_features: Free[bool] = False,
         **kwargs: Any,
     ) -> None:
-        # What was left open is decided here, so that a checkpoint holds the values that were used.
+        # None and "auto" are resolved here, so that a checkpoint has the values that were used.
         if weights is None:
             is_published = arch not in SMALL_NETWORKS and not self._has_own_network()
             weights = "imagenet" if is_published else "none"
@@ -135,7 +135,7 @@ class ResNetFineTuner(Classifier):
         )
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.cached_head = ""
-        # The last block is known once there is a network.
+        # After the base class has built the network, in which the last block is found.
         if freeze_until == "auto":
             freeze_until = last_block_of(self.network, self.example_input_array) if has_weights else None
         if freeze_until == "none":
@@ -151,17 +151,17 @@ class ResNetFineTuner(Classifier):
 
     @override
     def build_network(self) -> nn.Module:
-        """Maps floats of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
+        """Build the network from floats of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
         options = self.hparams
         return build_network(options.arch, options.num_classes, options.image_size or _IMAGE_SIZE, options.small_images)
 
     def layers(self) -> list[Layer]:
-        """The parts of the network from the images to the head, which are the units of learning rates."""
+        """Return the layers of the network from the images to the head; each has its own learning rate."""
         return layers_of(self.network)
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of images, or, if `cached_head` names a layer, of that layer's inputs."""
+        """Return the logits of images or, if `cached_head` names a layer, of that layer's inputs."""
         network = self.network.get_submodule(self.cached_head) if self.cached_head else self.network
         logits: Tensor = call_network(network, in_dtype_of(self, inputs))
         return logits
@@ -205,28 +205,28 @@ class ResNetFineTuner(Classifier):
     @classmethod
     @override
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
-        """Beside the number of classes: the size of the images, and ImageNet's weights for large photographs only."""
+        """Return the numbers of classes and pixels; small images and drawings begin without ImageNet's weights."""
         contract = data_contract(data)
         are_small = contract.image_size is not None and is_small(contract.image_size)
-        found = super().settings_from_data(data, **settings)
-        found["image_size"] = contract.image_size
+        from_data = super().settings_from_data(data, **settings)
+        from_data["image_size"] = contract.image_size
         if not contract.photographs:
-            # What digits show is large.
-            found["small_images"] = False
+            # Digits have large features, so that the first layer may skip pixels.
+            from_data["small_images"] = False
         if are_small or not contract.photographs:
-            found["weights"] = "none"
-        return found
+            from_data["weights"] = "none"
+        return from_data
 
     @override
     def settings_for_data(self) -> dict[str, Any]:
-        """The mean and the standard deviation of pixels that the weights expect: their run's, or those of `arch`."""
+        """Return the pixel statistics that the weights expect: those of their run, or of `arch`."""
         options = self.hparams
         saved = read_settings_beside(options.weights)
         if saved.get("pixel_mean") and saved.get("pixel_std"):
             return {"pixel_mean": saved["pixel_mean"], "pixel_std": saved["pixel_std"]}
         if options.weights == "imagenet":
             return weights_statistics(options.arch)
-        # `arch` says nothing of a file with the weights of another network than torchvision's or timm's.
+        # `arch` does not describe a file with the weights of a network that is not torchvision's or timm's.
         if options.weights == "none" or options.small_images or self._has_own_network():
             return {}
         return weights_statistics(options.arch)
@@ -237,18 +237,18 @@ class ResNetFineTuner(Classifier):
 
     @override
     def export_metadata(self) -> dict[str, Any]:
-        """How photographs come to the size of the inputs, too, under timm's names."""
+        """Return the metadata, with the crop of photographs under timm's names."""
         crop = {"crop_pct": crop_pct(self.hparams.image_size), "crop_mode": "center", "interpolation": "bilinear"}
         return super().export_metadata() | crop
 
     @override
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
-        """Those of torchvision and timm, too: "imagenet"."""
+        """Return the tensors of a file, or published ones for "imagenet"."""
         if weights == "imagenet":
             state = published_weights(self.hparams.arch, self.hparams.image_size)
             source = f"ImageNet ({self.hparams.arch})"
         else:
             state, source = super().pretrained_weights(weights)
-        # Further outputs of Inception and GoogLeNet, for losses of their own.
+        # Auxiliary outputs of Inception and GoogLeNet, which `build_network` leaves out.
         auxiliary = ("aux1.", "aux2.", "AuxLogits.")
         return {name: tensor for name, tensor in state.items() if not name.startswith(auxiliary)}, source

@@ -3,11 +3,11 @@
 The ResNets are those of He et al. (2016), section 4.2: a stem of 3 x 3, three stages, no pooling. Their tensors have
 the names under which `akamaster/pytorch_resnet_cifar10` publishes weights; their shortcuts have no parameters.
 
-The fast one is that of airbench (Jordan, 2024), narrower and deeper: its first layer whitens patches of 2 x 2 pixels,
-its convolutions begin as the identity, its last two blocks have a residual connection, as airbench's larger network has
-them, and its logits are small. airbench computes the filters of the first layer from the training set. Here they are
-those of photographs in general, whose pixels and channels correlate much alike, so the network begins the same for any
-data.
+The fast network is airbench's (Jordan, 2024), but narrower and deeper. Its first layer whitens patches of 2 x 2 pixels,
+and its convolutions begin as the identity. Its last two blocks have a residual connection, as in airbench's larger
+network, and its logits are small. airbench computes the filters of the first layer from the training set. Here they are
+constants for photographs in general, whose pixels and channels correlate much alike, so the initial network does not
+depend on the data.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ CIFAR_DEPTHS = (20, 32, 44, 56, 110)
 
 
 class _ResidualBlock(nn.Module):
-    """Two convolutions and a shortcut; where the size changes, it skips every other pixel and adds zero channels."""
+    """Two convolutions and a shortcut, which skips every other pixel and adds zero channels if the size changes."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class _ResidualBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
-        self.stride, self.new_channels = stride, channels - channels_in
+        self.stride = stride
+        self.new_channels = channels - channels_in
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class _ResidualBlock(nn.Module):
 
 
 def build_cifar_resnet(depth: int, num_classes: int) -> nn.Sequential:
-    """A ResNet for small images with new weights (He et al., 2015), of any height and width.
+    """Build a ResNet with new weights for small images of any size (He et al., 2015).
 
     Args:
         depth: 6 n + 2, such as one of `CIFAR_DEPTHS`.
@@ -78,17 +79,18 @@ def build_cifar_resnet(depth: int, num_classes: int) -> nn.Sequential:
     return network
 
 
-# The principal components of photographs of 32 pixels, and their variances where each channel's is 1.
+# The principal components of photographs of 32 pixels, and their variances if each channel has the variance 1.
 _PATCHES = (((1, 1, 1, 1), 3.74), ((1, -1, 1, -1), 0.12), ((1, 1, -1, -1), 0.12), ((1, -1, -1, 1), 0.02))
 _COLOURS = (((1, 1, 1), 2.8), ((1, 0, -1), 0.17), ((1, -2, 1), 0.036))
 _LEAST_VARIANCE = 0.01
 
 
 def whitening_filters() -> Tensor:
-    """Filters whose outputs for normalised photographs hardly correlate, and vary about equally.
+    """Return filters whose outputs for normalised photographs hardly correlate, and vary about equally.
 
-    The mean of 2 x 2 pixels and their differences across, down and diagonally, for each of brightness, red against
-    blue, and green against both; each divided by its standard deviation; then the negatives of all.
+    The filters are the mean of 2 x 2 pixels and their horizontal, vertical and diagonal differences, each for
+    brightness, red against blue, and green against both. Each is divided by its standard deviation. Their negatives
+    follow.
 
     Returns:
         float32 of shape (24, 3, 2, 2).
@@ -99,11 +101,12 @@ def whitening_filters() -> Tensor:
             component = torch.outer(torch.tensor(colour), torch.tensor(patch)).float()
             deviation = (patch_variance * colour_variance + _LEAST_VARIANCE) ** 0.5
             filters.append(component.view(3, 2, 2) / component.norm() / deviation)
-    return torch.stack([*filters, *(-each for each in filters)])
+    negatives = [-component_filter for component_filter in filters]
+    return torch.stack(filters + negatives)
 
 
 class _SmallLogits(nn.Linear):
-    """A linear layer without bias, whose outputs are divided by 9: the loss is smooth for large learning rates."""
+    """Linear layer without bias whose outputs are divided by 9: the loss is smooth for large learning rates."""
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
@@ -111,21 +114,24 @@ class _SmallLogits(nn.Linear):
 
 
 def _convolution(channels_in: int, channels: int) -> nn.Conv2d:
-    """3 x 3, which at first passes its inputs on in the first channels (Dirac)."""
+    """Build a 3 x 3 convolution that begins as the identity in the first channels (Dirac)."""
     convolution = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight[:channels_in])
     return convolution
 
 
 class _PooledBlock(nn.Module):
-    """A convolution at the size of the inputs, then one at half of it or, beside a shortcut, two."""
+    """Convolution and pooling to half the size, then one convolution, or two beside a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, shortcut: bool) -> None:
         super().__init__()
-        self.conv1, self.bn1 = _convolution(channels_in, channels), nn.BatchNorm2d(channels)
-        self.conv2, self.bn2 = _convolution(channels, channels), nn.BatchNorm2d(channels)
+        self.conv1 = _convolution(channels_in, channels)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _convolution(channels, channels)
+        self.bn2 = nn.BatchNorm2d(channels)
         if shortcut:
-            self.conv3, self.bn3 = _convolution(channels, channels), nn.BatchNorm2d(channels)
+            self.conv3 = _convolution(channels, channels)
+            self.bn3 = nn.BatchNorm2d(channels)
         self.shortcut = shortcut
 
     @override
@@ -138,7 +144,7 @@ class _PooledBlock(nn.Module):
 
 
 def build_cifarnet(num_classes: int, widths: tuple[int, ...] = (32, 96, 192)) -> nn.Sequential:
-    """The network with new weights; images are of 16 pixels or more.
+    """Build the fast network with new weights, for images of 16 pixels or more.
 
     Args:
         num_classes: number of logits.

@@ -1,9 +1,11 @@
-"""The processes of a run on this node: torch's elastic agent, which torchrun runs, starts, watches and restarts them.
+"""Start, monitor and restart the worker processes of this node with torch's elastic agent, as torchrun does.
 
-The agents of all nodes meet in the `TCPStore` of node 0's. Ours differs from torchrun's in this: its workers come from
-a fork server, its store listens on the loopback interface where one machine trains, each start of the workers has
-a prefix of its own in the store, so none finds the addresses of the one before, and an error that the user has to
-correct is not tried again.
+The agents of all nodes share the `TCPStore` of node 0's agent. Our agent differs from torchrun's in four points:
+
+- Workers are forked from a server that has imported torch, so they start at once.
+- On a single machine the store listens on the loopback interface only.
+- Each start of the workers has its own prefix in the store, so no worker reads addresses of an earlier start.
+- An error that the user has to correct causes no restart.
 """
 
 import json
@@ -46,18 +48,18 @@ from recipes.runner.rendezvous import make_rendezvous, open_store
 from recipes.runner.worker import STARTED_AT, STORE_PREFIX, Program, work
 
 _FAILURE = "lightning_recipes/failure"
-_LEFT_WAITING = 5.0  # Seconds for workers to end by themselves once another one has failed with an error.
-_OTHERS_READ = 1.0  # Seconds for the other agents to read what is in node 0's store, which ends with it.
+_SECONDS_TO_END = 5.0  # For workers to end by themselves once another one has failed with an error.
+_SECONDS_TO_READ = 1.0  # For the other agents to read node 0's store, which ends with node 0's process.
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has ended on this node.
+    """The reason why a run has ended on this node.
 
     Args:
-        line: to print.
-        status: with which the agent exits.
-        lost: a worker or a node was lost, and did not end by an error of its own.
+        line: the line to print.
+        status: the exit status of the agent.
+        lost: a worker or a node was lost; it did not end by its own error.
         unreachable: node 0's agent does not answer.
     """
 
@@ -68,57 +70,60 @@ class Failure:
 
 
 class NodeAgent(LocalElasticAgent):
-    """torch's agent with what is named above.
+    """torch's elastic agent with the four differences that the module's docstring lists.
 
     Args:
         launch: the nodes and devices of the run.
         spec: what each worker runs.
-        store: that of node 0's agent.
+        store: the store of node 0's agent.
+        logs: where torch writes the error files of the workers.
     """
 
     def __init__(self, launch: Launch, spec: WorkerSpec, store: TCPStore, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs, start_method())
-        self.launch, self.store = launch, store
+        self.launch = launch
+        self.store = store
         self.failure: Failure | None = None
 
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        in_round: Any = worker_group.store
+        restart_store: Any = worker_group.store
         group: Any = worker_group
+        # A new prefix, so that no rank reads the addresses of an earlier start, which are still in the store.
         if worker_group.group_rank == 0:
-            in_round.set("prefix", uuid.uuid4().hex)
+            restart_store.set("prefix", uuid.uuid4().hex)
         (program,) = worker_group.spec.args
-        program.environ[STORE_PREFIX] = in_round.get("prefix").decode()
+        program.environ[STORE_PREFIX] = restart_store.get("prefix").decode()
         group.master_addr = self.store.host
         group.master_port = self.store.port
         return dict(super()._start_workers(worker_group))
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._end_those_left_waiting()
+        self._end_waiting_workers()
         result: RunResult = super()._monitor_workers(worker_group)
-        several = (worker_group.group_world_size or 1) > 1
-        if result.state == WorkerState.HEALTHY and several and worker_group.spec.rdzv_handler.is_closed():
+        has_other_nodes = (worker_group.group_world_size or 1) > 1
+        if result.state == WorkerState.HEALTHY and has_other_nodes and worker_group.spec.rdzv_handler.is_closed():
             self.failure = self.failure_elsewhere()
-            self._remaining_restarts = 0
-            self._end_those_left_waiting(failed_elsewhere=True)
+            self._remaining_restarts = 0  # The node that failed has closed the rendezvous: a restart cannot join it.
+            self._end_waiting_workers(failed_elsewhere=True)
             return RunResult(WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
-            self._note(result, several)
+            self._record_failure(result, has_other_nodes)
         return result
 
-    def _end_those_left_waiting(self, *, failed_elsewhere: bool = False) -> None:
-        """Kill, in a while, the workers that wait for one that has failed: torch's SIGTERM only tells them to save."""
+    def _end_waiting_workers(self, *, failed_elsewhere: bool = False) -> None:
+        """Kill, after a delay, the workers that wait for a failed one: torch's SIGTERM only tells them to save."""
         context = self._pcontext
         assert context is not None
         running = {rank: pid for rank, pid in context.pids().items() if _runs(pid)}
         failed = [rank for rank in context.pids() if rank not in running and Path(context.error_files[rank]).is_file()]
         if failed or failed_elsewhere:
-            timer = threading.Timer(_LEFT_WAITING, _kill, list(running.values()))
+            timer = threading.Timer(_SECONDS_TO_END, _kill, list(running.values()))
             timer.daemon = True
             timer.start()
 
-    def _note(self, result: RunResult, several: bool) -> None:
+    def _record_failure(self, result: RunResult, has_other_nodes: bool) -> None:
         """Find out why a worker failed, and whether it is to be started again."""
         rank, failure = next(iter(result.failures.items()))
         node = f"node {self.launch.node_rank}, {socket.gethostname()}"
@@ -127,21 +132,21 @@ class NodeAgent(LocalElasticAgent):
         if is_users(failure):
             self._remaining_restarts = 0
         if self._remaining_restarts:
-            left = f"{self._remaining_restarts - 1} restart{'s' if self._remaining_restarts != 2 else ''} left"
-            ended = self.failure.line or f"rank {rank} ({node}) ended on {name_of(status - 128)}"
-            print_error(f"{ended}; starting again, {left}")
-        elif several and self.failure.lost:
-            # What ended the other one may be known in a moment.
-            deadline = time.monotonic() + _OTHERS_READ
+            restarts_left = f"{self._remaining_restarts - 1} restart{'s' if self._remaining_restarts != 2 else ''} left"
+            reason = self.failure.line or f"rank {rank} ({node}) ended on {name_of(status - 128)}"
+            print_error(f"{reason}; starting again, {restarts_left}")
+        elif has_other_nodes and self.failure.lost:
+            # Another node may have the cause, and report it within a moment.
+            deadline = time.monotonic() + _SECONDS_TO_READ
             while not self.store.check([_FAILURE]) and time.monotonic() < deadline:
                 time.sleep(0.1)
             if self.store.check([_FAILURE]):
                 self.failure = self.failure_elsewhere()
-        if several and not self._remaining_restarts and not self.store.check([_FAILURE]):
+        if has_other_nodes and not self._remaining_restarts and not self.store.check([_FAILURE]):
             self.store.set(_FAILURE, json.dumps(vars(self.failure)))
 
     def failure_elsewhere(self) -> Failure:
-        """What another node has written before it ended."""
+        """Return the failure that another node has written before it ended."""
         if self.store.check([_FAILURE]):
             return Failure(**json.loads(self.store.get(_FAILURE)))
         return Failure("error: another node has ended; its own output says why", 1, lost=True)
@@ -150,7 +155,7 @@ class NodeAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._shutdown(*args, **kwargs)
-        except SignalException:  # A second signal while the workers are saving.
+        except SignalException:  # A second signal, such as another Ctrl-C, while the workers are saving.
             super()._shutdown(signal.SIGKILL)
             raise
 
@@ -158,7 +163,7 @@ class NodeAgent(LocalElasticAgent):
 def _runs(pid: int) -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except (OSError, AttributeError):  # Not a child of this process, but of the fork server.
+    except (OSError, AttributeError):  # The worker is a child of the fork server, and not of this process.
         with suppress(ProcessLookupError):
             os.kill(pid, 0)
             return True
@@ -172,7 +177,7 @@ def _kill(*pids: int) -> None:
 
 
 def _silence(*packages: str) -> None:
-    """Leave out what torch logs of each worker and signal: what has happened is said in one line."""
+    """Suppress what torch logs of each worker and signal: one line says what has happened."""
     for name in [*packages, *logging.root.manager.loggerDict]:
         if name.startswith(packages):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -190,7 +195,7 @@ def _main_module_hidden() -> Iterator[None]:
 
 
 def _handled_signals() -> str:
-    """The signals that the agent passes on to its workers; SIGHUP stays ignored under nohup."""
+    """Return the signals that the agent passes on to its workers; SIGHUP stays ignored under nohup."""
     ignored = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else None
     return ",".join(signum.name for signum in SIGNALS if signum != ignored)
 
@@ -203,7 +208,7 @@ def run_agent(
     after_loss: Callable[[], str],
     started_at: float,
 ) -> None:
-    """Train in processes of this node, and return when they have ended well.
+    """Train in worker processes of this node, and return when they have ended without an error.
 
     Args:
         launch: the nodes and devices of the run.
@@ -223,10 +228,11 @@ def run_agent(
             "several processes need a program in a file or a module; save this program as a file, and start that"
         )
     program.environ[STARTED_AT] = str(started_at)
+    # First, since it imports while this process waits for the other nodes.
     start_fork_server(preload)
     store = open_store(launch, timeout, command)
     handler = make_rendezvous(launch, store, timeout)
-    # Without it torch opens a second store, which listens on all interfaces.
+    # Otherwise torch opens a second store, which listens on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _handled_signals()
     _silence("torch.distributed.elastic", "torch.multiprocessing")
@@ -242,7 +248,8 @@ def run_agent(
     with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden():
         agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs))
         failure = _run(agent, launch, timeout, command)
-        del agent  # And the semaphores of its workers, which an exit at once would leave behind.
+        # An immediate exit would leave the semaphores of the workers behind.
+        del agent
     if failure is None:
         handler.shutdown()
         return
@@ -251,7 +258,7 @@ def run_agent(
     elif failure.line:
         print_error(failure.line)
     if failure.unreachable:
-        exit_now(failure.status)  # A thread may wait for node 0 for ever.
+        exit_now(failure.status)  # A regular exit would wait for a thread that waits for node 0.
     _close(handler, launch)
     sys.exit(failure.status)
 
@@ -263,21 +270,25 @@ def _close(handler: DynamicRendezvousHandler, launch: Launch) -> None:
     except RendezvousConnectionError:
         return
     if launch.node_rank == 0 and launch.num_nodes > 1:
-        time.sleep(_OTHERS_READ)
+        time.sleep(_SECONDS_TO_READ)
 
 
 def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> Failure | None:
-    """Run the agent until the run has ended; why it failed, or None."""
+    """Run the agent until the run has ended, and return its failure, or None."""
     try:
         result = agent.run()
     except SignalException as received:
         # The rendezvous stays open: the other nodes of an elastic run go on.
         sys.exit(128 + int(received.sigval))
     except RendezvousTimeoutError:
-        flags: dict[str, Any] = {"node_rank": "I", "master_addr": launch.address, "master_port": agent.store.port}
+        missing_node: dict[str, Any] = {
+            "node_rank": "I",
+            "master_addr": launch.address,
+            "master_port": agent.store.port,
+        }
         return Failure(
             f"error: fewer than {launch.min_nodes} nodes joined within {timeout:g} s; type on each node that is"
-            f" missing, I being its number: {command.using(**flags)}, or wait longer with --rendezvous-timeout",
+            f" missing, I being its number: {command.using(**missing_node)}, or wait longer with --rendezvous-timeout",
             2,
         )
     except RendezvousClosedError:

@@ -1,4 +1,4 @@
-"""The callbacks of a run: one list, in the order in which they act."""
+"""Build the callbacks of a run: one list, in the order in which they act."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,9 +34,9 @@ def callbacks_maker(
     world_size: int,
     shows_progress: bool,
 ) -> Callable[..., list[Callback]]:
-    """A function that makes the callbacks of a Trainer, new ones at each call.
+    """Return a function that makes the callbacks of a Trainer, new ones at each call.
 
-    It takes the callbacks that save, which come first, and those that record the run, which come last.
+    The function takes the callbacks that save, which come first, and those that record the run, which come last.
 
     Args:
         further: makes the user's callbacks.
@@ -49,7 +49,7 @@ def callbacks_maker(
         check_batchnorm(recipe)  # Before other processes start.
 
     def make(saves: Sequence[Callback] = (), records: Sequence[Callback] = ()) -> list[Callback]:
-        # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
+        # Lightning moves the callbacks that save behind the others; the first one is `trainer.checkpoint_callback`.
         callbacks: list[Callback] = [
             *saves,
             GradientAccumulation(settings.accumulate, settings.global_batch_size),
@@ -67,10 +67,12 @@ def callbacks_maker(
         if settings.patience is not None:
             callbacks.append(PatientStopping(recipe.monitor, patience=settings.patience, mode=recipe.monitor_mode))
         callbacks += further()
-        if shows_progress and prints_progress() and not any(isinstance(each, ProgressBar) for each in callbacks):
-            callbacks.append(
-                NotebookProgress() if in_notebook() else RunProgress(log_interval=settings.progress_interval)
-            )
+        has_progress_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if shows_progress and prints_progress() and not has_progress_bar:
+            if in_notebook():
+                callbacks.append(NotebookProgress())
+            else:
+                callbacks.append(RunProgress(log_interval=settings.progress_interval))
         callbacks += records
         _refuse_two_states(callbacks)
         return callbacks
@@ -79,23 +81,32 @@ def callbacks_maker(
 
 
 def _refuse_two_states(callbacks: Sequence[Callback]) -> None:
-    """Refuse two callbacks of which a checkpoint would hold the state of one."""
-    saved = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
-    if twice := [key for key in saved if saved.count(key) > 1]:
+    """Refuse two callbacks with the same state key: a checkpoint would hold the state of only one."""
+    stateful = [callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    state_keys = [callback.state_key for callback in stateful]
+    repeated_keys = [key for key in state_keys if state_keys.count(key) > 1]
+    if repeated_keys:
         raise UserError(
-            f"the run has two {twice[0]}, and a checkpoint holds the state of one; pass the setting of the run in place"
-            " of the callback, such as seed=7, accumulate=2 or ema=0.999"
+            f"the run has two {repeated_keys[0]}, and a checkpoint holds the state of one; pass the setting of the run"
+            " in place of the callback, such as seed=7, accumulate=2 or ema=0.999"
         )
 
 
 def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Checkpoint]:
-    """The callbacks that save the best and the last checkpoint; without a monitored score the last is the best."""
+    """Return the callbacks that save the best and the last checkpoint.
+
+    Without a monitored score, the last checkpoint is the best.
+    """
+    save_top_k = settings.save_top_k
+    if monitor is None:
+        # ModelCheckpoint refuses larger numbers without a monitored score.
+        save_top_k = min(1, abs(save_top_k))
     best = ExactCheckpoint(
         folder / "checkpoints",
-        filename="best" if settings.save_top_k in (0, 1) or monitor is None else "best-{step}",
+        filename="best" if save_top_k in (0, 1) else "best-{step}",
         monitor=monitor,
         mode=recipe.monitor_mode,
-        save_top_k=settings.save_top_k if monitor is not None else min(1, abs(settings.save_top_k)),
+        save_top_k=save_top_k,
         enable_version_counter=False,
     )
     # The last comes second, so that its file contains the path of the best.

@@ -1,4 +1,4 @@
-"""The classes that a command works with, and the flags that follow from their constructors."""
+"""Hold the classes that a command works with, and derive its flags from their constructors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _INPUTS = "predict_inputs"
 
 
 def takes_inputs(data_class: type[pl.LightningDataModule]) -> bool:
-    """Whether a data module's constructor takes the arguments of the predict command."""
+    """Return whether a data module's constructor takes the arguments of the predict command."""
     return _INPUTS in ArgumentParser(exit_on_error=False).add_class_arguments(data_class)
 
 
@@ -29,10 +29,10 @@ class Classes:
     """The classes that a command line is made for.
 
     Args:
-        recipe: what to train.
-        data: what to train on: a class, or a data module that `recipes.fit` was given.
+        recipe: the class of the recipe.
+        data: the class of the data module, or a data module that was passed to `recipes.fit`.
         callbacks: makes further callbacks for the Trainer, new ones at each call.
-        samples: in memory, which the data module takes; None where it reads its own.
+        samples: samples in memory for the data module; None if it reads files.
     """
 
     recipe: type[Recipe]
@@ -46,7 +46,7 @@ class Classes:
         return self.data if isinstance(self.data, type) else type(self.data)
 
     def build_data(self, options: Mapping[str, Any]) -> pl.LightningDataModule:
-        """A data module, with the samples that were given in memory."""
+        """Build the data module, and pass it the samples that were given in memory."""
         if not isinstance(self.data, type):
             return self.data
         data = self.data(**options)
@@ -55,14 +55,16 @@ class Classes:
         return data
 
     def parser(self, program: str = "") -> FlagParser:
-        """The flags: every parameter of the two constructors and of the run."""
-        # The settings of a data module that was given are its own.
-        of_data = [FlagGroup("Data", self.data, frozenset({_INPUTS}))] if isinstance(self.data, type) else []
+        """Build the parser, with a flag for every parameter of the two constructors and of the run."""
+        data_groups = []
+        # A data module that was passed to `fit` is built already, so its parameters are no flags.
+        if isinstance(self.data, type):
+            data_groups.append(FlagGroup("Data", self.data, frozenset({_INPUTS})))
         groups = [
             FlagGroup("Run", RunSettings),
-            *of_data,
+            *data_groups,
             FlagGroup("Recipe", self.recipe),
-            # Where they share a name, the recipe's default counts.
+            # After the recipe, so that the recipe's default counts where they share a name.
             FlagGroup("Trainer", TrainerSettings),
             FlagGroup("Launch", LaunchSettings),
         ]
@@ -71,12 +73,14 @@ class Classes:
         return parser
 
     def with_inputs(self, options: dict[str, Any], inputs: Sequence[str]) -> dict[str, Any]:
-        """The arguments of the data module with the inputs of predict."""
-        return options | ({_INPUTS: list(inputs)} if inputs else {})
+        """Return the arguments of the data module, and the inputs of predict among them."""
+        if not inputs:
+            return options
+        return {**options, _INPUTS: list(inputs)}
 
 
 def marks_of(parser: FlagParser) -> Marks:
-    """Which flags are special."""
+    """Return which flags are special, by the marks of their types."""
     return Marks(
         free=parser.marked(Free) | USUALLY_FREE,
         one_call=parser.marked(OneCall) | {_INPUTS},
@@ -86,5 +90,5 @@ def marks_of(parser: FlagParser) -> Marks:
 
 
 def free_parameters(classes: Classes) -> frozenset[str]:
-    """Parameters of recipe and data that do not make the experiment."""
+    """Return the parameters of recipe and data that do not define the experiment."""
     return marked_parameters(classes.recipe, Free) | marked_parameters(classes.data_class, Free) | USUALLY_FREE

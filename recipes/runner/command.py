@@ -1,4 +1,4 @@
-"""What the user typed, to be printed with other flags; and how messages name settings to who asks.
+"""Print what the user typed with other flags, and spell the settings in messages as flags.
 
 Messages name a setting as Python does, `weights` or ``weights="FILE"``, since callbacks and data modules also serve
 other programs. `as_flags` alone spells settings as flags, for users who have typed a command line.
@@ -17,7 +17,7 @@ DEFAULT_PORT = 29500
 
 
 def flag_of(name: str) -> str:
-    """The flag of a parameter.
+    """Return the flag of a parameter.
 
     Example:
         >>> flag_of("max_epochs")
@@ -31,29 +31,31 @@ _SETTING = re.compile(r"""`([a-z_0-9]+)`|(?<![\w/.\-=`'"])([a-z][a-z_0-9]*)=("[^
 
 
 def as_flags(message: str, names: Container[str]) -> str:
-    """A message that names settings as Python does, with those that are flags spelled so.
+    """Return a message with the settings in it that are flags spelled as flags.
 
     Args:
-        names: of the flags.
+        names: the settings that are flags.
 
     Example:
         >>> as_flags('no weights: pass `weights_skip`, or weights="FILE".', {"weights", "weights_skip"})
         'no weights: pass --weights-skip, or --weights FILE.'
     """
 
-    def spell(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+    def spell(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
         if name not in names:
-            return found[0]
-        if found[1]:
+            return match[0]
+        if match[1]:
             return flag_of(name)
-        if found[3] in ("True", "False"):
-            return flag_of(name if found[3] == "True" else f"no_{name}")
-        quoted = found[3][0] in "\"'"
-        value = found[3] if quoted else found[3].rstrip(".")
-        inside = value[1:-1] if quoted else value
-        text = value if " " in inside else inside
-        return f"{flag_of(name)} {text}{found[3][len(value) :]}"
+        if match[3] in ("True", "False"):
+            switch = name if match[3] == "True" else f"no_{name}"
+            return flag_of(switch)
+        is_quoted = match[3][0] in "\"'"
+        # A full stop after the last setting of a sentence does not belong to its value.
+        value = match[3] if is_quoted else match[3].rstrip(".")
+        bare_value = value[1:-1] if is_quoted else value
+        shell_value = value if " " in bare_value else bare_value
+        return f"{flag_of(name)} {shell_value}{match[3][len(value) :]}"
 
     return _SETTING.sub(spell, message)
 
@@ -73,9 +75,12 @@ class Command:
     """What the user typed, to be printed with other flags.
 
     Args:
-        program: without what starts it on several devices.
-        launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
-        call: of `recipes.fit`, by a program that goes on after the run; empty where something was typed.
+        program: how the program is started on one device.
+        args: its arguments.
+        launcher: torchrun or slurm, where one of them starts the processes.
+        nodes: the nodes on which the launcher starts them.
+        devices: the processes on each node.
+        call: the call of `recipes.fit` in a program; empty where a command was typed.
 
     Example:
         >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
@@ -98,41 +103,44 @@ class Command:
         return bool(self.call)
 
     def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
-        """The same for processes that a launcher has started; others are started by the program itself."""
+        """Return this command as one whose processes a launcher starts; `using` prints its line."""
         return replace(self, launcher=launcher, nodes=nodes, devices=devices)
 
     def alone(self, command: str = "") -> "Command":
-        """The program, and a command of it, without the flags."""
+        """Return the program with a command of it, without the flags."""
         return replace(self, program=f"{self.program} {command}".rstrip(), args=())
 
     def using(self, **flags: Any) -> str:
-        """The command with these flags replaced; None removes a flag."""
+        """Return the command with these flags replaced; None removes a flag."""
         start = self.program
         if self.launcher == "slurm":
             start = f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
         elif self.launcher == "torchrun":
-            several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
-            where = "--standalone" if self.nodes == 1 else several
-            start = f"torchrun {where} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
+            rendezvous = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+            topology = "--standalone" if self.nodes == 1 else rendezvous
+            start = f"torchrun {topology} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
         if self.launcher in ("slurm", "torchrun"):
+            # The launcher decides how many processes there are, and these flags might contradict it.
             flags = {"devices": None, "num_nodes": None} | flags
-        kept: list[str] = []
-        skip = False
+        words: list[str] = []
+        skips_value = False
         for i, arg in enumerate(self.args):
             name, equals, _ = arg.removeprefix("--").partition("=")
-            if skip:
-                skip = False
+            if skips_value:
+                skips_value = False
             elif arg.startswith("--") and name.replace("-", "_") in flags:
-                skip = not equals and i + 1 < len(self.args) and not self.args[i + 1].startswith("--")
+                skips_value = not equals and i + 1 < len(self.args) and not self.args[i + 1].startswith("--")
             else:
-                kept.append(shlex.quote(arg))
+                words.append(shlex.quote(arg))
         for name, value in flags.items():
             if value is not None:
-                kept += [flag_of(name), shlex.quote(str(value))]
-        return " ".join([start, *kept])
+                words += [flag_of(name), shlex.quote(str(value))]
+        return " ".join([start, *words])
 
     def split(self, nodes: int, devices: int) -> str:
-        """The command for other numbers of nodes and devices."""
+        """Return the command for other numbers of nodes and devices."""
         if self.launcher in ("slurm", "torchrun"):
             return self.started_by(self.launcher, nodes, devices).using()
-        return self.using(devices=devices, **({} if nodes == self.nodes else {"num_nodes": nodes}))
+        if nodes == self.nodes:
+            return self.using(devices=devices)
+        return self.using(devices=devices, num_nodes=nodes)

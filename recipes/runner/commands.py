@@ -1,4 +1,4 @@
-"""Carries out a command: fit, validate, test, predict, verify and export."""
+"""Carry out a command: fit, validate, test, predict, verify or export."""
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -21,7 +21,7 @@ _NEEDS = {
     "test": ("test_step", "test_dataloader"),
     "predict": ("predict_step", "predict_dataloader"),
 }
-"""The methods of recipe and data module that a command calls."""
+"""The method of the recipe and the method of the data module that each command calls."""
 
 
 def run_command(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
@@ -32,7 +32,7 @@ def run_command(experiment: Experiment, started_at: float, interval: Interval | 
         interval: the part of a run that verify trains again.
 
     Returns:
-        What fit has reached; None for the other commands.
+        The result of fit; None for the other commands.
     """
     if experiment.command == "export":
         _export(experiment)
@@ -52,12 +52,12 @@ def run_command(experiment: Experiment, started_at: float, interval: Interval | 
 
 
 def _check_parts(experiment: Experiment) -> None:
-    """Refuse a command for which recipe or data module have no method."""
+    """Refuse a command for which the recipe or the data module has no method."""
     command = experiment.command
     step, loader = _NEEDS[command]
-    for part, name in ((experiment.recipe, step), (experiment.data, loader)):
-        if not is_overridden(name, part):
-            raise UserError(f"{command} needs a method {name}, and {type(part).__name__} has none")
+    for owner, name in ((experiment.recipe, step), (experiment.data, loader)):
+        if not is_overridden(name, owner):
+            raise UserError(f"{command} needs a method {name}, and {type(owner).__name__} has none")
     validates = experiment.validates and experiment.trainer.limit_val_batches != 0
     if command == "fit" and experiment.run.patience is not None and not validates:
         raise UserError("`patience` counts validations, and this run has none; leave it out")
@@ -65,6 +65,6 @@ def _check_parts(experiment: Experiment) -> None:
 
 def _export(experiment: Experiment) -> None:
     run = experiment.run
-    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
-    inputs = {f"input {name}": text for name, text in written.inputs.items()}
-    print_pairs({"written": relative_path(written.path), **inputs, "checked": written.check})
+    exported = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
+    inputs = {f"input {name}": description for name, description in exported.inputs.items()}
+    print_pairs({"written": relative_path(exported.path), **inputs, "checked": exported.check})

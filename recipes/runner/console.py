@@ -1,4 +1,4 @@
-"""What a run prints or suppresses: log messages and warnings, each in one line."""
+"""Print log messages and warnings in one line each, and suppress those of other packages."""
 
 import io
 import logging
@@ -33,9 +33,11 @@ class _OneLine(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            text = record.getMessage()
-            # Notes state what is; what says what to pass is a warning.
-            print(as_flags(text, self.flags) if record.levelno >= logging.WARNING else text, file=sys.stderr)  # noqa: T201
+            message = record.getMessage()
+            # Only warnings say what to pass, so only they name settings that the user types.
+            if record.levelno >= logging.WARNING:
+                message = as_flags(message, self.flags)
+            print(message, file=sys.stderr)  # noqa: T201
 
 
 _level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
@@ -53,7 +55,7 @@ def warnings_only() -> Iterator[None]:
 
 
 def prints_progress() -> bool:
-    """Whether more than warnings is printed."""
+    """Return whether more than warnings are printed."""
     return _level.get() < logging.WARNING
 
 
@@ -76,27 +78,28 @@ def configure_logging(flags: Container[str] = ()) -> None:
         logger.setLevel(_level.get())
         logger.handlers = [_OneLine(flags)]
         logger.propagate = False
-    show = getattr(warnings.showwarning, "others", warnings.showwarning)
+    # A second run in this process must not wrap the function of the first.
+    default_showwarning = getattr(warnings.showwarning, "default", warnings.showwarning)
 
     def show_ours(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any, **named: Any
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *args: Any, **kwargs: Any
     ) -> None:
         if not any(map(Path(filename).is_relative_to, _PACKAGES)):
-            show(message, category, filename, lineno, *rest, **named)
+            default_showwarning(message, category, filename, lineno, *args, **kwargs)
         elif is_rank_zero():
             print(f"warning: {message}", file=sys.stderr)  # noqa: T201
 
-    show_ours.others = show  # type: ignore[attr-defined]
+    show_ours.default = default_showwarning  # type: ignore[attr-defined]
     warnings.showwarning = show_ours
     for module in ("joblib", "lightning", "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    # Pillow's, of large images; ours are refused by their size.
+    # Pillow warns of large images; the data modules refuse images by their own limit.
     warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
 
 
 def _cut(text: str, longest: int) -> str:
-    """A text without its middle where it is longer than this."""
+    """Return a text, its middle replaced by dots where it is longer than `longest` characters."""
     if len(text) <= longest:
         return text
     half = (longest - 5) // 2
@@ -104,7 +107,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message in one line that shows on any terminal, since values of any kind and length may stand in it.
+    """Return a message in one printable line, since values of any kind and length may be in it.
 
     Of words beyond 500 characters, and of a text beyond 10,000, the middle is left out.
 
@@ -114,5 +117,11 @@ def one_line(message: str) -> str:
         >>> one_line("--lr " + "9" * 1000 + " is not a number")[-24:]
         '99999999 is not a number'
     """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-    return _cut(" ".join(_cut(word, 500) for word in shown.split(" ")), 10_000)
+    characters = []
+    for character in message:
+        if character.isprintable():
+            characters.append(character)
+        else:
+            characters.append(character.encode("unicode_escape").decode())
+    words = "".join(characters).split(" ")
+    return _cut(" ".join(_cut(word, 500) for word in words), 10_000)

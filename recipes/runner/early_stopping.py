@@ -1,4 +1,4 @@
-"""Early stopping on the score that chooses the best checkpoint, by Lightning's callback."""
+"""Stop early on the score that chooses the best checkpoint, by Lightning's callback."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from datamodules.errors import RunFailedError
 
 
 class PatientStopping(EarlyStopping):
-    """Lightning's `EarlyStopping` with the patience of this command, also where a checkpoint was saved with another."""
+    """Lightning's `EarlyStopping` with the patience of this command, not the one in the checkpoint."""
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ class PatientStopping(EarlyStopping):
 
 
 def why_stopped(callbacks: Sequence[Callback]) -> str:
-    """The reason of the callback that has ended the training early; empty where none has."""
+    """Return the reason of the callback that ended the training early; empty where none did."""
     for callback in callbacks:
         if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
             return callback.stopping_reason_message.replace(" Signaling Trainer to stop.", "").rstrip(".")

@@ -1,4 +1,4 @@
-"""The commands validate, test and predict."""
+"""Carry out the commands validate, test and predict."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,14 +22,14 @@ def evaluate(experiment: Experiment, step: str) -> None:
     """Validate, test or predict with a checkpoint.
 
     Args:
-        step: the method of the recipe that does it.
+        step: the recipe's method that the command calls, such as validation_step.
     """
     recipe = experiment.recipe
     data = experiment.data
     ckpt = experiment.run.ckpt
     predicts = experiment.command == "predict"
     trainer = build_trainer(experiment, experiment.callbacks())
-    # Lightning converts the module after it has loaded a checkpoint, whose float64 float32 would have rounded.
+    # Lightning converts the module only after it has loaded the checkpoint; float32 parameters would round float64.
     trainer.precision_plugin.convert_module(recipe)
     if ckpt is None:
         load_initial_weights(recipe, exact=True)
@@ -39,9 +39,9 @@ def evaluate(experiment: Experiment, step: str) -> None:
             outputs = trainer.predict(recipe, data, ckpt_path=ckpt, weights_only=True)
             rows = all_rows(recipe, outputs or [], data_contract(data))
         else:
-            score = trainer.validate if experiment.command == "validate" else trainer.test
-            found = score(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False)
-            rows = [merged(found)] if found else []
+            evaluate_loaders = trainer.validate if experiment.command == "validate" else trainer.test
+            scores_of_loaders = evaluate_loaders(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False)
+            rows = [merged(scores_of_loaders)] if scores_of_loaders else []
     if not rows:
         raise UserError(f"there is nothing to {experiment.command}: the data have no such part, or it is empty")
     if not any(rows):
@@ -56,13 +56,15 @@ def evaluate(experiment: Experiment, step: str) -> None:
         print_scores(rows[0], tables, {} if problem else _files_of(experiment, tables))
     if problem:
         raise RunFailedError(f"{experiment.run.output} could not be written: {problem}")
-    if predicts and (unreadable := list(data_contract(data).unreadable_inputs.values())):
+    unreadable = list(data_contract(data).unreadable_inputs.values())
+    # After the other inputs were predicted and written, so that one bad file does not cost their predictions.
+    if predicts and unreadable:
         total = len(data_contract(data).prediction_names)
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
 
 
 def _files_of(experiment: Experiment, tables: Mapping[str, Table]) -> dict[str, Path]:
-    """Where the tables go, beside ``--output``; nothing without it."""
+    """Return the paths of the tables, beside ``--output``; none without it."""
     if not experiment.run.output:
         return {}
     output = Path(experiment.run.output)
@@ -70,16 +72,16 @@ def _files_of(experiment: Experiment, tables: Mapping[str, Table]) -> dict[str, 
 
 
 def _write(experiment: Experiment, rows: Sequence[dict[str, Any]], tables: Mapping[str, Table]) -> str:
-    """Write ``--output`` and the tables beside it; returns why it could not be done, or nothing."""
+    """Write ``--output`` and the tables beside it; return the reason of a failure, or an empty text."""
     if not experiment.run.output:
         return ""
     output = Path(experiment.run.output)
-    text = experiment.recipe.prediction_columns[1:2]
+    text_columns = experiment.recipe.prediction_columns[1:2]
     content: Any = rows if experiment.command == "predict" else rows[0]
     if output.suffix == ".txt":
-        content = [{name: row[name] or "" for name in text} for row in rows]
+        content = [{name: row[name] or "" for name in text_columns} for row in rows]
     try:
-        write_rows(output, content, text if output.suffix == ".txt" else None)
+        write_rows(output, content, text_columns if output.suffix == ".txt" else None)
         for name, path in _files_of(experiment, tables).items():
             write_rows(path, tables[name].rows, tables[name].columns)
     except OSError as error:

@@ -1,8 +1,11 @@
-"""What a command works with: its settings, resolved once and then read-only, and what is built from them.
+"""Resolve the settings of a command once, and build recipe, data module and callbacks from them.
 
-Settings that were left open are completed in this order: threads, what the recipe needs to know of the data, the
-defaults that the recipe's constructor computes, and what the data module finds out by itself, such as which data set
-"auto" is: rank 0 decides, and the others get its values.
+Settings that are None or "auto" are resolved in this order:
+
+1. the number of threads;
+2. arguments of the recipe that depend on the data, such as the number of classes;
+3. defaults that the recipe's constructor computes;
+4. what the data module finds in its files, such as which data set "auto" is: rank 0 decides for all ranks.
 """
 
 import os
@@ -49,21 +52,21 @@ def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A command with what it works with.
+    """A command with its settings, recipe, data module and callbacks; read-only.
 
     Args:
         command: fit, validate, test, predict or export.
         run: the settings of the run, with the resolved precision and threads.
         trainer: the settings of the Trainer.
         config: the settings that make the experiment, as plain values: what is saved with the run.
-        auto_settings: which of them the first command of the run has left to it.
-        launch: which process this is.
-        point: where the run resumes.
+        auto_settings: the settings that the first command of the run has left to the run.
+        launch: the position of this process in the run.
+        point: the folder and the checkpoint where the run resumes.
         recipe: to train or evaluate.
         data: to train or evaluate on.
         callbacks: makes the callbacks of a Trainer, new ones at each call; see `callbacks_maker`.
         typed: what the user typed.
-        notes: on precision and memory, for the run's first line.
+        notes: notes on precision and memory for the run's first line.
     """
 
     command: str
@@ -87,30 +90,30 @@ class Experiment:
 
     @property
     def tokens_parameter(self) -> str | None:
-        """The setting that limits a batch by tokens, where it is given."""
+        """The setting that limits a batch by tokens, if it has a value."""
         name = data_contract(self.data).tokens_parameter
         return name if name and self.config.get(name) else None
 
     @property
     def update_items(self) -> int | None:
-        """Of an update, on all devices, where settings or checkpoint tell: samples, or batches limited by tokens."""
+        """Samples of an update on all devices, or batches limited by tokens; None if they are not known."""
         saved = read_run(self.point.checkpoint).update_items if self.point.checkpoint else None
         return saved or self.run.global_batch_size
 
     @property
     def micro_batches(self) -> int | None:
-        """Of an update, on all devices; None where their number is not known yet."""
+        """Micro-batches of an update on all devices; None if their number is not known yet."""
         saved = read_run(self.point.checkpoint) if self.point.checkpoint else None
         if saved and not self.update_items and saved.devices != self.launch.world_size:
-            return None  # A loader without numbers keeps the samples of an update, and they are not known here.
+            return None  # A stock loader keeps the samples of an update, and their number is not known here.
         batch_size = 1 if self.tokens_parameter else self.config.get("batch_size")
         return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
-def _set_threads(command: str, asked: int | None, launch: Launch) -> int:
+def _set_threads(command: str, requested: int | None, launch: Launch) -> int:
     """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0."""
     default = default_threads(os.environ, launch.devices)
-    threads = int(asked or share(lambda: default))
+    threads = int(requested or share(lambda: default))
     if threads > default and command not in ("predict", "export"):
         rank_zero_print(f"threads: {threads} in each process, and {default} would be the default here")
     torch.set_num_threads(threads)
@@ -118,7 +121,7 @@ def _set_threads(command: str, asked: int | None, launch: Launch) -> int:
 
 
 def _set_arguments(data: pl.LightningDataModule, values: Mapping[str, Any]) -> None:
-    """Change what a data module was built with, where it is open."""
+    """Set the arguments of a data module that are None or "auto"."""
     data.hparams.update(fill(data.hparams, values))
 
 
@@ -130,34 +133,35 @@ def _resolve_data(
     recipe: Recipe,
     launch: Launch,
 ) -> tuple[pl.LightningDataModule, dict[str, Any]]:
-    """The data module and its arguments, with those that were left open decided by the recipe, and on rank 0.
+    """Return the data module and its arguments, completed by the recipe and by what rank 0 finds in the data.
 
     Args:
-        saved: the settings of a run that is resumed. Found again elsewhere, "auto" might be another data set. What
-            makes no difference is chosen again.
+        saved: the settings of a run that is resumed, if any. Resolved again, "auto" might be another data set, so the
+            saved values hold. Settings that do not change the result are resolved again.
     """
     if saved is not None:
         free = free_parameters(classes)
-        found = {name: value for name, value in saved.items() if name not in free}
-        asked = False
+        resolved_values = {name: value for name, value in saved.items() if name not in free}
+        data_has_resolved = False
     else:
-        wanted = recipe.settings_for_data()
-        options = fill(options, wanted)
-        _set_arguments(data, {**wanted, **options})  # A data module that was passed to `fit` has no options.
-        found = share(data_contract(data).resolve)
-        asked = launch.rank == 0
-    resolved = fill(options, found)
+        recipe_settings = recipe.settings_for_data()
+        options = fill(options, recipe_settings)
+        # A data module that was passed to `fit` has no options, so that the recipe's settings reach it only here.
+        _set_arguments(data, {**recipe_settings, **options})
+        resolved_values = share(data_contract(data).resolve)
+        data_has_resolved = launch.rank == 0  # `share` calls `resolve` on rank 0 only.
+    resolved = fill(options, resolved_values)
     if resolved == options:
         return data, resolved
-    if not asked:
+    if not data_has_resolved:
         return classes.build_data(resolved), resolved
-    # It has read and decided that itself, and need not read again.
+    # This data module has resolved these values itself; a new one would read the files again.
     _set_arguments(data, resolved)
     return data, resolved
 
 
 def _check_reached(recipe: Recipe, decided: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose constructor does not take what the data decide, and whose base has another value."""
+    """Refuse a recipe whose constructor does not take a value that follows from the data."""
     for name, value in decided.items():
         if value is not None and name in recipe.hparams and recipe.hparams[name] != value:
             kind = type(recipe).__name__
@@ -182,46 +186,49 @@ def build_experiment(
     inputs: Sequence[str] = (),
     notes: str = "",
 ) -> Experiment:
-    """Complete what the settings left open, and build from them.
+    """Complete the settings that are None or "auto", and build recipe, data module and callbacks.
 
     Args:
-        settings: all of them.
-        parser: knows which settings are whose.
-        run: those of the run, with the threads as they were given.
-        trainer: those of the Trainer, with the devices as they were given.
-        config: those that make the experiment, as plain values.
-        inputs: of predict.
+        settings: all settings of the command.
+        parser: selects the settings of the recipe and of the data module.
+        run: the settings of the run, with unresolved threads.
+        trainer: the settings of the Trainer, with unresolved devices.
+        config: the settings that define the experiment, as plain values.
+        inputs: the inputs of predict.
 
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
-    before = read_run(point.checkpoint) if point.checkpoint else None
-    if before and before.devices not in (None, launch.world_size):
-        rank_zero_print(f"devices: {before.devices} before, {launch.world_size} now; the updates and their order stay")
+    saved_run = read_run(point.checkpoint) if point.checkpoint else None
+    if saved_run and saved_run.devices not in (None, launch.world_size):
+        rank_zero_print(
+            f"devices: {saved_run.devices} before, {launch.world_size} now; the updates and their order stay"
+        )
     auto_settings = [name for name, value in config.items() if is_auto(value)]
-    if before and before.auto_settings is not None:
-        auto_settings = list(before.auto_settings)
+    if saved_run and saved_run.auto_settings is not None:
+        auto_settings = list(saved_run.auto_settings)
     run = replace(run, threads=_set_threads(command, run.threads, launch))
     with as_user_errors(MisconfigurationException):
-        # First, because it seeds the initial weights.
+        # Before the recipe is built: SeedControl seeds the initial weights.
         seeds = SeedControl(run.seed)
-        of_data = classes.with_inputs(parser.select(settings, "Data"), inputs)
-        of_recipe = parser.select(settings, "Recipe")
-        data = classes.build_data(of_data)
-        decided: Mapping[str, Any] = {}
-        # Before the data are read, so that wrong settings are refused before a download.
-        if before is None and not run.ckpt:
+        data_options = classes.with_inputs(parser.select(settings, "Data"), inputs)
+        recipe_options = parser.select(settings, "Recipe")
+        data = classes.build_data(data_options)
+        from_data: Mapping[str, Any] = {}
+        # Before the data are read: the recipe's constructor refuses wrong settings before a download.
+        if saved_run is None and not run.ckpt:
             length = {name: settings[name] for name in ("max_epochs", "max_steps")}
-            decided = classes.recipe.settings_from_data(data, **{**of_recipe, **length})
-            of_recipe = fill(of_recipe, decided)
-        recipe = classes.recipe(**of_recipe)
-        _check_reached(recipe, {name: value for name, value in decided.items() if name not in of_recipe})
+            from_data = classes.recipe.settings_from_data(data, **{**recipe_options, **length})
+            recipe_options = fill(recipe_options, from_data)
+        recipe = classes.recipe(**recipe_options)
+        not_passed = {name: value for name, value in from_data.items() if name not in recipe_options}
+        _check_reached(recipe, not_passed)
         if not run.ckpt:
-            saved = before.config if before else None
-            data, of_data = _resolve_data(of_data, saved, classes, data, recipe, launch)
+            saved = saved_run.config if saved_run else None
+            data, data_options = _resolve_data(data_options, saved, classes, data, recipe, launch)
     trainer = on_devices_of(launch, trainer)
-    # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
-    resolved = fill(fill({**config, "threads": run.threads}, recipe.hparams), of_data)
+    # The recipe first: its constructor computes defaults, and it may share parameters with the data module.
+    resolved = fill(fill({**config, "threads": run.threads}, recipe.hparams), data_options)
     return Experiment(
         command=command,
         run=run,

@@ -1,6 +1,6 @@
-"""How a process of a run fails: what it leaves for the agent that started it, and what is printed.
+"""Report why a process of a run failed: to the agent that started it, and to the user.
 
-One failure causes others: the ranks that remain lose their connection to the one that failed, and fail too. A rank
+One failure causes others: the remaining ranks lose their connection to the failed one, and then fail as well. A rank
 that fails in that way waits a moment, so that the agent sees the cause first.
 """
 
@@ -20,49 +20,53 @@ from datamodules.errors import RunFailedError, UserError, first_line
 from recipes.runner.printing import print_error, rank_of_process
 from recipes.runner.worker import is_worker
 
+# Gloo and NCCL raise a plain RuntimeError, so that only its text tells a lost connection.
 _LOST_CONNECTION = (
     *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
     *("connection was likely closed", "remote process exited or there was a network error", "failed to recv"),
     *("failed to send", "recvvalue failed", "sendbytes failed"),
 )
 _TIMED_OUT = re.compile("timed out|application timeout", re.IGNORECASE)
-_CAUSE_IS_SEEN = 2.0  # Seconds: an agent looks at its workers ten times in one.
+_CAUSE_IS_SEEN = 2.0  # An agent looks at its workers ten times a second.
 
 
 class LostConnectionError(RuntimeError):
-    """Another rank has ended."""
+    """The error of a rank that lost its connection to another one."""
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an exception may only reflect the end of another rank.
+    """Return whether an exception may only reflect the end of another rank.
 
     Example:
         >>> is_lost_connection(RuntimeError("[gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2"))
         True
     """
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in text for part in _LOST_CONNECTION)
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _LOST_CONNECTION)
 
 
 @contextmanager
 def failures_reported(after_loss: Callable[[], str]) -> Iterator[None]:
-    """Leave what ends this process for the agent that started it, if any, and let the agent see the cause first.
+    """Record the exception that ends this process for the agent that started it, if any.
 
     Args:
-        after_loss: called where another rank was lost and no agent of ours does it; returns what was done, in words.
+        after_loss: called where another rank was lost and no agent of ours calls it; returns what was done, in words.
     """
     try:
         yield
     except Exception as error:
         consequence = is_lost_connection(error)
-        said: Exception = error
-        if isinstance(error, UserError):  # Without the names of its subclasses.
-            said = RunFailedError(error) if isinstance(error, RunFailedError) else UserError(error)
+        recorded: Exception = error
+        # `is_users` compares names of classes, so that an error of a subclass is recorded as its base class.
+        if isinstance(error, RunFailedError):
+            recorded = RunFailedError(error)
+        elif isinstance(error, UserError):
+            recorded = UserError(error)
         elif consequence:
-            said = LostConnectionError(short(error))
+            recorded = LostConnectionError(short(error))
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-            said = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
-        get_error_handler().record_exception(said)
+            recorded = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
+        get_error_handler().record_exception(recorded)
         if consequence and not is_worker(os.environ):
             print_loss(
                 f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"
@@ -73,13 +77,16 @@ def failures_reported(after_loss: Callable[[], str]) -> Iterator[None]:
             with suppress(ValueError):  # Handlers need the main thread.
                 for signum in SIGNALS:
                     signal.signal(signum, signal.SIG_DFL)
-            # Most errors of a user occur on all ranks, and rank 0 tells them best.
-            time.sleep(_CAUSE_IS_SEEN if consequence else 0.5 * (rank_of_process() > 0))
+            if consequence:
+                time.sleep(_CAUSE_IS_SEEN)
+            elif rank_of_process() > 0:
+                # Most errors of a user occur on all ranks, and the message of rank 0 names no rank.
+                time.sleep(0.5)
         raise
 
 
 def short(error: BaseException) -> str:
-    """The beginning of the first line of an exception: gloo explains at length what a lost connection is."""
+    """Return 120 characters of an exception's first line: gloo explains at length what a lost connection is."""
     return first_line(error)[:120]
 
 
@@ -95,7 +102,8 @@ def print_loss(line: str, after_loss: Callable[[], str]) -> None:
     with suppress(ValueError):  # Handlers need the main thread.
         handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in SIGNALS}
     print_error(line)
-    if note := after_loss():
+    note = after_loss()
+    if note:
         print_error(note)
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
@@ -109,44 +117,45 @@ def exit_now(status: int) -> None:
 
 
 def message_of(failure: ProcessFailure) -> tuple[str, str]:
-    """The kind of a worker's exception and its message; of a worker that left none, nothing."""
+    """Return the kind of a worker's exception and its message; empty texts where it left none."""
     content = failure.error_file_data.get("message")
-    if not isinstance(content, dict):  # torch's word for none.
+    if not isinstance(content, dict):  # torch writes a text where the worker left no error file.
         return "", ""
     kind, _, message = str(content.get("message", "")).partition(": ")
     return kind, message
 
 
 def is_users(failure: ProcessFailure) -> bool:
-    """Whether the user has to correct something: starting the worker again would not help."""
+    """Return whether the user has to correct something, so that a restart would not help."""
     return message_of(failure)[0] in (UserError.__name__, RunFailedError.__name__)
 
 
 def was_lost(failure: ProcessFailure) -> bool:
-    """Whether the worker, or one that it was connected to, ended without an error of its own."""
+    """Return whether the worker, or one that it was connected to, ended without an error of its own."""
     return failure.exitcode < 0 or message_of(failure)[0] == LostConnectionError.__name__
 
 
 def describe_failure(failure: ProcessFailure, rank: int, node: str) -> str:
-    """The line that is printed for a worker that failed; empty for one that ended on a signal, and said so.
+    """Return the line to print for a failed worker; empty for one that ended on a signal and has printed it.
 
     Args:
-        rank: of the worker.
-        node: where it ran, in words.
+        failure: the failure that torch's agent has recorded.
+        rank: the rank of the worker.
+        node: the worker's node, in words.
     """
-    where = f"rank {rank} ({node})"
+    worker = f"rank {rank} ({node})"
     kind, message = message_of(failure)
     if is_users(failure):
-        return f"error: {message}" if rank == 0 else f"error on {where}: {message}"
+        return f"error: {message}" if rank == 0 else f"error on {worker}: {message}"
     if kind == LostConnectionError.__name__:
-        return f"error: {where} lost its connection to another rank, which has ended or cannot be reached: {message}"
+        return f"error: {worker} lost its connection to another rank, which has ended or cannot be reached: {message}"
     if kind:
-        first = message.splitlines()[0] if message else ""
-        return f"error: {where} failed: {kind}: {first}"
+        first_line_of_message = message.splitlines()[0] if message else ""
+        return f"error: {worker} failed: {kind}: {first_line_of_message}"
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         out_of_memory = ", perhaps because the machine ran out of memory" if name == "SIGKILL" else ""
-        return f"error: {where} was killed by {name}{out_of_memory}"
+        return f"error: {worker} was killed by {name}{out_of_memory}"
     if failure.exitcode - 128 in SIGNALS:
         return ""
-    return f"error: {where} exited with status {failure.exitcode}"
+    return f"error: {worker} exited with status {failure.exitcode}"

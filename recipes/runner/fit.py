@@ -1,4 +1,4 @@
-"""Training from Python: `fit` does what a recipe's command line does, and returns what was trained."""
+"""Train from Python: `fit` does what a recipe's command line does, and returns what was trained."""
 
 import os
 import sys
@@ -27,12 +27,12 @@ from recipes.runner.requests import Request
 from recipes.runner.run import Run
 from recipes.runner.run_result import RunResult
 
-_NOT_OF_FIT = frozenset({"ckpt", "output", "format"})
-_LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
+_SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format"})
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 
 def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]:
-    """What `data` stands for: a data module or its class, its arguments, and samples that it takes."""
+    """Return what `data` means: a data module or its class, its arguments, and samples for it."""
     if isinstance(data, (pl.LightningDataModule, type)):
         return data, {}, None
     if recipe.data_class is None:
@@ -46,7 +46,7 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
 
 @contextmanager
 def _one_run_of_a_program() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt again, and a further run finds the environment and threads of this one."""
+    """Turn the end by Ctrl-C into a KeyboardInterrupt, and restore environment and threads after the run."""
     variables = dict(os.environ)
     threads = torch.get_num_threads()
     try:
@@ -57,7 +57,7 @@ def _one_run_of_a_program() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     except SystemExit as stopped:
-        if isinstance(stopped.__context__, KeyboardInterrupt):  # Of which Lightning makes one.
+        if isinstance(stopped.__context__, KeyboardInterrupt):  # Lightning turns a KeyboardInterrupt into an exit.
             raise KeyboardInterrupt from None
         raise
     finally:
@@ -68,9 +68,10 @@ def _one_run_of_a_program() -> Iterator[None]:
 
 
 def _call(recipe: str | type[Recipe], settings: Mapping[str, Any]) -> str:
-    """The call of `fit`, for results.json."""
+    """Return the call of `fit`, for results.json."""
     name = repr(recipe) if isinstance(recipe, str) else recipe.__name__
-    return f"fit({', '.join([name, *(f'{name}={value!r}' for name, value in settings.items())])})"
+    arguments = [f"{setting}={value!r}" for setting, value in settings.items()]
+    return f"fit({', '.join([name, *arguments])})"
 
 
 def fit(
@@ -109,24 +110,28 @@ def fit(
         >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
         (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])
     """
-    kind = recipe_class(recipe) if isinstance(recipe, str) else recipe
-    of_data, given, samples = _data_of(kind, data)
+    recipe_type = recipe_class(recipe) if isinstance(recipe, str) else recipe
+    data_source, arguments, samples = _data_of(recipe_type, data)
     if isinstance(recipe, Recipe):
         raise UserError(f"fit() builds the recipe: pass the class, {type(recipe).__name__}, and its settings by name")
-    if isinstance(of_data, type) and not issubclass(of_data, pl.LightningDataModule):
-        raise UserError(f"data={of_data.__name__}: expected a LightningDataModule or its class, a path, or samples")
-    if refused := _NOT_OF_FIT & settings.keys():
-        raise UserError(f"fit() takes no {', '.join(sorted(refused))}: other commands of a recipe do")
-    if "devices" not in settings and not any(name in os.environ for name in _LAUNCHED):
-        given["devices"] = 1
-    several = [callbacks] if isinstance(callbacks, Callback) else callbacks
-    make = several if callable(several) else lambda: several
+    if isinstance(data_source, type) and not issubclass(data_source, pl.LightningDataModule):
+        raise UserError(f"data={data_source.__name__}: expected a LightningDataModule or its class, a path, or samples")
+    unsupported = _SETTINGS_OF_OTHER_COMMANDS & settings.keys()
+    if unsupported:
+        raise UserError(f"fit() takes no {', '.join(sorted(unsupported))}: other commands of a recipe do")
+    if "devices" not in settings and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+        arguments["devices"] = 1
+    callback_list = [callbacks] if isinstance(callbacks, Callback) else callbacks
+
+    def make_callbacks() -> Sequence[Callback]:
+        return callback_list() if callable(callback_list) else callback_list
+
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
     typed = Command(program, call=_call(recipe, settings))
     with nullcontext() if verbose else warnings_only():
-        this_run = Run(Classes(kind, of_data, make, samples), typed, time.monotonic())
-        request = Request("fit", Given(this_run.parser.read_arguments({**given, **settings}), {}))
-        # A notebook shows the two streams in two places.
+        this_run = Run(Classes(recipe_type, data_source, make_callbacks, samples), typed, time.monotonic())
+        request = Request("fit", Given(this_run.parser.read_arguments({**arguments, **settings}), {}))
+        # A notebook shows standard error in another place than standard output.
         stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
         with stream, _one_run_of_a_program(), failures_reported(this_run.after_loss):
             result = this_run.execute(request)

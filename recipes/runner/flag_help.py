@@ -1,4 +1,4 @@
-"""The help: a line for each flag, in groups, in the width of the terminal."""
+"""Print the help: a line for each flag, in groups, in the width of the terminal."""
 
 import inspect
 import re
@@ -13,16 +13,16 @@ from recipes.runner.flag_types import type_name
 from recipes.runner.flags import FlagParser
 
 _COLUMN = 34
-"""Where the texts of the flags begin."""
+"""The column at which the texts of the flags begin."""
 
 
 def help_width() -> int:
-    """The columns of the help: those of the terminal, 80 at least, or 100."""
+    """Return the width of the help in columns: the terminal's, but at least 80; 100 without a terminal."""
     return max(80, shutil.get_terminal_size((100, 24)).columns)
 
 
 def without_markup(text: str) -> str:
-    """A docstring's text without Sphinx roles and backticks.
+    """Return a docstring's text without Sphinx roles and backticks.
 
     Example:
         >>> without_markup("pass ``True``, see :class:`~torch.utils.data.DataLoader`")
@@ -48,7 +48,7 @@ def print_columns(title: str, texts: Mapping[str, str], width: int) -> None:
 
 
 def _text(action: Any, everything: bool) -> str:
-    """What a flag does: its first sentence, unless `everything` is asked for."""
+    """Return what a flag does: its first sentence, or all of them with `everything`."""
     text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
     if "==SUPPRESS==" in text:
         return ""
@@ -60,14 +60,16 @@ def _text(action: Any, everything: bool) -> str:
 
 def _line(parser: FlagParser, name: str, everything: bool, width: int) -> str:
     action = parser.flags[name]
-    left = f"  {flag_of(name)} {type_name(parser.type_of(name), everything)}"
+    flag_column = f"  {flag_of(name)} {type_name(parser.type_of(name), everything)}"
     hidden = action.default in (None, (), inspect.Parameter.empty)
     default = "" if hidden else f" ({action.default})"
     text = _text(action, everything) + default
     wrapped = textwrap.wrap(text, max(20, width - _COLUMN), break_on_hyphens=False) or [""]
-    begin = f"\n{'':<{_COLUMN}}"
-    first = f"{left:<{_COLUMN - 1}} " if len(left) < _COLUMN - 1 else left + begin
-    return first + begin.join(wrapped)
+    line_break = f"\n{'':<{_COLUMN}}"
+    first_line = flag_column + line_break
+    if len(flag_column) < _COLUMN - 1:
+        first_line = f"{flag_column:<{_COLUMN - 1}} "
+    return first_line + line_break.join(wrapped)
 
 
 def print_flags(parser: FlagParser, everything: bool = False) -> None:

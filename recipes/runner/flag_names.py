@@ -1,4 +1,4 @@
-"""The flags of the recipes of this package: a mistake in one is answered before torch is imported.
+"""List the flags of the recipes of this package, to report a misspelled flag before torch is imported.
 
 A new flag edits this list, which a test compares with the constructors: growth is a decision.
 """
@@ -137,7 +137,7 @@ ALL_FLAGS = frozenset(line.partition(": ")[0] for line in _FLAGS.split("\n") if 
 
 
 def flag_names(recipe: str) -> list[str]:
-    """The flags of a recipe of this package; none where it is not one of them.
+    """Return the flags of a recipe of this package; none for another recipe.
 
     Example:
         >>> "freeze_until" in flag_names("resnet"), "freeze_until" in flag_names("mnist"), flag_names("mine")

@@ -1,8 +1,8 @@
-"""A flat command line from the signatures of classes: one flag per parameter, in groups.
+"""Build a flat command line from the signatures of classes: one flag per parameter, in groups.
 
 jsonargparse reads names, types, defaults and texts from constructors and their docstrings. This file adds what users
 expect of a command line: dashes or underscores, switches without values, files of settings, and errors in one line.
-Nothing here merges settings: what was typed, what stands in files and the defaults are three mappings.
+Settings are not merged here: what was typed, what is in files and the defaults are three mappings.
 """
 
 import importlib
@@ -53,9 +53,9 @@ class Given:
     """The settings of a command line.
 
     Args:
-        typed: as flags, or the arguments of `recipes.fit`.
-        files: in the files that ``--config`` names, of which the last wins.
-        inputs: the arguments that are no flags.
+        typed: the settings that were typed as flags, or the arguments of `recipes.fit`.
+        files: the settings in the files that ``--config`` names; later files win.
+        inputs: the arguments that are not flags.
     """
 
     typed: Mapping[str, Any]
@@ -64,12 +64,16 @@ class Given:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of them: what is typed wins over all files."""
+        """All settings; what was typed wins over all files."""
         return layered(self.files, self.typed)
 
 
 def _one_line(message: str) -> str:
     return re.sub(r"\s+", " ", message.removeprefix("error: ")).strip()
+
+
+def _is_flag(arg: str) -> bool:
+    return re.match(r"--\w", arg) is not None
 
 
 class FlagParser(ArgumentParser):
@@ -80,12 +84,12 @@ class FlagParser(ArgumentParser):
     """
 
     def __init__(self, groups: Sequence[FlagGroup] = (), prog: str | None = None, **options: Any) -> None:
-        # jsonargparse makes further parsers of this class, without groups, for the parameters of a class by name.
+        # jsonargparse itself builds parsers of this class, without groups, for the parameters of nested classes.
         super().__init__(prog=prog, **{"add_help": False, "exit_on_error": False} | options)
         self.names: dict[str, list[str]] = {}
         self.shown: list[tuple[FlagGroup, list[str]]] = []
         self._classes = [group.cls for group in groups]
-        seen: set[str] = set()
+        names_so_far: set[str] = set()
         for group in groups:
             try:
                 names = ArgumentParser(exit_on_error=False).add_class_arguments(group.cls, skip=set(group.skip))
@@ -93,33 +97,34 @@ class FlagParser(ArgumentParser):
                 name = group.cls.__name__
                 raise UserError(f"the parameters of {name} are the flags of its command line: {error}") from error
             self.names[group.title] = names
-            self.add_class_arguments(group.cls, skip=set(group.skip) | (seen & set(names)), instantiate=False)
-            self.shown.append((group, [name for name in names if name not in seen]))
-            seen |= set(names)
+            self.add_class_arguments(group.cls, skip=set(group.skip) | (names_so_far & set(names)), instantiate=False)
+            self.shown.append((group, [name for name in names if name not in names_so_far]))
+            names_so_far |= set(names)
         self.flags = {a.dest: a for a in self._actions if a.option_strings and not a.dest.endswith(".help")}
         for action in self.flags.values():
-            if (annotation := getattr(action, "_typehint", None)) is not None:
+            annotation = getattr(action, "_typehint", None)
+            if annotation is not None:
                 action._typehint = flag_type(annotation)  # type: ignore[attr-defined]
-        # A checkpoint or a file may hold them; `check_required` looks at all of them together.
+        # A checkpoint or a file may have the value of a required flag; `check_required` looks at all sources together.
         self._required = {name for name, action in self.flags.items() if groups and action.required}
         for name in self._required:
             self.flags[name].required = False
 
     def type_of(self, name: str) -> Any:
-        """The type of a flag."""
+        """Return the type of a flag."""
         action = self.flags[name]
         return getattr(action, "_typehint", None) or action.type
 
     def marked(self, mark: Any) -> frozenset[str]:
-        """The flags whose parameters have a mark, such as `Free`."""
+        """Return the flags whose parameters have a mark, such as `Free`."""
         return frozenset().union(*(marked_parameters(cls, mark) for cls in self._classes))
 
     def defaults(self) -> dict[str, Any]:
-        """The defaults of all flags."""
+        """Return the defaults of all flags."""
         return {name: value for name, value in self.get_defaults().as_dict().items() if name in self.flags}
 
     def select(self, settings: Mapping[str, Any], title: str) -> dict[str, Any]:
-        """The parameters of one group's class."""
+        """Return the parameters of one group's class."""
         return {name: settings[name] for name in self.names.get(title, ())}
 
     @override
@@ -136,37 +141,39 @@ class FlagParser(ArgumentParser):
         """
         if takes_inputs and not any(action.dest == "inputs" for action in self._actions):
             self.add_argument("inputs", nargs="*").required = False
-        spelled, paths = self._spell_out(args, takes_inputs)
+        arguments, paths = self._spell_out(args, takes_inputs)
         files: dict[str, Any] = {}
         for path in paths:
             files = layered(files, self.read(self._settings_in(path), path))
         try:
-            typed = self.parse_args(spelled, defaults=False).as_dict()
+            typed = self.parse_args(arguments, defaults=False).as_dict()
         except Exception as error:
             raise UserError(self._explain(str(error), takes_inputs=takes_inputs)) from error
         inputs = typed.pop("inputs", None) or ()
         return Given(typed, files, inputs)
 
     def read(self, values: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-        """Settings from a file or a program, each as its type; names without a flag are left out.
+        """Convert the settings of a file or a program to their types; names without a flag are left out.
 
         Args:
-            source: what messages call it; empty for the arguments of `recipes.fit`.
+            values: the settings by name.
+            source: the name of the origin in messages; empty for the arguments of `recipes.fit`.
         """
-        known = {name: value for name, value in values.items() if name in self.flags}
-        for name, value in known.items():
+        flag_values = {name: value for name, value in values.items() if name in self.flags}
+        for name, value in flag_values.items():
             if value is None and not allows_none(self.type_of(name)):
-                what = f"{source}: {name}: null" if source else f"{name}=None"
-                raise UserError(f"{what}: expected {type_name(self.type_of(name))}")
+                setting = f"{source}: {name}: null" if source else f"{name}=None"
+                raise UserError(f"{setting}: expected {type_name(self.type_of(name))}")
         try:
-            found: dict[str, Any] = self.parse_object(known, defaults=False).as_dict()
+            converted: dict[str, Any] = self.parse_object(flag_values, defaults=False).as_dict()
         except Exception as error:
             raise UserError(self._explain(str(error), source, of_program=not source)) from error
-        return found
+        return converted
 
     def read_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `recipes.fit`."""
-        if unknown := arguments.keys() - self.flags.keys():
+        """Convert the arguments of `recipes.fit` to their types."""
+        unknown = arguments.keys() - self.flags.keys()
+        if unknown:
             name = min(unknown)
             raise UserError(f"fit() has no parameter {name}{self._hint(name, f'{FURTHER}={{{name!r}: ...}}')}")
         plain = {}
@@ -181,19 +188,21 @@ class FlagParser(ArgumentParser):
         return self.read(plain)
 
     def check_required(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Refuse a command without a parameter that has no default.
+        """Refuse a command that gives no value to a parameter without a default.
 
         Args:
-            settings: all of them.
-            given: in files and on the command line.
+            settings: all settings.
+            given: the settings in files and on the command line.
         """
         missing = [name for name in self.flags if name in self._required and settings[name] is None]
-        if lacks := [name for name in missing if name not in given or not allows_none(self.type_of(name))]:
-            name = lacks[0]
+        # Null is a value where the type allows it, but only if the user passes it.
+        unset = [name for name in missing if name not in given or not allows_none(self.type_of(name))]
+        if unset:
+            name = unset[0]
             raise UserError(f"`{name}` has no default: pass {name}={type_name(self.type_of(name))}")
 
     def import_optimizer(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Import the module of an optimiser by its import path, if that was typed or is in the file that was.
+        """Import the module of an optimiser by its import path, if the user typed the path.
 
         Raises:
             UserError: a checkpoint names it, which must not make the program import code; or it cannot be imported.
@@ -210,7 +219,7 @@ class FlagParser(ArgumentParser):
             raise UserError(f"{path} cannot be imported: {error}; install its package, or correct the name") from error
 
     def _settings_in(self, path: str) -> dict[str, Any]:
-        """The settings in a file, each of which has to be a flag."""
+        """Read a file of settings, each of which has to be a flag."""
         settings = read_settings(path)
         if not isinstance(settings, dict):
             raise UserError(f"{path} holds no settings; expected lines such as seed: 1")
@@ -223,13 +232,13 @@ class FlagParser(ArgumentParser):
     # Spell
 
     def _known(self) -> list[str]:
-        """The names that can be meant: the flags, and the Trainer's other parameters."""
+        """Return all valid names: the flags, and the Trainer's other parameters."""
         further = inspect.signature(pl.Trainer).parameters if FURTHER in self.flags else ()
-        others = {*self.flags, *OTHER_PLACES}
-        return [*self.flags, *(f"{FURTHER}.{name}" for name in further if name not in others)]
+        excluded = {*self.flags, *OTHER_PLACES}
+        return [*self.flags, *(f"{FURTHER}.{name}" for name in further if name not in excluded)]
 
     def _hint(self, name: str, further: str) -> str:
-        """A question about the setting that was meant.
+        """Return a question about the setting that was meant, or an empty text.
 
         Args:
             further: how a parameter of the Trainer of this name is written.
@@ -243,28 +252,30 @@ class FlagParser(ArgumentParser):
         if name in self.flags or name == "config" or (name.startswith(f"{FURTHER}.") and FURTHER in self.flags):
             return
         further = f"{FURTHER}.{name}"
-        known = self._known()
+        valid_names = self._known()
         if FURTHER in self.flags and name in OTHER_PLACES and name not in OTHER_NAMES:
             raise UserError(f"there is no flag --{flag}: {as_flags(OTHER_PLACES[name], self.flags)}")
-        hint = f"; did you mean --{further}?" if further in known else flag_meant(name, [*known, "help", "help_all"])
+        hint = flag_meant(name, [*valid_names, "help", "help_all"])
+        if further in valid_names:
+            hint = f"; did you mean --{further}?"
         raise UserError(f"there is no flag --{flag}{hint or '; --help-all lists the flags'}")
 
     def _spell_out(self, args: Sequence[str], takes_inputs: bool) -> tuple[list[str], list[str]]:
-        """Underscores in names, values for bare switches and lists, and the files that ``--config`` names, apart."""
-        spelled: list[str] = []
+        """Rewrite arguments for jsonargparse: underscores in names, and values for bare switches and lists."""
+        rewritten: list[str] = []
         files: list[str] = []
-        of_config = False
-        # With inputs it is not known which values are a flag's, and which the command's.
+        expects_config_file = False
+        # A command with inputs takes values that are not a flag's: joining them might take inputs for a list.
         args = list(args) if takes_inputs else self._join_lists(args)
         for i, arg in enumerate(args):
-            if of_config:
-                of_config = False
+            if expects_config_file:
+                expects_config_file = False
                 files.append(arg)
                 continue
             if re.match(r"-[A-Za-z]\w", arg):
                 raise UserError(f"flags begin with two dashes; did you mean -{arg}?")
-            if not re.match(r"--\w", arg):
-                spelled.append(arg)
+            if not _is_flag(arg):
+                rewritten.append(arg)
                 continue
             flag, equals, value = arg[2:].partition("=")
             name = flag.replace("-", "_")
@@ -277,51 +288,63 @@ class FlagParser(ArgumentParser):
             if name == "config":
                 if not equals and following.startswith("--"):
                     raise UserError("--config needs a value: a file of settings")
-                of_config = not equals
-                files += [value] if equals else []
+                if equals:
+                    files.append(value)
+                else:
+                    expects_config_file = True
                 continue
-            of_trainer = name.startswith(f"{FURTHER}.")  # Most of them are switches.
-            if not equals and (following.startswith("--") if of_trainer else self._is_bare(name, following)):
+            is_bare = self._is_bare(name, following)
+            if name.startswith(f"{FURTHER}."):
+                is_bare = following.startswith("--")  # Most parameters of the Trainer without a flag are switches.
+            if is_bare and not equals:
                 equals = "="
                 value = "true"
-            spelled.append(f"--{name}{equals}{value}")
-        return spelled, files
+            rewritten.append(f"--{name}{equals}{value}")
+        return rewritten, files
 
     def _is_bare(self, name: str, following: str) -> bool:
-        """Whether a switch has no value, and another argument follows."""
+        """Return whether a switch has no value, because what follows is another argument."""
         annotation = self.type_of(name) if name in self.flags else None
         if not is_switch(annotation):
             return False
         return following.lower() not in switch_values(annotation) and not following.lstrip("-").isdigit()
 
     def _join_lists(self, args: Sequence[str]) -> list[str]:
-        """Several values behind the flag of a list as one, as a shell writes them for ``--source-file corpus.*.de``."""
+        """Join several values behind the flag of a list, as a shell writes them for ``--source-file corpus.*.de``."""
         joined: list[str] = []
-        for of_value, values in groupby(args, key=lambda arg: not re.match(r"--\w", arg)):
-            given = list(values)
+        for are_flags, run_of_args in groupby(args, key=_is_flag):
+            group = list(run_of_args)
             name = joined[-1].removeprefix("--").replace("-", "_") if joined else ""
-            several = of_value and len(given) > 1 and name in self.flags and takes_list(self.type_of(name))
-            joined += [json.dumps(given)] if several else given
+            if not are_flags and len(group) > 1 and name in self.flags and takes_list(self.type_of(name)):
+                joined.append(json.dumps(group))
+            else:
+                joined += group
         return joined
 
     def _explain(self, message: str, source: str = "", *, of_program: bool = False, takes_inputs: bool = False) -> str:
-        """What jsonargparse says in several lines, in one, with the type as the help names it.
+        """Return an error of jsonargparse in one line, with the type as the help names it.
 
         Args:
-            source: a file of settings, or what stands for one.
+            source: the file with the setting, or another name for its origin; empty for flags.
+            of_program: the setting is an argument of `recipes.fit`.
+            takes_inputs: arguments that are not flags are inputs of the command.
         """
-        if found := re.match("unrecognized arguments: (.*)", message):
+        unrecognized = re.match("unrecognized arguments: (.*)", message)
+        if unrecognized:
             if takes_inputs:
-                return f"pass all inputs beside each other, also {found[1]}"
-            return f"{found[1]!r} is neither a flag nor the value of one; a command such as test comes first"
-        if found := re.match(r"argument --(\w+): expected one argument", message):
-            return f"{flag_of(found[1])} needs a value: {type_name(self.type_of(found[1]))}"
-        if found := re.match(r'Parser key "(\w+)[.\w]*".*(?:Got|Given) value: (.*)', message, re.DOTALL):
-            name, value = found.groups()
-            what = f"{flag_of(name)} {value}"
+                return f"pass all inputs beside each other, also {unrecognized[1]}"
+            return f"{unrecognized[1]!r} is neither a flag nor the value of one; a command such as test comes first"
+        without_value = re.match(r"argument --(\w+): expected one argument", message)
+        if without_value:
+            name = without_value[1]
+            return f"{flag_of(name)} needs a value: {type_name(self.type_of(name))}"
+        wrong_type = re.match(r'Parser key "(\w+)[.\w]*".*(?:Got|Given) value: (.*)', message, re.DOTALL)
+        if wrong_type:
+            name, value = wrong_type.groups()
+            setting = f"{flag_of(name)} {value}"
             if source:
-                what = f"{source}: {name}: {value}"
+                setting = f"{source}: {name}: {value}"
             elif of_program:
-                what = f"{name}={value}"
-            return f"{what}: expected {type_name(self.type_of(name))}"
+                setting = f"{name}={value}"
+            return f"{setting}: expected {type_name(self.type_of(name))}"
         return _one_line(message)

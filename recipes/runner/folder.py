@@ -1,4 +1,4 @@
-"""A run's folder and its lock."""
+"""Create and lock the folder of a run."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.results import write_text
 from recipes.runner.resume import ResumePoint, numbered
 
-# The loader workers of a run that was killed hold its lock for a while.
+# Seconds: the loader workers of a killed run inherit its lock, and hold it for a while.
 _LOCK_TIMEOUT = 20.0
 
 
 @contextmanager
 def run_folder(parent: Path, name: str | None, start: ResumePoint) -> Iterator[Path]:
-    """The run's folder, locked for this process.
+    """Yield the run's folder, locked for this process.
 
     A new folder in which nothing was logged or saved is removed when a `UserError` ends the run.
 
@@ -34,16 +34,20 @@ def run_folder(parent: Path, name: str | None, start: ResumePoint) -> Iterator[P
     if folder is None and start.checkpoint:
         rank_zero_print(f"{start.checkpoint} is not in the folder of a run: resuming in a new folder")
     if not is_rank_zero():
-        # Only rank 0 writes; Lightning tells the others where its checkpoints are.
+        # Only rank 0 writes here; Lightning broadcasts the paths of its checkpoints to the other ranks.
         yield folder or parent / "unknown"
         return
-    folder, new = (folder, _make(folder)) if folder else (_new_folder(parent, name), True)
+    if folder:
+        is_new = _make(folder)
+    else:
+        folder = _new_folder(parent, name)
+        is_new = True
     _refuse_links(folder)
     with locked(folder):
         try:
             yield folder
         except UserError:
-            if new and not (folder / METRICS).exists() and not any(folder.glob("checkpoints/*.ckpt")):
+            if is_new and not (folder / METRICS).exists() and not any(folder.glob("checkpoints/*.ckpt")):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -52,7 +56,7 @@ def _refuse_links(folder: Path) -> None:
     """Refuse a folder with links to what lies outside of it: a run would write and delete there.
 
     Raises:
-        UserError: with the first of them.
+        UserError: the folder has such a link.
     """
     for path in (*folder.iterdir(), *folder.glob("checkpoints/*")):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
@@ -63,7 +67,7 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _make(folder: Path) -> bool:
-    """Make a folder; False where it exists."""
+    """Make a folder; return False where it exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -74,17 +78,17 @@ def _make(folder: Path) -> bool:
 
 
 def _new_folder(parent: Path, name: str | None) -> Path:
-    """A new folder, with a number after its name if that exists."""
-    first = parent / (name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-    folder = next(path for path in numbered(first) if _make(path))
-    if name and folder != first:
-        print_error(f"note: {first} exists, so this run is {folder}; to go on in the first, resume it")
+    """Make a new folder; if the name exists, a number is added."""
+    unnumbered = parent / (name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    folder = next(path for path in numbered(unnumbered) if _make(path))
+    if name and folder != unnumbered:
+        print_error(f"note: {unnumbered} exists, so this run is {folder}; to go on in the first, resume it")
     return folder
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder; on rank 0 only.
+    """Hold the lock of a run's folder; called on rank 0 only.
 
     Raises:
         UserError: another process trains in it.

@@ -1,4 +1,4 @@
-"""What may end a command on its way, each in one line: a checkpoint's values, memory that is out, a signal."""
+"""Turn a signal, a lack of memory or a bad checkpoint into one line that says what to type."""
 
 import os
 import signal
@@ -24,11 +24,11 @@ from recipes.runner.report import relative_path
 def guarded(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None = None, restores: str | None = None
 ) -> Iterator[None]:
-    """Turn what ends a command into one line that says what to type.
+    """Turn an error that ends a command into one line that says what to type.
 
     Args:
-        folder: of the run; None for one without.
-        restores: the checkpoint that is restored.
+        folder: the run's folder, if it has one.
+        restores: the checkpoint to restore, if any.
     """
     with _interruptible(trainer, experiment, folder), restoring(restores), _within_memory(trainer, experiment):
         yield
@@ -36,10 +36,10 @@ def guarded(
 
 @contextmanager
 def restoring(checkpoint: str | None) -> Iterator[None]:
-    """Turn an error that the values in a checkpoint cause while it is restored into one line.
+    """Turn an error of restoring a checkpoint into one line.
 
     Raises:
-        UserError: with the checkpoint and what the error says.
+        UserError: the values in the checkpoint are not those that were expected.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def restoring(checkpoint: str | None) -> Iterator[None]:
 
 @contextmanager
 def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None]:
-    """Turn an error that says that memory is out into one line, which says what to pass."""
+    """Turn an out-of-memory error into one line that says what to pass."""
     try:
         yield
     except Exception as error:
@@ -75,7 +75,7 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
 
 @contextmanager
 def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None) -> Iterator[None]:
-    """Where a signal has ended the run, print how to resume, and end the process; a program goes on."""
+    """Print how to resume when a signal ends the run, and exit; a program that called `fit` continues."""
     try:
         yield
     except Preempted as stopped:
@@ -84,33 +84,35 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
             raise
         with suppress(ValueError):  # Handlers need the main thread.
-            for signum in SIGNALS:  # Slurm sends SIGTERM to a job that has been requeued.
+            # Slurm sends SIGTERM to a job that was requeued; it must not end this process before the message.
+            for signum in SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
         rank_zero_print(_how_to_go_on(trainer, experiment, folder, stopped))
         sys.stderr.flush()
-        # Loggers and processes are closed; a regular exit of the interpreter would take another second.
+        # Loggers and loader processes are closed already, and a regular exit would take another second.
         exit_now(int(stopped.code or 1))
 
 
 def _how_to_go_on(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopped: Preempted) -> str:
-    """What has ended a run, and what to type to go on with it."""
+    """Return which signal ended a run, and the command that resumes it."""
     typed = experiment.typed
-    why = f"\nended by {stopped.signal_name}"
-    if stopped.at_once and is_rank_zero() and (note := requeue_on(stopped.signum)):
-        why += f"; {note}"
+    text = f"\nended by {stopped.signal_name}"
+    note = requeue_on(stopped.signum) if stopped.at_once and is_rank_zero() else ""
+    if note:
+        text += f"; {note}"
     if folder is None:
-        return why
+        return text
     last = folder / "checkpoints" / "last.ckpt"
     best = last.with_name("best.ckpt")
     if not last.exists():
         last = best
     if not last.exists():
-        return f"{why} before the first update, so nothing was saved"
+        return f"{text} before the first update, so nothing was saved"
     if stopped.trained or trainer.state.fn != "fit":
         test = typed.alone("test").using(ckpt=relative_path(best if best.exists() else last))
-        return f"{why}; the training is done, so test with\n  {test}"
-    how = f"in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "with"
-    # On other devices than before it would resume within rounding.
+        return f"{text}; the training is done, so test with\n  {test}"
+    context = f"in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "with"
+    # Another number of devices would resume with rounding differences, so that the command names the number.
     devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
     line = typed.alone().using(resume=relative_path(last), devices=devices)
-    return f"{why}; resume {how}\n  {line}"
+    return f"{text}; resume {context}\n  {line}"

@@ -1,6 +1,6 @@
-"""What a name means that is no setting here: another library's name, or a misspelled one.
+"""Suggest a setting for an unknown name: another library's name for it, or a misspelled one.
 
-It imports neither torch nor Lightning, so that a mistake in a flag is answered at once.
+This module imports neither torch nor Lightning, so that a misspelled flag is reported at once.
 """
 
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from recipes.runner.flag_names import ALL_FLAGS
 
 _CLOSE = 0.75
-"""How alike two names have to be, from 0 to 1, for one to be a misspelling of the other."""
+"""The similarity of two names, from 0 to 1, from which one is taken for a misspelling of the other."""
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "accum_iter": ("accumulate",),
@@ -151,29 +151,36 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "workers": ("num_workers",),
     "world_size": ("devices",),
 }
-"""Settings of Lightning, timm, fastai, Hugging Face and torchrun, and ours that do the same: the first that there is.
+"""Settings of Lightning, timm, fastai, Hugging Face and torchrun, and our settings with the same effect.
 
-A name without one of ours is here so that no name that merely looks like it is suggested.
+The first of ours that the recipe has is suggested. A name without a counterpart is listed so that no setting that
+merely looks like it is suggested.
 """
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """The setting that is meant by a name, perhaps with a value, as in ``precision bf16-mixed``; None where none is.
+    """Return the setting that a name stands for, or None.
+
+    It may have a value, as in ``precision bf16-mixed``.
 
     Example:
         >>> ours = ["lr", "max_epochs", "precision", "num_nodes"]
         >>> [meant(name, ours) for name in ("learning_rate", "max_epoch", "fp16", "model")]
         ['lr', 'max_epochs', 'precision 16-mixed', None]
     """
-    known = list(names)
-    wanted = name.lower().replace("-", "_")
-    if wanted in OTHER_NAMES:
-        return next((text for text in OTHER_NAMES[wanted] if text.partition(" ")[0] in known), None)
-    if wanted in ALL_FLAGS:  # Of another recipe.
+    candidates = list(names)
+    normalised = name.lower().replace("-", "_")
+    if normalised in OTHER_NAMES:
+        for suggestion in OTHER_NAMES[normalised]:
+            if suggestion.partition(" ")[0] in candidates:
+                return suggestion
         return None
-    opposites = (wanted.replace("min_", "max_"), wanted.replace("max_", "min_"), f"un{wanted}")
-    alike = [other for other in known if other not in opposites]
-    close = difflib.get_close_matches(wanted, alike, n=1, cutoff=_CLOSE)
+    if normalised in ALL_FLAGS:  # A flag of another recipe is not misspelled.
+        return None
+    # These look alike and mean the contrary.
+    opposites = (normalised.replace("min_", "max_"), normalised.replace("max_", "min_"), f"un{normalised}")
+    comparable = [candidate for candidate in candidates if candidate not in opposites]
+    close = difflib.get_close_matches(normalised, comparable, n=1, cutoff=_CLOSE)
     return close[0] if close else None
 
 
@@ -195,21 +202,21 @@ OTHER_PLACES = {
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A question about the name that was meant, such as "; did you mean lr?"; nothing where none is close."""
-    found = meant(name, names)
-    return f"; did you mean {found}?" if found else ""
+    """Return a question about the name that was meant, such as "; did you mean lr?", or an empty text."""
+    suggestion = meant(name, names)
+    return f"; did you mean {suggestion}?" if suggestion else ""
 
 
 def flag_meant(name: str, names: Iterable[str]) -> str:
-    """A question about the flag that was meant, such as "; did you mean --max-epochs?"; nothing where none is close.
+    """Return a question such as "; did you mean --max-epochs?"; an empty text where no flag is close.
 
     Example:
         >>> flag_meant("max_epoch", ["lr", "max_epochs"])
         '; did you mean --max-epochs?'
     """
-    found = meant(name, names)
-    if not found:
+    suggestion = meant(name, names)
+    if not suggestion:
         return ""
-    flag, blank, value = found.partition(" ")
-    spelled = flag if "." in flag else flag.replace("_", "-")
-    return f"; did you mean --{spelled}{blank}{value}?"
+    flag, blank, value = suggestion.partition(" ")
+    dashed = flag if "." in flag else flag.replace("_", "-")
+    return f"; did you mean --{dashed}{blank}{value}?"

@@ -1,4 +1,4 @@
-"""Join the run: the ranks form the group of torch.distributed, and compare settings and code in one collective."""
+"""Join the run: form the process group, and compare settings and code of the ranks in one collective."""
 
 import hashlib
 import os
@@ -24,34 +24,39 @@ from recipes.runner.network import LOOPBACK, choose_interface, listen_at
 from recipes.runner.worker import STORE_PREFIX, is_worker
 
 UPDATES_DONE = "updates done"
-"""The entry of a rank's settings that tells where its resume starts."""
+"""The entry of a rank's settings with the number of updates in its checkpoint."""
 
 _PACKAGES = ("recipes", "callbacks", "datamodules")
-_FOLDER = "lightning_recipes/folder"
+_FOLDER_KEY = "lightning_recipes/folder"
 
 
 def code_version(files: Iterable[Path]) -> str:
-    """The first twelve digits of a SHA-256 of source files."""
+    """Return the first twelve digits of a SHA-256 of source files."""
     digest = hashlib.sha256()
-    # From the name upwards: where a package lies may differ, and folders of one name hold files of one name.
-    for path in sorted(dict.fromkeys(files), key=lambda path: path.parts[::-1]):
+    # Sorted from the file's name upwards, since nodes may have the packages in different folders.
+    for path in sorted(dict.fromkeys(files), key=_reversed_parts):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _reversed_parts(path: Path) -> tuple[str, ...]:
+    return path.parts[::-1]
 
 
 def _sources(classes: Iterable[type]) -> list[Path]:
     root = Path(__file__).parents[2]
     files = [path for name in _PACKAGES for path in (root / name).rglob("*.py")]
     modules = [sys.modules.get("__main__"), *(sys.modules.get(cls.__module__) for cls in classes)]
-    named = [getattr(module, "__file__", None) for module in modules]
-    return files + [path for name in named if name and (path := Path(name)).suffix == ".py" and path.is_file()]
+    paths = [getattr(module, "__file__", None) for module in modules]
+    user_files = [Path(path) for path in paths if path]
+    return files + [path for path in user_files if path.suffix == ".py" and path.is_file()]
 
 
 def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[str, Any]:
-    """Everything that has to be equal on all ranks, by name.
+    """Return all that has to be equal on all ranks, by name.
 
     Args:
-        settings: of the experiment, as plain Python; folders may differ.
+        settings: the settings of the experiment as plain values; folders may differ.
         classes: the user's classes, whose files belong to the code.
     """
     same = {k: v for k, v in settings.items() if not k.endswith("_dir")}
@@ -64,27 +69,28 @@ def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[
 
 
 def _agents_store() -> dist.TCPStore:
-    """The store of the agents that have started this process, as they tell it."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    """Connect to the store of the agents that have started this process."""
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
 
 def share_folder(folder: Path) -> None:
-    """Tell later starts of this run by its agents, on any node, which folder it has."""
+    """Store the folder of the run, for later starts of its processes by the agents, on any node."""
     if is_worker(os.environ):
-        _agents_store().set(_FOLDER, str(folder.resolve()))
+        _agents_store().set(_FOLDER_KEY, str(folder.resolve()))
 
 
 def shared_folder() -> str | None:
-    """The folder of the run where its agents have started it again; None at its first start, and without agents."""
+    """Return the folder of a run that its agents have restarted; None at the first start, and without agents."""
     if not is_worker(os.environ):
         return None
     store = _agents_store()
-    return store.get(_FOLDER).decode() if store.check([_FOLDER]) else None
+    return store.get(_FOLDER_KEY).decode() if store.check([_FOLDER_KEY]) else None
 
 
 def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
-    """Where the ranks meet. A start of the processes finds nothing there of one before it.
+    """Open the store for the process group; each start of the processes has its own keys.
 
     Raises:
         UserError: rank 0's port is taken.
@@ -100,7 +106,8 @@ def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
             )
         return dist.PrefixStore(f"lightning_recipes/{os.environ['TORCHELASTIC_RESTART_COUNT']}", _agents_store())
     # All processes of one node are on one machine, whatever address its name has.
-    address, port = launch.address if launch.num_nodes > 1 else LOOPBACK, launch.port
+    address = launch.address if launch.num_nodes > 1 else LOOPBACK
+    port = launch.port
     assert address is not None
     assert port is not None
     options: dict[str, Any] = {"world_size": launch.world_size, "timeout": timedelta(seconds=timeout)}
@@ -111,7 +118,7 @@ def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
 
 
 def describe_differences(everyone: list[dict[str, Any]]) -> str:
-    """The settings of each rank that differ from those of rank 0; empty where there are none.
+    """Return the settings of each rank that differ from those of rank 0; an empty text where none do.
 
     Example:
         >>> ranks = [{"where": "node 0, a", "settings": {"lr": 0.1, "torch": "2.15"}}]
@@ -122,24 +129,25 @@ def describe_differences(everyone: list[dict[str, Any]]) -> str:
     lines = []
     expected = everyone[0]["settings"]
     for rank, record in enumerate(everyone):
-        own = record["settings"]
-        names = sorted(name for name in expected.keys() | own.keys() if expected.get(name) != own.get(name))
+        settings = record["settings"]
+        names = sorted(name for name in expected.keys() | settings.keys() if expected.get(name) != settings.get(name))
         if names:
-            found = ", ".join(f"{name} is {own.get(name)}, on rank 0 {expected.get(name)}" for name in names)
-            lines.append(f"rank {rank} ({record['where']}): {found}")
+            changes = ", ".join(f"{name} is {settings.get(name)}, on rank 0 {expected.get(name)}" for name in names)
+            lines.append(f"rank {rank} ({record['where']}): {changes}")
     return "; ".join(lines)
 
 
 def _compare(launch: Launch, settings: dict[str, Any]) -> None:
-    """Refuse ranks with other settings, data or code than rank 0, on all ranks alike."""
+    """Refuse, on all ranks, settings, data or code that differ from those of rank 0."""
     shape = {"nodes": launch.num_nodes, "devices of the node": launch.devices}
-    own = {"where": f"node {launch.node_rank}, {socket.gethostname()}", "settings": settings | shape}
-    everyone: list[Any] = [None] * launch.world_size
-    dist.all_gather_object(everyone, own)
-    if not (difference := describe_differences(everyone)):
+    record_of_this_rank = {"where": f"node {launch.node_rank}, {socket.gethostname()}", "settings": settings | shape}
+    records: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(records, record_of_this_rank)
+    difference = describe_differences(records)
+    if not difference:
         return
-    # Settings that were left open come from the checkpoint, so ranks with another one differ in these, too.
-    if len({record["settings"].get(UPDATES_DONE) for record in everyone}) > 1:
+    # First, since ranks with another checkpoint also differ in the settings that come from it.
+    if len({record["settings"].get(UPDATES_DONE) for record in records}) > 1:
         raise UserError(
             f"the ranks do not find the same checkpoint: {difference}. Pass a `run_dir` that all nodes share, or"
             " resume=FILE"
@@ -155,11 +163,11 @@ def join_run(
     """Form the process group with the other ranks, and compare settings with them.
 
     Args:
-        settings: returns what has to be equal on all ranks, by name; called only where there are several.
-        options: with the timeouts.
+        settings: returns what has to be equal on all ranks, by name; called only where there are several ranks.
+        options: the timeouts.
 
     Returns:
-        The launch with the port where the ranks have met.
+        The launch with the port of the rendezvous.
 
     Raises:
         UserError: a rank is missing, or its settings differ.
@@ -174,7 +182,7 @@ def join_run(
 
 
 def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
-    # Lightning's environment reads these.
+    # Lightning's TorchElasticEnvironment reads these variables when the Trainer is built.
     os.environ.update(NODE_RANK=str(launch.node_rank), GROUP_RANK=str(launch.node_rank))
     os.environ.update(LOCAL_RANK=str(launch.local_rank), RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
     choose_interface(launch.num_nodes, launch.address or LOOPBACK)
@@ -183,6 +191,7 @@ def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
         store = _open_store(launch, timeout, command)
         dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
     except RuntimeError as error:
+        # A worker's error may reflect the end of another rank, which its agent reports.
         if is_worker(os.environ):
             raise
         raise UserError(
@@ -202,11 +211,12 @@ def leave_run() -> None:
 
 
 def share(compute: Callable[[], Any]) -> Any:
-    """A value that rank 0 computes and all ranks get, such as a setting that depends on files.
+    """Return a value that rank 0 computes and all ranks get, such as a setting that depends on files.
 
     Args:
         compute: called on rank 0 only.
     """
+    # A single process, which has no process group.
     if not dist.is_initialized():
         return compute()
     value = [compute() if dist.get_rank() == 0 else None]

@@ -1,14 +1,12 @@
-"""How this process was started, and which rank of the run it is: a function of environment, flags and devices.
+"""Determine how this process was started, and its rank, from the environment, the flags and the devices.
 
-Every way to start a run is resolved here, before any process waits for another. A launch that cannot succeed is refused
-with the command to type instead. Lightning's environment classes do not serve here: they read ``os.environ`` one value
-at a time when a strategy asks, and do not compare the values with each other, the flags and the devices;
-`SLURMEnvironment` finds "rack1" for the first host of "rack[1-2]n[7,8]", and gives all steps of a job the same port.
+This happens before any process waits for another. A launch that cannot succeed is refused with the command to type
+instead. Lightning's environment classes are not sufficient: they read ``os.environ`` one value at a time, and do not
+compare the values with each other, the flags and the devices. `SLURMEnvironment` takes "rack1" for the first host of
+"rack[1-2]n[7,8]", and gives all steps of a job the same port.
 """
 
-import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,17 +15,17 @@ from datamodules.contract import OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.command import DEFAULT_PORT, Command, flag_of
-from recipes.runner.machine import Machine, number_of_devices
+from recipes.runner.launch_variables import first_number, integer_of, is_slurm_step, slurm_port
+from recipes.runner.machine import Machine, check_cores, number_of_devices
 from recipes.runner.network import LOOPBACK
 from recipes.runner.worker import is_worker
 
-_PROCESSES_OF_A_CORE = 8
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """How the processes of a run are started, find each other, and are started again.
+    """Settings for starting the processes of a run, their rendezvous and their restarts.
 
     Args:
         num_nodes: nodes of the run; MIN:MAX lets nodes leave and join while it trains.
@@ -61,21 +59,21 @@ class LaunchSettings:
     @property
     def nodes(self) -> tuple[int, int]:
         """The fewest and the most nodes."""
-        fewest, _, most = str(self.num_nodes).partition(":")
-        return int(fewest), int(most or fewest)
+        minimum, _, maximum = str(self.num_nodes).partition(":")
+        return int(minimum), int(maximum or minimum)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Which process of the run this one is.
+    """The position of this process in its run: ranks, sizes and the address of node 0.
 
     Args:
         launcher: what started the processes: local (this program), manual (the user, on each node), torchrun or slurm.
         devices: processes on each node, one for each device.
-        address: of node 0; None where the run is one process.
-        port: of node 0; None where node 0 chooses a free one.
-        starts_agent: this process starts those of its node, and does not train itself.
-        min_nodes: the fewest nodes with which the run goes on.
+        address: the address of node 0; None for a run of one process.
+        port: the port of node 0; None where node 0 chooses a free one.
+        starts_agent: this process starts the processes of its node, and does not train itself.
+        min_nodes: the fewest nodes with which the run continues.
         max_restarts: how often the agent starts the processes again.
         restarts: the launcher may start the processes again, or with another number of nodes.
         collective_timeout: seconds that a rank waits for the others in a collective call.
@@ -110,60 +108,33 @@ class Launch:
         return self.min_nodes < self.num_nodes
 
     def describe(self) -> str:
-        """The launcher and the rendezvous address: the start of a run's first line."""
-        who = {"local": "started here", "manual": "started manually", "slurm": "started by Slurm"}
-        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} x {self.devices}"
-        text = f"{who.get(self.launcher, f'started by {self.launcher}')}, {nodes} device{'s' * (self.devices > 1)}"
+        """Return the launcher and the rendezvous address, for the first line of a run."""
+        starts = {"local": "started here", "manual": "started manually", "slurm": "started by Slurm"}
+        start = starts.get(self.launcher, f"started by {self.launcher}")
+        nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
+        text = f"{start}, {nodes} x {self.devices} device{'s' * (self.devices > 1)}"
         return text if self.address is None else f"{text}, {self.address}:{self.port}"
 
 
-_FIRST_PORT, _PORTS = 15000, 17000  # Below the range of ephemeral ports.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on: the batch script, the shell of salloc, processes that ssh has started.
-
-
-def _number(env: Mapping[str, str], *names: str) -> int:
-    """The first of these variables that is a number, or 0."""
-    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), 0)
-
-
-def _integer(env: Mapping[str, str], name: str) -> int | None:
-    """An integer from an environment variable that the user may have set."""
-    if not (text := env.get(name, "").strip()):
-        return None
-    if not text.isdigit():
-        raise UserError(f"the environment says {name}={text}, which is not a whole number; unset or correct it")
-    return int(text)
-
-
 def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's notation.
+    """Return the first host of a list in Slurm's notation.
 
     Example:
         >>> [first_host(text) for text in ("tux03", "tux[03-05,9],gpu1", "rack[1-2]n[7,8]", "a,b")]
         ['tux03', 'tux03', 'rack1n7', 'a']
     """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0] if first else "")
-
-
-def _is_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether srun has started this process, and not a batch script or a shell: of salloc, or ``srun --pty bash``.
-
-    A step within the shell of an srun inherits its SLURM_PTY_PORT, but not its terminal.
-    """
-    typed = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
-    of_srun = {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() and _number(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
-    return of_srun and not ("SLURM_PTY_PORT" in env and typed)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", match[0] if match else "")
 
 
 @dataclass(frozen=True)
-class _Start:
-    """How this process was started, as `plan_launch` is told."""
+class _LaunchPlanner:
+    """The arguments of `plan_launch`, and a method for each way to start a run."""
 
     env: Mapping[str, str]
     settings: LaunchSettings
-    asked: Any
-    here: Machine
+    requested_devices: Any
+    machine: Machine
     command: Command
 
     @property
@@ -176,37 +147,41 @@ class _Start:
         """The port of node 0: the flag, whose range is checked where it is read, or MASTER_PORT."""
         if self.settings.master_port is not None:
             return self.settings.master_port
-        value = _integer(self.env, "MASTER_PORT")
+        value = integer_of(self.env, "MASTER_PORT")
         if value is not None and not 1 <= value <= 65535:
             raise UserError(f"MASTER_PORT {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
         return value
 
     def check_agreement(self, nodes: int, devices: int, who: str, command: Command) -> None:
         """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
-        count, of_nodes = number_of_devices(self.asked, self.here), self.settings.nodes[1]
-        devices_given = str(self.asked) not in ("auto", "-1")
-        if (devices_given and count != devices) or (of_nodes > 1 and of_nodes != nodes):
+        count = number_of_devices(self.requested_devices, self.machine)
+        node_count = self.settings.nodes[1]
+        has_devices_flag = str(self.requested_devices) not in ("auto", "-1")
+        if (has_devices_flag and count != devices) or (node_count > 1 and node_count != nodes):
             raise UserError(
-                f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {of_nodes}"
-                f" --devices {count} are {of_nodes * count}; {who} decides: {command.split(nodes, devices)}"
+                f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {node_count}"
+                f" --devices {count} are {node_count * count}; {who} decides: {command.split(nodes, devices)}"
             )
 
     def by_variables(self) -> Launch:
-        """For processes that an agent, mpirun or a script has started, with their ranks in the environment."""
-        env, own = self.env, is_worker(self.env)
-        torchrun = "TORCHELASTIC_RUN_ID" in self.env and not own
-        world = _integer(env, "WORLD_SIZE") or 1
-        devices = _integer(env, "LOCAL_WORLD_SIZE") or world
-        nodes, who = world // devices, "torchrun" if torchrun else "LOCAL_WORLD_SIZE"
-        restarts = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
-        command = self.command.started_by(who, nodes, devices)
-        rank, local, address = _integer(env, "RANK"), _integer(env, "LOCAL_RANK"), self.master or LOOPBACK
+        """Plan for processes with ranks in their environment: of torchrun, our agent, mpirun or a script."""
+        env = self.env
+        is_ours = is_worker(env)
+        by_torchrun = "TORCHELASTIC_RUN_ID" in env and not is_ours
+        world = integer_of(env, "WORLD_SIZE") or 1
+        devices = integer_of(env, "LOCAL_WORLD_SIZE") or world
+        nodes = world // devices
+        launcher_name = "torchrun" if by_torchrun else "LOCAL_WORLD_SIZE"
+        restarts = bool(integer_of(env, "TORCHELASTIC_MAX_RESTARTS") or integer_of(env, "TORCHELASTIC_RESTART_COUNT"))
+        command = self.command.started_by(launcher_name, nodes, devices)
+        rank = integer_of(env, "RANK")
+        local = integer_of(env, "LOCAL_RANK")
         if rank is None or local is None or (world > 1 and self.master is None):
             raise UserError(
                 f"WORLD_SIZE says that this is one of {world} processes; set RANK, LOCAL_RANK and MASTER_ADDR too, or"
                 " start them by torchrun, as torchrun -m in place of python -m, or unset it"
             )
-        if own and nodes * devices != world:
+        if is_ours and nodes * devices != world:
             raise UserError(
                 f"this node has {devices} of {world} processes; expected as many on each node: start all with the same"
                 " --devices"
@@ -217,98 +192,123 @@ class _Start:
                 " (LOCAL_RANK, LOCAL_WORLD_SIZE); expected as many on each node, numbered node by node:"
                 f" {command.using()}"
             )
-        if not restarts and not own:
-            self.check_agreement(nodes, devices, who, command)
-        flags_of = vars(self.settings)
-        given = {name: flags_of[name] for name in ("master_addr", "master_port") if flags_of[name] is not None}
-        if torchrun and given:
+        # torchrun may restart an elastic run with another number of nodes than the flags say.
+        if not restarts and not is_ours:
+            self.check_agreement(nodes, devices, launcher_name, command)
+        given = {"master_addr": self.settings.master_addr, "master_port": self.settings.master_port}
+        given = {name: value for name, value in given.items() if value is not None}
+        if by_torchrun and given:
             flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
             raise UserError(
                 f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
                 f" {command.using(**dict.fromkeys(given))}"
             )
-        launcher = "torchrun" if torchrun else ("local" if own and nodes == 1 else "manual")
+        launcher = "manual"
+        if by_torchrun:
+            launcher = "torchrun"
+        elif is_ours and nodes == 1:
+            launcher = "local"
         launch = Launch(launcher, nodes, devices, rank // devices, local, restarts=restarts)
-        if world == 1 and not own:
+        if is_ours:
+            # Not from the flags, which our agent's command has as well: its store may have another port.
+            return replace(launch, address=env["MASTER_ADDR"], port=integer_of(env, "MASTER_PORT") or DEFAULT_PORT)
+        if world == 1:
             return launch
-        # The flags of a worker of ours are those of its agent, whose store the variables name.
-        port = _integer(env, "MASTER_PORT") if own else self.port
-        return replace(launch, address=env["MASTER_ADDR"] if own else address, port=port or DEFAULT_PORT)
+        return replace(launch, address=self.master or LOOPBACK, port=self.port or DEFAULT_PORT)
 
     def by_slurm(self, tasks: int) -> Launch:
-        """For the processes that srun has started."""
-        env, nodes = self.env, _number(self.env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
-        devices, each = tasks // nodes, env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        """Plan for the processes that srun has started."""
+        env = self.env
+        nodes = first_number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+        devices = tasks // nodes
+        tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "")
         if tasks % nodes:
             raise UserError(
                 f"Slurm has started {tasks} processes on {nodes} nodes; expected as many on each:"
                 f" {self.command.started_by('slurm', nodes, -(-tasks // nodes)).using()}"
             )
         command = self.command.started_by("slurm", nodes, devices)
-        if "," in each:
+        if "," in tasks_per_node:
             raise UserError(
-                f"Slurm has started {each} processes on the nodes, one number for each; expected as many on each:"
-                f" {command.using()}"
+                f"Slurm has started {tasks_per_node} processes on the nodes, one number for each; expected as many on"
+                f" each: {command.using()}"
             )
         self.check_agreement(nodes, devices, "Slurm", command)
         lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         hosts = next((env[name] for name in lists if env.get(name)), "")
         address = self.master or (first_host(hosts) if nodes > 1 and hosts else LOOPBACK)
-        # All processes compute the port from the numbers of the job and the step.
-        port = _FIRST_PORT + (7 * _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")) % _PORTS
-        ranks = _number(env, "SLURM_NODEID"), _number(env, "SLURM_LOCALID")
-        return Launch("slurm", nodes, devices, *ranks, address, self.port or port)
+        node_rank = first_number(env, "SLURM_NODEID")
+        local_rank = first_number(env, "SLURM_LOCALID")
+        return Launch("slurm", nodes, devices, node_rank, local_rank, address, self.port or slurm_port(env))
 
     def manual(self, nodes: int, devices: int) -> Launch:
-        """Started by the user on each of several nodes."""
-        command, address, port = self.command, self.master, self.port or DEFAULT_PORT
-        node = _integer(self.env, "NODE_RANK") if self.settings.node_rank is None else self.settings.node_rank
+        """Plan for a program that the user has started on each node."""
+        command = self.command
+        address = self.master
+        port = self.port or DEFAULT_PORT
+        node = self.settings.node_rank
+        if node is None:
+            node = integer_of(self.env, "NODE_RANK")
         if node is not None and node >= nodes:
             raise UserError(
                 f"node {node} of {nodes}: nodes are counted from 0, so expected were 0 to {nodes - 1}:"
                 f" {command.using(num_nodes=nodes, node_rank=nodes - 1)} or {command.using(num_nodes=node + 1)}"
             )
         if nodes > 1 and (node is None or address is None):
-            place = {"node_rank": "I" if node is None else node, "master_addr": address or "HOST", "master_port": port}
+            flags = {"node_rank": "I" if node is None else node, "master_addr": address or "HOST", "master_port": port}
             numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
-            torchrun, srun = (command.started_by(who, nodes, devices).using() for who in ("torchrun", "slurm"))
+            torchrun = command.started_by("torchrun", nodes, devices).using()
+            srun = command.started_by("slurm", nodes, devices).using()
             raise UserError(
                 f"num_nodes={nodes} does not tell how the nodes find each other. Type on each node, I being"
-                f" {numbers} and HOST the address of node 0: {command.using(**place)} or use torchrun: {torchrun} or"
+                f" {numbers} and HOST the address of node 0: {command.using(**flags)} or use torchrun: {torchrun} or"
                 f" Slurm: {srun}"
             )
         return Launch("manual", nodes, devices, node or 0, 0, address, port, starts_agent=True)
 
     def refuse_one_process_of_many(self, devices: int) -> None:
-        """Refuse a program that was started once, without srun, in a Slurm job that has more for it."""
-        env, nodes = self.env, _number(self.env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
-        of_node = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes) or 1
-        if "SLURM_JOB_ID" not in env or (nodes == 1 and (of_node == 1 or devices > 1)):
+        """Refuse a program that was started once, without srun, in a Slurm job with more tasks."""
+        env = self.env
+        nodes = first_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+        tasks_per_node = (
+            first_number(env, "SLURM_NTASKS_PER_NODE") or -(-first_number(env, "SLURM_NTASKS") // nodes) or 1
+        )
+        if "SLURM_JOB_ID" not in env:
             return
-        tasks = f" and {nodes * of_node} tasks" if of_node > 1 else ""
-        what = f"{nodes} node{'s' * (nodes > 1)}{tasks}"
-        of_node = devices if devices > 1 else max(of_node, _number(env, "SLURM_GPUS_PER_NODE"))
-        several, one = (self.command.started_by("slurm", *split).using() for split in ((nodes, of_node), (1, 1)))
-        lines = f"{several} or as one process: {one}"
+        # On one node our agent can start the processes of several devices itself, and a job of one task may use one of
+        # its GPUs, such as a search with one GPU per run.
+        if nodes == 1 and (tasks_per_node == 1 or devices > 1):
+            return
+        allocation = f"{nodes} node{'s' * (nodes > 1)}"
+        if tasks_per_node > 1:
+            allocation += f" and {nodes * tasks_per_node} tasks"
+        processes = devices if devices > 1 else max(tasks_per_node, first_number(env, "SLURM_GPUS_PER_NODE"))
+        all_processes = self.command.started_by("slurm", nodes, processes).using()
+        one_process = self.command.started_by("slurm", 1, 1).using()
+        lines = f"{all_processes} or as one process: {one_process}"
         if "SLURM_PTY_PORT" in env:
-            # The shell of srun is a step that holds the processors of the job.
+            # The shell of srun is a step that holds the job's processors; another step has to share them.
             lines = lines.replace("srun --nodes", "srun --overlap --nodes")
-        raise UserError(f"this Slurm job has {what}, and the program was started once, without srun: {lines}")
+        raise UserError(f"this Slurm job has {allocation}, and the program was started once, without srun: {lines}")
 
     def plan(self) -> Launch:
-        """Which of these it is; what the processes' own variables say wins over the flags."""
-        env, (fewest, nodes), devices = self.env, self.settings.nodes, number_of_devices(self.asked, self.here)
+        """Detect the launcher; environment variables of the processes win over flags."""
+        env = self.env
+        min_nodes, nodes = self.settings.nodes
+        devices = number_of_devices(self.requested_devices, self.machine)
+        # Before Slurm, since a step of Slurm may start torchrun, whose processes inherit Slurm's variables.
         if "TORCHELASTIC_RUN_ID" in env:
             return self.by_variables()
-        by_slurm, tasks = _is_slurm_step(env), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        if by_slurm and tasks > 1:
+        by_srun = is_slurm_step(env)
+        tasks = first_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        if by_srun and tasks > 1:
             return self.by_slurm(tasks)
-        if (_integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
+        if (integer_of(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
             return self.by_variables()
-        manual = replace(self.manual(nodes, devices), min_nodes=fewest, max_restarts=self.settings.max_restarts)
+        manual = replace(self.manual(nodes, devices), min_nodes=min_nodes, max_restarts=self.settings.max_restarts)
         if nodes > 1:
             return manual
-        if not by_slurm:
+        if not by_srun:
             self.refuse_one_process_of_many(devices)
         if devices == 1 and not manual.max_restarts:
             return Launch("local", 1, 1)
@@ -318,10 +318,11 @@ class _Start:
 def plan_launch(
     env: Mapping[str, str], settings: LaunchSettings, asked: Any, here: Machine, command: Command
 ) -> Launch:
-    """Find out which process of which run this one is.
+    """Determine which process of its run this one is.
 
     Args:
         env: the environment variables of this process.
+        settings: the flags of the launch.
         asked: ``--devices``.
         here: the devices of this machine.
         command: what the user typed, for the corrected command.
@@ -329,10 +330,11 @@ def plan_launch(
     Raises:
         UserError: the run could not start, or would wait for ever.
     """
-    launch = _Start(env, settings, asked, here, command).plan()
+    launch = _LaunchPlanner(env, settings, asked, here, command).plan()
     launch = replace(launch, collective_timeout=settings.collective_timeout)
     if here.count is None:
-        _check_processors(launch, asked, command)
+        if launch.starts_agent:
+            check_cores(launch.devices, asked, command)
         return launch
     if launch.devices <= here.count:
         return launch
@@ -345,21 +347,3 @@ def plan_launch(
         f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
         f" {command.split(launch.num_nodes, here.count)}"
     )
-
-
-def _check_processors(launch: Launch, asked: Any, command: Command) -> None:
-    """Refuse processes on a CPU that have numbers, or are many more than its cores."""
-    if not launch.starts_agent:
-        return
-    if "," in str(asked):
-        raise UserError(
-            f"devices={asked} names devices by number, and the processes of a CPU have none:"
-            f" {command.using(devices=launch.devices)}"
-        )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if launch.devices > _PROCESSES_OF_A_CORE * cores:
-        raise UserError(
-            f"devices={launch.devices} starts {launch.devices} processes on {cores} cores, and each of them needs"
-            f" memory for a whole model; expected at most {_PROCESSES_OF_A_CORE * cores}, and {cores} train fastest:"
-            f" {command.using(devices=cores)}"
-        )

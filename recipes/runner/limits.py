@@ -1,7 +1,7 @@
-"""Limits that do not depend on how a run is split: numbers of updates, and of the batches of all devices together.
+"""Convert limits that count updates, or the batches of all devices, to limits of one device.
 
-`UpdateLoop` counts those of training in updates. Lightning counts the batches of each device in an evaluation; with 2
-devices in place of 1 the same number is then another amount.
+`UpdateLoop` counts the limits of training in updates. In an evaluation Lightning counts the batches of each device, so
+that the same number would mean twice as many samples on 2 devices.
 """
 
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from typing import Any
 
 from datamodules.errors import UserError
 
-_OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
+_EVALUATION_LIMITS = ("limit_val_batches", "limit_test_batches")
 
 
 def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any, world_size: int) -> int | None:
-    """Micro-batches of an update on all devices; None where the settings do not tell.
+    """Return the micro-batches of an update on all devices; None where the settings do not determine it.
 
     Args:
-        accumulate: the number of them on each device; it counts where `items` is None.
-        items: of an update on all devices: samples, or batches limited by tokens.
-        batch_size: of a micro-batch, counted as `items`.
+        accumulate: micro-batches of each device; used where `items` is None.
+        items: samples of an update on all devices, or its batches where tokens limit a batch.
+        batch_size: the size of a micro-batch, in the unit of `items`.
     """
     if items is None:
         return accumulate * world_size
@@ -26,13 +26,13 @@ def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any,
 
 
 def _counts(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
-    """Those limits that are numbers; the others are shares, times, 0 or not given."""
-    given = {name: options.get(name) for name in names}
-    return {name: n for name, n in given.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+    """Return the limits that are numbers of batches; others are shares, times, 0 or not given."""
+    values = {name: options.get(name) for name in names}
+    return {name: n for name, n in values.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
 def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """The Trainer's limits of evaluations on one device, for those that are numbers of the batches of all devices.
+    """Return the Trainer's limits of an evaluation on one device, from numbers of batches of all devices.
 
     Args:
         options: arguments of the Trainer.
@@ -45,15 +45,17 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
         {'limit_val_batches': 2}
     """
     limits = {}
-    for name, count in _counts(options, _OF_EVALUATION).items():
+    for name, count in _counts(options, _EVALUATION_LIMITS).items():
         if count < world_size:
             raise UserError(
                 f"{name}={count} leaves {world_size - count} of {world_size} devices without a batch; pass"
                 f" {name}={world_size} or more"
             )
-        limits[name] = -((rank - count) // world_size)  # Those at rank, rank + world_size, ... below the count.
-    for name in _OF_EVALUATION:
-        if world_size > 1 and isinstance(share := options.get(name), float) and 0 < share < 1:
+        # This rank evaluates the batches rank, rank + world_size, rank + 2 * world_size and so on.
+        limits[name] = -((rank - count) // world_size)
+    for name in _EVALUATION_LIMITS:
+        share = options.get(name)
+        if world_size > 1 and isinstance(share, float) and 0 < share < 1:
             raise UserError(
                 f"{name}={share} is a share of each device's batches, and not those of one device; pass a number"
                 f" of batches of all devices, such as {name}={world_size}"

@@ -1,10 +1,10 @@
-"""The loggers of a run: TensorBoard and metrics.csv in its folder, W&B and MLflow. None of their failures ends it."""
+"""Build the loggers of a run: TensorBoard, metrics.csv, W&B and MLflow; a failing logger does not end the run."""
 
 import csv
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
@@ -26,7 +26,7 @@ from recipes.runner.summary import SUMMARY, EpochSummary
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
 _TRACKERS = ("wandb", "mlflow")
-"""Those whose run has an id, which a checkpoint keeps for a resume."""
+"""The loggers whose runs have an id, which a checkpoint keeps for a resume."""
 _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
 
 
@@ -36,11 +36,12 @@ class _TensorBoard(TensorBoardLogger):
         try:
             super().log_metrics(metrics, step)
         except ValueError as error:
-            raise error.__cause__ or error from None  # Lightning's says that a full disk were a score of a wrong type.
+            # Lightning reports every ValueError as a score of a wrong type, such as that of a full disk.
+            raise error.__cause__ or error from None
 
     @override
     def save(self) -> None:
-        # Without hparams.yaml, which TensorBoardLogger.save would write: config.yaml holds the settings.
+        # TensorBoardLogger.save would write hparams.yaml, and config.yaml has the settings: call the base class.
         super(TensorBoardLogger, self).save()
 
 
@@ -54,7 +55,7 @@ class _CSV(CSVLogger):
 
     @override
     def save(self) -> None:
-        super(CSVLogger, self).save()  # Without hparams.yaml, too.
+        super(CSVLogger, self).save()  # For the same reason.
 
     @override
     def finalize(self, status: str) -> None:
@@ -64,7 +65,7 @@ class _CSV(CSVLogger):
 
 
 class _MetricsFile(ExperimentWriter):
-    """Writes metrics.csv; where it cannot, the file stays as it was, and the rows are written with the next ones."""
+    """Writer of metrics.csv; after a failed write the file is unchanged, and the next write has these rows."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
@@ -73,29 +74,34 @@ class _MetricsFile(ExperimentWriter):
 
     @override
     def _check_log_dir_exists(self) -> None:
-        # Lightning's method deletes a file that is there, and it holds what was logged before a resume.
+        # Lightning's method deletes an existing file, and with it what was logged before a resume.
         pass
 
     @override
     def save(self) -> None:
         if not self.metrics:
             return
-        path, columns = Path(self.metrics_file_path), sorted(set(self.metrics_keys).union(*self.metrics))
+        path = Path(self.metrics_file_path)
+        columns = sorted(set(self.metrics_keys).union(*self.metrics))
         if columns == self.metrics_keys and path.is_file():
             self._append(path)
         else:
+            # A new column changes the header, so that the whole file is written again.
             write_rows(path, [*read_metrics(path)[1], *self.metrics], columns)
-        written = self.metrics
-        self.metrics, self.metrics_keys = [], columns
+        saved_rows = self.metrics
+        # Only now: rows that could not be written stay for the next save.
+        self.metrics = []
+        self.metrics_keys = columns
         forget_failures(path.name)
-        for row in written:
+        for row in saved_rows:
             self._summary.add(row)
-        if any(name.endswith("_epoch") for row in written for name in row):
+        if any(name.endswith("_epoch") for row in saved_rows for name in row):
             self.write_summary()
 
     def write_summary(self) -> None:
-        """Write summary.csv; it has the epochs whose rows are in metrics.csv."""
-        if rows := self._summary.rows():
+        """Write summary.csv, with the epochs whose rows are in metrics.csv."""
+        rows = self._summary.rows()
+        if rows:
             write_rows(Path(self.log_dir) / SUMMARY, rows, self._summary.columns())
 
     def _append(self, path: Path) -> None:
@@ -104,12 +110,13 @@ class _MetricsFile(ExperimentWriter):
             with path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
         except OSError:
+            # A full disk may have taken a part of a row.
             os.truncate(path, size)
             raise
 
 
 def read_metrics(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """The columns and rows of a file of metrics; none where there is no file."""
+    """Return the columns and rows of a file of metrics; none where there is no file."""
     if not path.is_file():
         return [], []
     with path.open(newline="", encoding="utf-8") as file:
@@ -119,7 +126,7 @@ def read_metrics(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _csv(folder: Path, updates: int) -> CSVLogger:
-    """Logs into metrics.csv, which keeps what was logged in the first `updates` of a run."""
+    """Build the logger of metrics.csv; a resumed run keeps the rows of its first `updates`."""
     # Only rank 0 looks at the file: it may lie on a disk that all nodes share.
     if is_rank_zero():
         file = folder / METRICS
@@ -128,14 +135,14 @@ def _csv(folder: Path, updates: int) -> CSVLogger:
             (folder / SUMMARY).unlink(missing_ok=True)
         elif file.is_file():
             columns, rows = read_metrics(file)
-            # A machine that went down may have cut the last row.
-            kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < updates]
-            write_rows(file, kept, columns)
+            # A machine that crashed may have cut the last row, so that its step is missing.
+            complete = [row for row in rows if (row.get("step") or "").isdigit()]
+            write_rows(file, [row for row in complete if int(row["step"]) < updates], columns)
     return _CSV(str(folder), name="", version="")
 
 
 def _print_no_traceback_of_writers() -> None:
-    """Leave the errors of TensorBoard's background threads to the next call of their writer, which raises them."""
+    """Ignore errors of TensorBoard's threads: the next call of their writer raises them again."""
     if threading.excepthook is threading.__excepthook__:
 
         def hook(args: threading.ExceptHookArgs) -> None:
@@ -146,7 +153,7 @@ def _print_no_traceback_of_writers() -> None:
 
 
 def logger_names(text: str) -> list[str]:
-    """The loggers that ``--logger`` names, each once.
+    """Return the loggers that ``--logger`` names, each once.
 
     Raises:
         UserError: there is no such logger, or its package is not installed.
@@ -164,42 +171,43 @@ def logger_names(text: str) -> list[str]:
 
 
 def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
-    """The loggers of a run, by name; their failures, such as of a full disk or a server that is gone, are printed.
+    """Build the loggers of a run by name; their failures, such as a full disk, are printed and do not end the run.
 
-    With `resume`, what was logged before that checkpoint stays there, and W&B and MLflow go on in their run. MLflow
-    logs to the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
+    With `resume`, what was logged before that checkpoint is kept, and W&B and MLflow continue their run. MLflow logs to
+    the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
     """
     saved = read_run(resume) if resume else None
     saved_ids = saved.run_ids if saved else {}
-    make: dict[str, Callable[[], Logger]] = {
-        "tensorboard": lambda: _TensorBoard(str(folder), name="", version="", default_hp_metric=False),
-        "csv": lambda: _csv(folder, saved.updates if saved else 0),
-        "wandb": lambda: WandbLogger(
-            folder.name, folder, id=saved_ids.get("wandb") or token_hex(4), project=folder.parent.name, resume="allow"
-        ),
-        "mlflow": lambda: MLFlowLogger(
-            folder.parent.name,
-            folder.name,
-            os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder.parent}/mlflow.db"),
-            run_id=saved_ids.get("mlflow"),
-        ),
-    }
     _print_no_traceback_of_writers()
-    made = []
+    loggers_of_run = []
     for name in names:
         try:
-            logger = make[name]()
+            logger = _build_logger(name, folder, saved.updates if saved else 0, saved_ids)
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"logger={name} cannot start: {reason}; set it up, or leave it out") from error
         for method in _METHODS:
             setattr(logger, method, best_effort(_NAMES[name])(getattr(logger, method)))
-        made.append(logger)
-    return made
+        loggers_of_run.append(logger)
+    return loggers_of_run
+
+
+def _build_logger(name: str, folder: Path, updates: int, saved_ids: Mapping[str, str]) -> Logger:
+    if name == "tensorboard":
+        return _TensorBoard(str(folder), name="", version="", default_hp_metric=False)
+    if name == "csv":
+        return _csv(folder, updates)
+    project = folder.parent.name
+    if name == "wandb":
+        return WandbLogger(
+            folder.name, folder, id=saved_ids.get("wandb") or token_hex(4), project=project, resume="allow"
+        )
+    tracking_uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder.parent}/mlflow.db")
+    return MLFlowLogger(project, folder.name, tracking_uri, run_id=saved_ids.get("mlflow"))
 
 
 def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
-    """Give the settings to the loggers that show them; config.yaml also holds them."""
+    """Log the settings with the loggers that show them; config.yaml has them as well."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             with best_effort(_NAMES["tensorboard"]):
@@ -208,38 +216,40 @@ def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
             logger.log_hyperparams(dict(config))
         elif isinstance(logger, MLFlowLogger):
             with best_effort(_NAMES["mlflow"]):
-                # It refuses another value of a setting, as a resume with more epochs has.
+                # MLflow refuses a second value of a parameter, such as the epochs of a resume that trains longer.
                 logged = logger.experiment.get_run(logger.run_id).data.params
                 logger.log_hyperparams({name: value for name, value in config.items() if name not in logged})
 
 
 def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> None:
-    """Write the settings for the table of hyper-parameters.
+    """Write the settings into TensorBoard's table of hyperparameters.
 
-    `TensorBoardLogger.log_hyperparams` writes none without a score, whose curve would get a point before the first
-    update. Of the settings alone TensorBoard compares all runs, and takes every score for a metric.
+    `TensorBoardLogger.log_hyperparams` writes no settings without a score, and the score would add a point to its curve
+    before the first update. From the settings alone TensorBoard still compares all runs, and shows every score.
     """
     from torch.utils.tensorboard.summary import hparams
 
-    # Numbers and text only.
-    plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
+    # TensorBoard's table takes numbers and text only.
+    plain: dict[str, Any] = {}
+    for name, value in config.items():
+        plain[name] = value if isinstance(value, (int, float, str)) else json.dumps(value)
     _, session, _ = hparams(plain, {})
     logger.experiment.file_writer.add_summary(session)
 
 
 class LoggedImage(NamedTuple):
-    """An image, and the same as the bytes of a PNG file, so that no logger has to compress it again."""
+    """An image and its PNG file, so that no logger has to compress it again."""
 
     image: Image
     png: bytes
 
 
 def log_images(loggers: Iterable[Logger], images: Mapping[str, LoggedImage], step: int) -> None:
-    """Give images to the loggers that take some: TensorBoard and W&B.
+    """Log images with the loggers that take images: TensorBoard and W&B.
 
     Args:
-        images: by name.
-        step: updates that were made.
+        images: the images by name.
+        step: the number of updates made.
     """
     for logger in loggers if images else ():
         if isinstance(logger, TensorBoardLogger):
@@ -255,7 +265,7 @@ def _write_images(logger: TensorBoardLogger, images: Mapping[str, LoggedImage], 
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard.writer import FileWriter
 
-    # After training its file is closed; TensorBoard goes on with the next one.
+    # After training the logger's file is closed; TensorBoard reads a further file as a continuation.
     open_writer = logger.experiment.file_writer
     writer = open_writer or FileWriter(logger.log_dir)
     for name, (image, png) in images.items():
@@ -267,7 +277,7 @@ def _write_images(logger: TensorBoardLogger, images: Mapping[str, LoggedImage], 
 
 
 def run_ids(loggers: Iterable[Logger]) -> dict[str, str]:
-    """The ids of the runs of W&B and MLflow by the logger's name, which a checkpoint keeps for a resume."""
+    """Return the ids of the runs of W&B and MLflow by logger; a checkpoint keeps them for a resume."""
     ids: dict[str, str] = {}
     for logger in loggers:
         for name, kind in (("wandb", WandbLogger), ("mlflow", MLFlowLogger)):

@@ -1,4 +1,4 @@
-"""This machine: its devices, precision, threads and memory."""
+"""Detect the devices, fast precision, threads and memory allocator of this machine."""
 
 import ctypes
 import os
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from datamodules.errors import UserError
+from recipes.runner.command import Command
 
 Precision = Literal[
     "auto", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "16", "bf16", "32", "64", 16, 32, 64
@@ -17,13 +18,15 @@ Precision = Literal[
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed"}
 """Names of precisions as other programs write them."""
 
+_MAX_PROCESSES_PER_CORE = 8
+
 
 @dataclass(frozen=True)
 class Machine:
     """The kind of device that a run uses here, and how many there are.
 
     Args:
-        kind: as torch names it, or the name of another accelerator.
+        kind: torch's name of the kind, or the name of another accelerator.
         count: devices of that kind; None where any number of processes is possible, as on CPUs.
     """
 
@@ -32,7 +35,7 @@ class Machine:
 
 
 def detect_machine(accelerator: Any = "auto") -> Machine:
-    """The devices that ``--accelerator`` stands for on this machine."""
+    """Return the devices of this machine that ``--accelerator`` selects."""
     name = accelerator if isinstance(accelerator, str) else type(accelerator).__name__.lower()
     name = name.removesuffix("accelerator")
     if name in ("gpu", "cuda", "auto") and torch.cuda.is_available():
@@ -44,16 +47,16 @@ def detect_machine(accelerator: Any = "auto") -> Machine:
     return Machine("cpu" if name == "auto" else name)
 
 
-def _named(devices: Any) -> list[int] | None:
-    """The indices of the devices, where they are given as such; else None."""
+def _indices(devices: Any) -> list[int] | None:
+    """Return the device indices where `devices` is a list of them, else None."""
     if isinstance(devices, str) and "," in devices:
-        parts = [part.strip() for part in devices.split(",") if part.strip()]
-        return [int(part) for part in parts] if all(part.isdigit() for part in parts) else None
+        texts = [text.strip() for text in devices.split(",") if text.strip()]
+        return [int(text) for text in texts] if all(text.isdigit() for text in texts) else None
     return list(devices) if isinstance(devices, (list, tuple)) else None
 
 
 def number_of_devices(devices: Any, here: Machine) -> int:
-    """How many devices of this machine ``--devices`` means: a number, all of them, or a list of indices.
+    """Return how many devices ``--devices`` requests: a number, all of them, or a list of indices.
 
     Raises:
         UserError: none at all.
@@ -68,8 +71,9 @@ def number_of_devices(devices: Any, here: Machine) -> int:
     text = str(devices).strip()
     if text in ("auto", "-1"):
         return max(1, here.count or 1)
-    if (named := _named(devices)) is not None:
-        text = str(len(named))
+    indices = _indices(devices)
+    if indices is not None:
+        text = str(len(indices))
     # The Trainer refuses what is not a number.
     count = int(text) if text.lstrip("-").isdigit() else 1
     if count < 1:
@@ -78,28 +82,51 @@ def number_of_devices(devices: Any, here: Machine) -> int:
 
 
 def devices_of(count: int, asked: Any, here: Machine) -> int | list[int]:
-    """The devices of `count` processes that a launcher has started: those that were asked for by index, or the first.
+    """Return the devices for `count` started processes: those requested by index, or the first ones.
 
     Example:
         >>> devices_of(2, "4,5", Machine("cuda", 8)), devices_of(2, "auto", Machine("cuda", 8))
         ([4, 5], 2)
     """
-    named = _named(asked)
-    return named if named and len(named) == count and here.kind != "cpu" else count
+    indices = _indices(asked)
+    # A run that restarts with fewer processes than indices cannot use the list.
+    return indices if indices and len(indices) == count and here.kind != "cpu" else count
+
+
+def check_cores(processes: int, requested_devices: Any, command: Command) -> None:
+    """Refuse devices by index on a CPU, and many more processes than cores.
+
+    Args:
+        processes: processes to start on this machine.
+        requested_devices: ``--devices``.
+        command: what the user typed, for the corrected command.
+    """
+    if "," in str(requested_devices):
+        raise UserError(
+            f"devices={requested_devices} names devices by number, and the processes of a CPU have none:"
+            f" {command.using(devices=processes)}"
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if processes > _MAX_PROCESSES_PER_CORE * cores:
+        raise UserError(
+            f"devices={processes} starts {processes} processes on {cores} cores, and each of them needs"
+            f" memory for a whole model; expected at most {_MAX_PROCESSES_PER_CORE * cores}, and {cores} train fastest:"
+            f" {command.using(devices=cores)}"
+        )
 
 
 def bf16_unit() -> str:
-    """The instruction set of this CPU for bf16; empty where it has none, and bf16 is slower than float32."""
+    """Return the instruction set of this CPU for fast bf16; empty where bf16 is slower than float32."""
     if torch.cpu._is_amx_tile_supported():
         return "AMX"
     return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else ""
 
 
 def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[str, str]:
-    """The precision that "auto" stands for on this machine, and the reason.
+    """Return the precision that "auto" selects on this machine, and the reason.
 
-    bf16-mixed where the hardware multiplies bf16 faster than float32: NVIDIA from Ampere on, and CPUs with AMX or
-    AVX512-BF16. Other values are returned unchanged, without a reason.
+    "auto" is bf16-mixed on hardware that multiplies bf16 faster than float32: NVIDIA GPUs from Ampere on, and CPUs with
+    AMX or AVX512-BF16. Other values are returned unchanged, without a reason.
 
     Raises:
         UserError: 16-mixed on a CPU, where Lightning would take another one.
@@ -115,13 +142,14 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
             return "bf16-mixed", f"{name} has fast bf16"
         return "32-true", f"{name} has no fast bf16"
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.backends.mps.is_available())
-    if on_cpu and (unit := bf16_unit()):
+    unit = bf16_unit() if on_cpu else ""
+    if unit:
         return "bf16-mixed", f"this CPU has {unit}"
     return "32-true", "no fast bf16 here"
 
 
 def default_threads(env: Mapping[str, str], processes: int) -> int:
-    """The threads of one process: OMP_NUM_THREADS, or the cores that PyTorch finds, shared by the processes of a node.
+    """Return the threads of one process: OMP_NUM_THREADS, or the node's cores shared by its processes.
 
     PyTorch finds the physical cores of the process's affinity. torchrun sets OMP_NUM_THREADS to 1 for several processes
     where it is not set. Slurm may bind each task to cores of its own, as many as SLURM_CPUS_PER_TASK.
@@ -129,12 +157,14 @@ def default_threads(env: Mapping[str, str], processes: int) -> int:
     cores = torch.get_num_threads()
     if "OMP_NUM_THREADS" in env:
         return cores
-    of_task = env.get("SLURM_CPUS_PER_TASK", "")
-    return min(cores, int(of_task)) if of_task.isdigit() else max(1, cores // processes)
+    cores_of_task = env.get("SLURM_CPUS_PER_TASK", "")
+    if cores_of_task.isdigit():
+        return min(cores, int(cores_of_task))
+    return max(1, cores // processes)
 
 
 def tune_allocator() -> bool:
-    """Have glibc keep large blocks instead of returning them to the system at every step.
+    """Configure glibc to keep large blocks instead of returning them to the system at every step.
 
     Otherwise training on a CPU spends a fifth to a half of its time in page faults. With this it is 1.2 to 2.1 times
     faster, for up to 8 % more memory. Call it before the first large allocation.
@@ -145,12 +175,14 @@ def tune_allocator() -> bool:
     if not sys.platform.startswith("linux") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    mmap_threshold, trim_threshold = -3, -1
-    return bool(mallopt and mallopt(mmap_threshold, 1 << 30) and mallopt(trim_threshold, 2**31 - 1))
+    if mallopt is None:
+        return False
+    # The constants of malloc.h: M_MMAP_THRESHOLD is -3, and M_TRIM_THRESHOLD is -1.
+    return bool(mallopt(-3, 1 << 30) and mallopt(-1, 2**31 - 1))
 
 
 def stop_gpu_search() -> None:
-    """On a machine without an NVIDIA GPU, stop torch from looking for one in every step.
+    """Stop torch from searching for a GPU in every step, on a machine without an NVIDIA GPU.
 
     Adam asks in each step whether a GPU records a graph. Importing Lightning sets PYTORCH_NVML_BASED_CUDA_CHECK, which
     makes a torch built for CUDA search the disk for a driver's library each time: 0.1 to 0.6 ms, as much as the rest of

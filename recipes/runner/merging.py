@@ -1,4 +1,4 @@
-"""The settings of a run in one mapping: defaults, then those of a checkpoint, of files, and what was typed."""
+"""Merge the settings of a run: defaults, a checkpoint's, those of files, and what was typed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Marks:
-    """Which settings are special, by the marks of their types.
+    """The sets of settings with special rules, from the marks of their types.
 
     Args:
-        free: do not make the experiment: what is learned stays, or only its length changes.
+        free: do not define the experiment: they do not change what is learned, or only how long.
         one_call: belong to one call, and are not saved with a run.
-        of_machine: say where a run trains, and are not taken from a checkpoint.
-        null_ends: a null that is typed on the command line ends what the run had.
+        of_machine: choose where a run trains, and are not taken from a checkpoint.
+        null_ends: a null that is typed on the command line switches off what the run had.
     """
 
     free: frozenset[str]
@@ -29,16 +29,16 @@ class Marks:
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a setting is left to the run."""
+    """Return whether a value is None or "auto", so that the run resolves it."""
     return value is None or value == "auto"
 
 
 FURTHER = "trainer"
-"""The setting that holds the parameters without a name of their own."""
+"""The setting with the parameters of the Trainer that have no flag."""
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others on top, which replace them; further parameters of the Trainer are replaced one by one."""
+    """Return settings with others on top; further parameters of the Trainer are replaced one by one."""
     settings = {**below, **above}
     further = below.get(FURTHER)
     if isinstance(further, Mapping) and isinstance(above.get(FURTHER), Mapping):
@@ -47,7 +47,7 @@ def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def with_length(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a training whose length is given in steps: the epochs of a recipe could end it before."""
+    """Return the defaults, without a limit of epochs where the user limits the steps only."""
     steps = given.get("max_steps", defaults["max_steps"])
     ends_by_steps = steps not in (-1, None) and given.get("max_epochs") is None
     return {**defaults, "max_epochs": -1} if ends_by_steps else dict(defaults)
@@ -62,38 +62,46 @@ def merge(
     keeps: Collection[str] = (),
     typed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """All settings of a command; each layer replaces those before it.
+    """Return all settings of a command; each layer replaces the one before it.
 
-    A null or "auto" that is given stands for what the saved run has resolved it to.
+    A given null or "auto" means the value that the saved run has resolved it to.
 
     Args:
-        defaults: of all settings; others are left out.
-        given: in files and on the command line.
-        saved: those of a checkpoint.
-        auto_settings: which of the saved ones the run has resolved; by default any.
-        keeps: settings of the machine and of one call that are also taken from the saved ones.
-        typed: which of those given stand on the command line, where a null can end what it asked for.
+        defaults: the defaults of all settings; saved settings without a default are left out.
+        given: the settings in files and on the command line.
+        saved: the settings of a checkpoint.
+        auto_settings: the saved settings that the run has resolved; by default any.
+        keeps: settings of the machine or of one call that are taken from the saved ones nevertheless.
+        typed: the given settings on the command line, where a null can switch off what the run had.
     """
-    not_taken = (marks.one_call | marks.of_machine) - set(keeps)
-    taken = {name: value for name, value in (saved or {}).items() if name in defaults and name not in not_taken}
-    stands = taken.keys() - marks.free - (marks.null_ends & set(typed))
+    excluded = (marks.one_call | marks.of_machine) - set(keeps)
+    saved_settings = {}
+    for name, value in (saved or {}).items():
+        if name in defaults and name not in excluded:
+            saved_settings[name] = value
+    # Free settings may change in a resume, so that a null or "auto" of theirs is resolved again. A null in a file does
+    # not switch off what the run had: --print-config writes a null for each setting without a value.
+    resolved_by_run = saved_settings.keys() - marks.free - (marks.null_ends & set(typed))
     if auto_settings is not None:
-        stands &= set(auto_settings)
-    wanted = {name: value for name, value in given.items() if not (is_auto(value) and name in stands)}
-    return layered({**defaults, **taken}, wanted)
+        resolved_by_run &= set(auto_settings)
+    replacing = {name: value for name, value in given.items() if not (is_auto(value) and name in resolved_by_run)}
+    return layered({**defaults, **saved_settings}, replacing)
 
 
 def fill(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with those that were left open replaced by what was found."""
-    filled = {name: value for name, value in found.items() if name in settings and is_auto(settings[name])}
-    return {**settings, **{name: value for name, value in filled.items() if value is not None}}
+    """Return settings whose None and "auto" are replaced by resolved values."""
+    filled = dict(settings)
+    for name, value in found.items():
+        if value is not None and name in settings and is_auto(settings[name]):
+            filled[name] = value
+    return filled
 
 
 def as_plain(value: Any) -> Any:
-    """A value as YAML, JSON and checkpoints hold it: numbers, text, lists and dicts.
+    """Convert a value to what YAML, JSON and checkpoints hold: numbers, text, lists and dicts.
 
     Raises:
-        TypeError: it is none of these, and stands for none.
+        TypeError: the value cannot be converted to these.
 
     Example:
         >>> as_plain({"file": Path("a.csv"), "sizes": (1, 2)})
@@ -111,16 +119,19 @@ def as_plain(value: Any) -> Any:
         minutes, seconds = divmod(int(value.total_seconds()), 60)
         return f"{minutes // 1440:02}:{minutes // 60 % 24:02}:{minutes % 60:02}:{seconds:02}"
     if isinstance(value, Mapping):
-        return {name: as_plain(each) for name, each in value.items()}
+        return {name: as_plain(item) for name, item in value.items()}
     if isinstance(value, (set, frozenset)):
-        value = sorted(value)  # As on all ranks.
+        value = sorted(value)  # The order of a set differs between processes, and ranks compare their settings.
     if isinstance(value, (list, tuple, range)):
-        return [as_plain(each) for each in value]
+        return [as_plain(item) for item in value]
     raise TypeError(f"expected numbers, text, lists and dicts, found a {type(value).__name__}")
 
 
 def same_setting(name: str, old: Any, new: Any) -> bool:
-    """Whether two values of a setting ask for the same; files, of settings that end in ``_file``, may lie elsewhere."""
+    """Return whether two values of a setting are equivalent.
+
+    Files of settings that end in ``_file`` may be in another folder.
+    """
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         return len(old) == len(new) and all(same_setting(name, *pair) for pair in zip(old, new))
     if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -138,13 +149,13 @@ def describe_differences(
     free: Collection[str],
     auto_settings: Collection[str] | None = None,
 ) -> list[str]:
-    """A line for each setting that asks for another experiment than the saved one.
+    """Return a line for each setting that asks for another experiment than the saved one.
 
     A setting that is left open (None, "auto") has been resolved in the saved run.
 
     Args:
-        free: settings that may differ.
-        auto_settings: those that the saved run has resolved; None for any.
+        free: the settings that may differ.
+        auto_settings: the settings that the saved run has resolved; None for any.
     """
     lines = []
     for name, new in settings.items():

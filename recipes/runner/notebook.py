@@ -1,4 +1,4 @@
-"""A run in a notebook: one bar and the table of its epochs in one output, which ends with the curves."""
+"""Show a run in a notebook: a bar and a table of epochs in one output, which ends with the curves."""
 
 import html
 import sys
@@ -27,36 +27,39 @@ _STYLE = """<style>
 
 
 def in_notebook() -> bool:
-    """Whether this program is a notebook's."""
+    """Return whether this program runs in a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return hasattr(shell, "kernel")
 
 
 def framed(*parts: str) -> str:
-    """Parts of a page with the style that they need."""
+    """Return parts of a page in one element, with the style that they need."""
     return f'{_STYLE}<div class="lightning-recipes">{"".join(parts)}</div>'
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a table of HTML, with the columns of all of them."""
+    """Return rows as an HTML table, with the columns of all of them."""
     if not rows:
         return ""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = ["".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in columns) for row in rows]
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{cells}</tr>' for cells in body)}</table>"
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in columns)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
 
 
 def plots(figures: Mapping[str, Figure]) -> str:
-    """Figures side by side."""
+    """Return figures side by side, as HTML."""
     return "".join(figure.html() for figure in figures.values())
 
 
 class NotebookProgress(RunProgress):
-    """Keeps one output of a notebook up to date: a bar, the line of `RunProgress` and a row for each epoch.
+    """Progress of a run in one output of a notebook: a bar, the line of `RunProgress` and a row for each epoch.
 
-    At the end the curves of the run take the place of the bar. An evaluation has a bar, which goes at its end.
+    At the end of training, the curves of the run replace the bar. The bar of an evaluation disappears at its end.
 
     Runs on: the hooks of `RunProgress`.
     """
@@ -84,8 +87,9 @@ class NotebookProgress(RunProgress):
         line = html.escape("  ".join(text for _, text in parts if text))
         share = ""
         trains = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if trains and (left := batches_left(trainer)) < float("inf"):
-            share = f' value="{updates_made(trainer) / max(1, updates_made(trainer) + left):.3f}"'
+        remaining = batches_left(trainer) if trains else float("inf")
+        if remaining < float("inf"):
+            share = f' value="{updates_made(trainer) / max(1, updates_made(trainer) + remaining):.3f}"'
         self._update(f"<progress{share}></progress> {line}", table(self._rows))
 
     @override
@@ -98,7 +102,7 @@ class NotebookProgress(RunProgress):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         figures: dict[str, Figure] = {}
         for logger in trainer.loggers:
-            logger.save()
+            logger.save()  # The curves are drawn from metrics.csv.
             if isinstance(logger, CSVLogger):
                 figures = run_curves(Path(logger.log_dir), getattr(pl_module, "monitor", None))
         self._update(table(self._rows), plots(figures))

@@ -1,4 +1,4 @@
-"""``report.html``: all that a run has reached on one page, which refers to no other file."""
+"""Write ``report.html``: the results of a run on one page that needs no other file."""
 
 import csv
 import itertools
@@ -20,7 +20,7 @@ _PARTS = ("train", "val", "test")
 
 
 def _tables(folder: Path) -> dict[str, list[list[str]]]:
-    """The first rows of the tables in a folder, such as those of classes and mistakes."""
+    """Return the first rows of the tables in a folder, such as those of classes and mistakes."""
     tables = {}
     for path in sorted(folder.glob("*.csv")):
         if path.name not in (METRICS, _TRANSLATIONS):
@@ -30,7 +30,7 @@ def _tables(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def _translations(path: Path) -> tuple[list[dict[str, str]], int]:
-    """Twelve rows of a table, spread evenly over it since files are often sorted, and how many it has."""
+    """Return at most twelve rows of a table, spread evenly since files are often sorted, and its number of rows."""
     if not path.is_file():
         return [], 0
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
@@ -44,15 +44,15 @@ def _words(name: str) -> set[str]:
 
 
 def _is_shown(name: str, value: float, headline: Mapping[str, str]) -> bool:
-    """Whether the headline has a score: by its name, or by its value under a name with a word of it."""
+    """Return whether the headline has a score: by its name, or by its value under a similar name."""
     words = _words(name)
-    for title, text in headline.items():
-        others = _words(title)
-        if words == others:
+    for title, value_text in headline.items():
+        title_words = _words(title)
+        if words == title_words:
             return True
-        parts = {part for part in _PARTS if part in others} - words
-        number = text.partition(" (")[0]
-        if not parts and (words & others) - {*_PARTS} and number in (f"{value:.2f}", f"{value:.4f}"):
+        parts_in_title = {part for part in _PARTS if part in title_words} - words
+        number = value_text.partition(" (")[0]
+        if not parts_in_title and (words & title_words) - {*_PARTS} and number in (f"{value:.2f}", f"{value:.4f}"):
             return True
     return False
 
@@ -60,9 +60,9 @@ def _is_shown(name: str, value: float, headline: Mapping[str, str]) -> bool:
 def split_scores(
     headline: Mapping[str, str], scores: Mapping[str, float]
 ) -> tuple[dict[str, tuple[str, str]], dict[str, str], dict[str, str]]:
-    """The scores in three groups, each once: tiles with a remark, the rest, and signatures that define scores.
+    """Split the scores into three groups: tiles with a remark, further scores, and signatures of metrics.
 
-    Those of single classes are left out: they are in a table.
+    The scores of single classes are left out, since a table has them.
 
     Example:
         >>> headline = {"val accuracy": "99.00 %", "BLEU": "63.00 (nrefs:1|case:mixed)"}
@@ -70,7 +70,7 @@ def split_scores(
         ({'val accuracy': ('99.00 %', ''), 'BLEU': ('63.00', '')}, {'val/loss': '0.25'}, {'BLEU': 'nrefs:1|case:mixed'})
     """
     tiles: dict[str, tuple[str, str]] = {}
-    rest: dict[str, str] = {}
+    further: dict[str, str] = {}
     signatures: dict[str, str] = {}
     for name, text in headline.items():
         value, _, remark = text.partition(" (")
@@ -81,11 +81,11 @@ def split_scores(
         if len(tiles) < _TILES:
             tiles[name] = value, remark
         else:
-            rest[name] = f"{value} ({remark})" if remark else value
+            further[name] = f"{value} ({remark})" if remark else value
     for name, score in scores.items():
         if "_class_" not in name and not _is_shown(name, score, headline):
-            rest[name] = f"{score:.5g}"
-    return tiles, rest, signatures
+            further[name] = f"{score:.5g}"
+    return tiles, further, signatures
 
 
 def write_page(
@@ -96,15 +96,16 @@ def write_page(
     Args:
         results: the entries of ``results.json``.
         rows: further rows for the environment: data, parameters, times and memory.
-        pictures: by name; those that begin with "curve_" stand together, as do those that begin with "attention_".
+        pictures: pictures by name; those of "curve_" form a group, and so do those of "attention_".
 
     Raises:
-        OSError: the page cannot be written; an earlier one is as it was.
+        OSError: the page cannot be written; an earlier page is unchanged.
     """
     from jinja2 import Template
 
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    folder, best, config = path.parent, results["best"], results["config"]
+    folder = path.parent
+    best = results["best"]
     left_out = results["data"]["left_out"]
     environment = {
         **rows,
@@ -117,11 +118,13 @@ def write_page(
         "ended": results["ended_at"],
         **results["versions"],
     }
-    texts = {name: json.dumps(value, ensure_ascii=False, default=str) for name, value in config.items()}
-    settings = {name: value if isinstance(value := config[name], str) else text for name, text in texts.items()}
+    settings = {}
+    for name, value in results["config"].items():
+        settings[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     tiles, scores, signatures = split_scores(results["headline"], results["scores"])
-    groups = {group: [p for name, p in pictures.items() if name.startswith(group)] for group in ("curve_", "attention")}
-    others = [p for name, p in pictures.items() if not name.startswith(tuple(groups))]
+    curves = [picture for name, picture in pictures.items() if name.startswith("curve_")]
+    attention = [picture for name, picture in pictures.items() if name.startswith("attention")]
+    other_pictures = [picture for name, picture in pictures.items() if not name.startswith(("curve_", "attention"))]
     translations, number_of_translations = _translations(folder / _TRANSLATIONS)
     page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         colours=colour_style(),
@@ -132,9 +135,9 @@ def write_page(
         tiles=tiles,
         scores=scores,
         signatures=signatures,
-        curves=groups["curve_"],
-        attention=groups["attention"],
-        pictures=others,
+        curves=curves,
+        attention=attention,
+        pictures=other_pictures,
         translations=translations,
         number_of_translations=number_of_translations,
         translations_file=_TRANSLATIONS,

@@ -1,4 +1,4 @@
-"""Lines that one rank prints."""
+"""Print lines on one rank."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is rank 0 of its run.
+    """Return whether this process is rank 0 of its run.
 
     `recipes.runner.join.join_run` and `recipes.runner.worker.work` set Lightning's ``rank_zero_only.rank``, which this
     reads. Before that the variables of the launchers decide.
@@ -16,7 +16,7 @@ def is_rank_zero() -> bool:
 
 
 def rank_of_process() -> int:
-    """The rank of this process, as far as it is known."""
+    """Return the rank of this process, as far as it is known."""
     return int(getattr(rank_zero_only, "rank", 0) or 0)
 
 

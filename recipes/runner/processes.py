@@ -1,4 +1,4 @@
-"""Which processes a command needs, and what they could not share."""
+"""Plan the processes of a command, and check that they can share an update."""
 
 import os
 from dataclasses import replace
@@ -14,10 +14,13 @@ from recipes.runner.strategies import check_strategy
 
 
 def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettings, typed: Command) -> Launch:
-    """Find out which process of its run this one is.
+    """Determine which process of its run this one is.
 
     Args:
         command: fit, validate, test, predict or export.
+        trainer: the settings with the requested devices.
+        options: the settings of the launch.
+        typed: what the user typed, for the corrected command.
 
     Raises:
         UserError: the run could not start, or would wait for ever.
@@ -36,7 +39,7 @@ def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettin
 
 
 def on_devices_of(launch: Launch, trainer: TrainerSettings) -> TrainerSettings:
-    """The settings of the Trainer of one process: its devices are those that the launch has on this node."""
+    """Return the Trainer's settings with the devices that the launch has on this node."""
     if launch.address is None or launch.starts_agent:
         return trainer
     devices = devices_of(launch.devices, trainer.devices, detect_machine(trainer.accelerator))
@@ -47,8 +50,8 @@ def check_shared_update(launch: Launch, samples: int | None, batch_size: Any) ->
     """Refuse an update that the devices cannot share, before a process starts and reads data.
 
     Args:
-        samples: of an update on all devices; None where it follows from the devices.
-        batch_size: of a micro-batch, as far as it is known.
+        samples: samples of an update on all devices; None where the number of devices determines them.
+        batch_size: samples of a micro-batch; None where it is not known.
 
     Raises:
         UserError: a device would have nothing to do, or the global batch would change with the nodes.

@@ -1,4 +1,4 @@
-"""Where the agents of a run's nodes meet: torch's rendezvous, over a `TCPStore` of node 0's agent."""
+"""Form the rendezvous of a run's nodes: torch's, over a `TCPStore` of node 0's agent."""
 
 import socket
 import threading
@@ -19,12 +19,14 @@ from recipes.runner.command import Command
 from recipes.runner.launch import Launch
 from recipes.runner.network import LOOPBACK, listen_at
 
-_KEEP_ALIVE, _MISSED = 2, 5  # A node without a sign of life for ten seconds is left out of the next rendezvous.
-_ANSWERS_WITHIN = 30.0  # Seconds for node 0 to answer another node's agent.
+# A node without a sign of life for 2 x 5 seconds is left out of the next rendezvous.
+_KEEP_ALIVE_SECONDS = 2
+_KEEP_ALIVE_ATTEMPTS = 5
+_STORE_TIMEOUT = 30.0  # Seconds for node 0 to answer another node's agent.
 
 
 class _Handler(DynamicRendezvousHandler):
-    """torch's rendezvous, which notices that node 0 cannot be reached: a call of a store without an answer waits."""
+    """torch's rendezvous handler with a timeout: a store's call waits for ever when node 0 is unreachable."""
 
     @override
     def is_closed(self) -> bool:
@@ -37,30 +39,33 @@ class _Handler(DynamicRendezvousHandler):
     def _in_time(self, call: Callable[[], int]) -> int:
         if self.settings.max_nodes == 1:
             return call()
-        answer: Future[int] = Future()
+        # In a thread: a call of the C++ store cannot be interrupted.
+        future: Future[int] = Future()
 
-        def ask() -> None:
+        def run_call() -> None:
             try:
-                answer.set_result(call())
+                future.set_result(call())
             except Exception as error:
-                answer.set_exception(error)
+                future.set_exception(error)
 
-        threading.Thread(target=ask, daemon=True, name="rendezvous").start()
+        threading.Thread(target=run_call, daemon=True, name="rendezvous").start()
         try:
-            return answer.result(_ANSWERS_WITHIN)
+            return future.result(_STORE_TIMEOUT)
         except TimeoutError as error:
-            raise RendezvousConnectionError(f"no answer within {_ANSWERS_WITHIN:g} s") from error
+            raise RendezvousConnectionError(f"no answer within {_STORE_TIMEOUT:g} s") from error
 
 
 def open_store(launch: Launch, timeout: float, command: Command) -> TCPStore:
-    """The store in which the agents meet: served by node 0's, and found by the others.
+    """Open the store of the agents: node 0's serves it, the others connect to it.
 
     Raises:
         UserError: the port is taken, or node 0 does not answer.
     """
-    address, port = launch.address or LOOPBACK, launch.port or 0
+    address = launch.address or LOOPBACK
+    port = launch.port or 0
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(30.0, timeout))}
     if launch.node_rank == 0:
+        # Our listener, since torch's store would listen on all interfaces.
         listener = listen_at(address, port, command)
         port = listener.getsockname()[1]
         _check_own_address(address, port, command)
@@ -91,7 +96,7 @@ def _check_own_address(address: str, port: int, command: Command) -> None:
 
 
 def make_rendezvous(launch: Launch, store: TCPStore, timeout: float) -> DynamicRendezvousHandler:
-    """The rendezvous of the agents that meet in a store.
+    """Build the rendezvous handler of the agents over a store.
 
     Args:
         timeout: seconds to wait for the other nodes, at the start and in a restart.
@@ -104,10 +109,10 @@ def make_rendezvous(launch: Launch, store: TCPStore, timeout: float) -> DynamicR
         backend,
         launch.min_nodes,
         launch.num_nodes,
-        # Nodes are sorted by this name, so the first of them is the one of the lowest number.
+        # torch sorts the nodes by this name to rank them, so the digits keep the order of the node ranks.
         local_addr=f"node-{launch.node_rank:05}",
         timeout=RendezvousTimeout(join=wait, last_call=timedelta(seconds=3 if launch.is_elastic else 0.1)),
-        keep_alive_interval=_KEEP_ALIVE,
-        keep_alive_max_attempt=_MISSED,
+        keep_alive_interval=_KEEP_ALIVE_SECONDS,
+        keep_alive_max_attempt=_KEEP_ALIVE_ATTEMPTS,
     )
     return handler

@@ -1,4 +1,4 @@
-"""The results of a run at its end: the closing table, results.json and its tables, pictures, and the page of them."""
+"""Report the results of a run at its end: the closing table, results.json, its tables, pictures and page."""
 
 import platform
 import shlex
@@ -39,7 +39,7 @@ _REPORT = "report.html"
 
 
 def relative_path(path: str | Path) -> str:
-    """A path relative to the current folder, where it lies in it."""
+    """Return a path relative to the current folder, where it is inside it."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -54,7 +54,7 @@ def print_pairs(rows: dict[str, str]) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with a column per key; nothing without rows."""
+    """Print a table with a column for each key; print nothing without rows."""
     if not rows:
         return
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
@@ -72,7 +72,7 @@ def check_output(output: str | None, endings: Sequence[str]) -> None:
 
 
 def _best(result: RunResult) -> dict[str, Any] | None:
-    """The checkpoint that the scores are of, and the score by which it is the best, where something was validated."""
+    """Return the checkpoint of the scores, and the monitored value by which it is the best."""
     if result.checkpoint is None:
         return None
     saved = read_run(result.checkpoint)
@@ -87,16 +87,17 @@ def _best(result: RunResult) -> dict[str, Any] | None:
 
 
 def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, result: RunResult) -> dict[str, Any]:
-    """The entries of ``results.json``.
+    """Return the entries of ``results.json``.
 
-    `scores` are of the checkpoint `best`, which was saved in `epoch`, from 1, after `step` updates. `seconds` has
-    "start_up" to the beginning of training, "train" without validation, and "total" of the program that has written the
-    file, which are those after a resume; `epochs` counts all. `devices` are those of one node, and `peak_memory_bytes`
-    that of the process with rank 0.
+    `scores` belong to the checkpoint `best`, which was saved in `epoch`, counted from 1, after `step` updates.
+    `seconds` has "start_up", "train" without validation, and "total", each of the program that writes the file: seconds
+    before a resume are not added, while `epochs` counts all. `devices` are those of one node, and `peak_memory_bytes`
+    those of rank 0.
     """
     recipe = result.model
     data = data_contract(experiment.data)
     device = trainer.strategy.root_device
+    # A user's data module may not tell its sizes, so that those of its loaders are counted.
     sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
     seconds = stopwatch.seconds()
     ended_at = datetime.now().astimezone()
@@ -130,23 +131,27 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
 
 
 def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, str]:
-    """What the closing table says, and the page, which shows the headline elsewhere."""
-    data, seconds, rate = results["data"], results["seconds"], results["samples_per_second"]
+    """Return the rows of the closing table; the page passes no headline, which it shows elsewhere."""
+    data = results["data"]
+    seconds = results["seconds"]
+    rate = results["samples_per_second"]
     sizes = ", ".join(f"{size:,} {part}" for part, size in data["sizes"].items())
-    memory = {where: size / 1e9 for where, size in results["peak_memory_bytes"].items() if size}
+    memory = {device_kind: size / 1e9 for device_kind, size in results["peak_memory_bytes"].items() if size}
     rows = {
         "data": ": ".join(filter(None, (data["name"], sizes))),
         "parameters": f"{results['parameters']:,} ({results['trainable_parameters']:,} trainable)",
         **headline,
         "training": f"{seconds['train']:.1f} s" + (f", {rate:,.0f} samples/s" if rate else ""),
         "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
-        "peak memory": ", ".join(f"{size:.2f} GB {where}" for where, size in memory.items()),
+        "peak memory": ", ".join(f"{size:.2f} GB {device_kind}" for device_kind, size in memory.items()),
     }
-    return rows | ({"stopped early": results["stopped_early"]} if results["stopped_early"] else {})
+    if results["stopped_early"]:
+        rows["stopped early"] = results["stopped_early"]
+    return rows
 
 
 def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: Path) -> dict[str, str]:
-    """Where the best checkpoint is, and what to type with it."""
+    """Return the path of the best checkpoint, and commands that use it."""
     rows = {"best checkpoint": relative_path(best)}
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(relative_path(best.parents[2]))}"
@@ -159,37 +164,37 @@ def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: Path) -> dict
 def _write(
     trainer: pl.Trainer, result: RunResult, results: Mapping[str, Any], saved: Collection[str]
 ) -> dict[str, str]:
-    """Write the files of a finished run; returns the rows that name them.
+    """Write the files of a finished run; return the rows that name them.
 
     Args:
-        saved: names of the pictures that have been saved.
+        saved: names of the pictures that were saved during training.
     """
     folder = result.folder
     assert folder is not None
-    written = {}
+    rows = {}
     with best_effort(RESULTS):
         write_rows(folder / RESULTS, results)
         for name, table in result.tables.items():
             with best_effort(name):
                 write_rows(folder / name, table.rows, table.columns)
         if result.tables:
-            written["tables"] = f"{', '.join(result.tables)} in {relative_path(folder)}"
+            rows["tables"] = f"{', '.join(result.tables)} in {relative_path(folder)}"
         with best_effort(_REPORT):
             pictures = run_curves(folder, result.model.monitor) | result.figures
-            new = {name: picture for name, picture in pictures.items() if name not in saved}
-            save_pictures(folder, new, trainer)
+            unsaved_pictures = {name: picture for name, picture in pictures.items() if name not in saved}
+            save_pictures(folder, unsaved_pictures, trainer)
             page = write_page(folder / _REPORT, results, _rows(results, {}), pictures)
-            written["report"] = (
-                f"{relative_path(page)}; its pictures in {FIGURES}/" if pictures else relative_path(page)
-            )
-    return written
+            rows["report"] = relative_path(page)
+            if pictures:
+                rows["report"] += f"; its pictures in {FIGURES}/"
+    return rows
 
 
 def report_interrupted(experiment: Experiment, trainer: pl.Trainer, files: RunFiles, how: str) -> None:
-    """Write the page of a run that has not finished, with the scores that were logged last.
+    """Write the page of an unfinished run, with the scores that were logged last.
 
     Args:
-        how: it ended, such as "interrupted by Ctrl-C after 120 updates".
+        how: how the run ended, such as "interrupted by Ctrl-C after 120 updates".
     """
     recipe = experiment.recipe
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.partition("/")[0] != "lr"}
@@ -206,7 +211,7 @@ def report(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, re
     if result.folder is not None:
         if result.checkpoint:
             rows |= _next_steps(trainer, experiment, result.checkpoint)
-        # Before anything is printed: a terminal may have gone.
+        # Files first: printing fails where the terminal has been closed.
         saved = stopwatch.figures if isinstance(stopwatch, RunFiles) else ()
         rows |= _write(trainer, result, results, saved)
     print_pairs(rows)
@@ -216,30 +221,33 @@ def print_scores(scores: Mapping[str, Any], tables: Mapping[str, Table], files: 
     """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:
-        tables: of the evaluation.
-        files: that were written, by the names of the tables.
+        scores: the scores by name.
+        tables: the tables of the evaluation by name.
+        files: the written files by the names of the tables.
     """
     print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
         print()  # noqa: T201
-        names = {name: relative_path(files[name]) if name in files else f"FILE_{name}" for name in tables}
-        rows = [f"{names[name]} ({len(table.rows):,} rows)" for name, table in tables.items()]
+        rows = []
+        for name, table in tables.items():
+            path = relative_path(files[name]) if name in files else f"FILE_{name}"
+            rows.append(f"{path} ({len(table.rows):,} rows)")
         print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
 
 
 def report_unsaved(folder: Path | None) -> None:
-    """Say at the end of a run what could not be written, in one line.
+    """Print at the end of a run what could not be written, in one line.
 
     Args:
-        folder: of the run; None for one without.
+        folder: the run's folder, if it has one.
 
     Raises:
         RunFailedError: the results were not written.
     """
-    lost = unsaved()
-    what = "; ".join(f"{name} ({reason})" for name, reason in lost.items())
-    if RESULTS in lost:
-        raise RunFailedError(f"the training is done and its weights are saved, but not: {what}")
-    if lost:
+    failures = unsaved()
+    description = "; ".join(f"{name} ({reason})" for name, reason in failures.items())
+    if RESULTS in failures:
+        raise RunFailedError(f"the training is done and its weights are saved, but not: {description}")
+    if failures:
         saved = f"; the weights and {RESULTS} are in {relative_path(folder)}" if folder else ""
-        print_error(f"warning: not saved: {what}{saved}")
+        print_error(f"warning: not saved: {description}{saved}")

@@ -1,4 +1,4 @@
-"""What a command line asks for: a command with its settings, or a text such as the help."""
+"""Parse a command line into a request, or print a text such as the help."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ COMMANDS = {
     "export": "write the network of a checkpoint for other programs, and verify the file",
 }
 SCORING = ("validate", "test")
-"""The commands that also take a file of weights alone."""
+"""The commands that take a file of weights in place of a checkpoint."""
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _PRINT_CONFIG = {"--print-config", "--print_config"}
 
@@ -38,8 +38,8 @@ class Request:
 
     Args:
         command: one of `COMMANDS`.
-        given: its settings, and the inputs of predict.
-        folder: of the run that verify trains again.
+        given: the settings of the command, and the inputs of predict.
+        folder: the folder of the run that verify trains again.
     """
 
     command: str
@@ -48,21 +48,22 @@ class Request:
 
 
 def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) -> Request | None:
-    """Read a command line; one that asks for a text is answered here.
+    """Read a command line; print the help, the version or the settings where it asks for them.
 
     Returns:
-        The command to carry out; None where nothing is left to do.
+        The request to carry out; None where a text was printed.
     """
-    command, rest = _command(args)
-    if asked := _HELP & set(rest):
-        _print_help(parser, recipe, everything=any(arg.endswith("all") for arg in asked))
+    command, arguments = _command(args)
+    help_flags = _HELP & set(arguments)
+    if help_flags:
+        _print_help(parser, recipe, everything=any(arg.endswith("all") for arg in help_flags))
         return None
-    if "--version" in rest:
+    if "--version" in arguments:
         print(f"lightning-recipes {__version__}")  # noqa: T201
         return None
     takes_inputs = command in ("predict", "verify")
-    given = parser.parse([arg for arg in rest if arg not in _PRINT_CONFIG], takes_inputs)
-    if _PRINT_CONFIG & set(rest):
+    given = parser.parse([arg for arg in arguments if arg not in _PRINT_CONFIG], takes_inputs)
+    if _PRINT_CONFIG & set(arguments):
         settings = as_plain(layered(with_length(parser.defaults(), given.settings), given.settings))
         print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
         return None
@@ -74,15 +75,15 @@ def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) 
 
 
 def _command(args: Sequence[str]) -> tuple[str, list[str]]:
-    """The command, and what follows it."""
-    rest = list(args)
-    command = rest.pop(0) if rest and rest[0] in COMMANDS else "fit"
-    if rest and not rest[0].startswith("-") and command not in ("predict", "verify"):
-        if rest[0] in COMMANDS:
-            raise UserError(f"{command} and {rest[0]} are two commands; pass one of them")
-        hint = nearest(rest[0], COMMANDS) or f"; expected one of {', '.join(COMMANDS)}, or a flag"
-        raise UserError(f"unknown command {rest[0]!r}{hint}")
-    return command, rest
+    """Return the command and the arguments after it."""
+    arguments = list(args)
+    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "fit"
+    if arguments and not arguments[0].startswith("-") and command not in ("predict", "verify"):
+        if arguments[0] in COMMANDS:
+            raise UserError(f"{command} and {arguments[0]} are two commands; pass one of them")
+        hint = nearest(arguments[0], COMMANDS) or f"; expected one of {', '.join(COMMANDS)}, or a flag"
+        raise UserError(f"unknown command {arguments[0]!r}{hint}")
+    return command, arguments
 
 
 def _print_help(parser: FlagParser, recipe: type[Recipe], everything: bool) -> None:
@@ -93,21 +94,21 @@ def _print_help(parser: FlagParser, recipe: type[Recipe], everything: bool) -> N
     print("\n".join([*lines, "", *textwrap.wrap(summary, width), ""]))  # noqa: T201
     print_columns("Commands", COMMANDS, width)
     print_flags(parser, everything)
-    rest = {} if everything else {"--help-all": "all flags, with their full texts"}
+    more_help = {} if everything else {"--help-all": "all flags, with their full texts"}
     settings = {
         "--config FILE": "YAML file of settings; the last wins, and what is typed wins over all",
         "--print-config": "print all settings as such a file, and exit",
         "--version": "print the version, and exit",
     }
     print()  # noqa: T201
-    print_columns("Settings (--no-NAME is the same as --NAME false)", rest | settings, width)
+    print_columns("Settings (--no-NAME is the same as --NAME false)", more_help | settings, width)
     checkpoint = f"runs/{recipe.title}/NAME/checkpoints/best.ckpt"
     print(f"\nExamples:\n  {parser.prog} --max-epochs 2 --name first")  # noqa: T201
     print(f"  {parser.prog} test --ckpt {checkpoint}")  # noqa: T201
 
 
 def _refuse(*rules: tuple[Any, str]) -> None:
-    """Refuse with the message of the first rule whose condition holds."""
+    """Raise the message of the first rule whose condition holds."""
     for holds, message in rules:
         if holds:
             raise UserError(message)
@@ -117,8 +118,8 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
     """Refuse flags that the command does not use, and a command without what it needs.
 
     Args:
-        settings: what was given, and defaults.
-        classes: recipe and data.
+        settings: the given settings and the defaults.
+        classes: the classes of recipe and data module.
     """
     recipe = classes.recipe
     data_name = classes.data_class.__name__

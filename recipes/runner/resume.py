@@ -1,9 +1,12 @@
-"""Where a run resumes: the rule, from what was typed and the job that it runs in to a folder and a checkpoint.
+"""Decide where a run resumes: from the flags and its Slurm or torchrun job to a folder and a checkpoint.
 
-``--resume FILE`` takes the checkpoint, ``--resume auto`` the newest valid one of the run, and ``--resume none`` starts
-fresh, which is the default but in a job that Slurm or torchrun may start again. Such a job finds its run by the name of
-the job. Typed again with ``--resume FILE``, it resumes from its own newest checkpoint: the run's ``lineage.json`` says
-which job began at which file. A further run of a process is none of those before it.
+- ``--resume FILE`` resumes from this checkpoint.
+- ``--resume auto`` resumes from the newest valid checkpoint of the run.
+- ``--resume none`` starts fresh. This is the default, except in a job that Slurm or torchrun may restart.
+
+A restarted job finds its run by the name of the job. It has the same command, and with ``--resume FILE`` in it, it
+resumes from its own newest checkpoint: the run's ``lineage.json`` records which job started from which file. A second
+run in one process never resumes the first.
 """
 
 import json
@@ -35,7 +38,7 @@ _LENGTHS = ("max_epochs", "max_steps", "max_time")
 _RESTARTS_WITHOUT_PROGRESS = 5
 
 _used: set[str | None] = set()
-"""The folders of the runs of this process; one of them that was removed counts, so that a restart counts as it did."""
+"""The folders of the runs of this process. Removed folders stay in the set, so that a restart numbers folders alike."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class ResumePoint:
     """Where a run starts or resumes.
 
     Args:
-        folder: the run's folder, which may exist; None for a new one, named by --name or the time.
+        folder: the run's folder, which may exist; None for a new folder, named by --name or the time.
         checkpoint: the checkpoint to resume from.
         finished: the run has been trained and tested.
         given: the user has named the checkpoint.
@@ -63,22 +66,22 @@ def find_resume_point(
     typed: Mapping[str, Any],
     free: Collection[str],
 ) -> ResumePoint:
-    """Decide where this command trains; the same on all ranks that share the folder.
+    """Decide where this command starts or resumes; ranks that share the folder decide alike.
 
     Args:
         resume: a checkpoint, "auto", "none", or None: "auto" where the launcher restarts the run, else "none".
         name: the name of the run.
         parent: the folder of the recipe's runs.
         config: the settings of this command.
-        typed: those of them that were typed, or stand in a file that was.
-        free: settings that do not make the experiment.
+        typed: the settings that were typed, or are in a file of ``--config``.
+        free: the settings that do not define the experiment.
 
     Raises:
-        UserError: `resume` is not a valid checkpoint, or nothing names the job.
+        UserError: `resume` is not a valid checkpoint, or the job has no name.
     """
 
     def resume_same(folder: Path) -> ResumePoint | None:
-        """Resume in a folder whose run is this experiment, or says nothing of its own."""
+        """Resume in `folder` if its config matches, or if it has none."""
         file = folder / "config.yaml"
         saved = read_settings(file) if file.is_file() else None
         if saved is not None and describe_differences(saved, config, free):
@@ -93,14 +96,17 @@ def find_resume_point(
         point = ResumePoint()
     elif name is not None and (resume or str(parent / name) not in _used):
         point = resume_in(parent / name, typed)
-    elif job := launch_name(os.environ, name):
-        further = (path for path in numbered(parent / (name or job)) if str(path) not in _used)
-        point = next(filter(None, map(resume_same, further)))
     else:
-        folders = [path.parent for path in parent.glob("*/config.yaml")]
-        newest = sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
-        points = filter(None, map(resume_same, newest))
-        point = next((each for each in points if each.checkpoint and not each.finished), ResumePoint())
+        job = launch_name(os.environ, name)
+        if job:
+            candidates = map(resume_same, _folders_of_job(parent / (name or job)))
+            # The first folder of this experiment; one that does not exist yet is the last of them.
+            point = next(candidate for candidate in candidates if candidate)
+        else:
+            folders = [path.parent for path in parent.glob("*/config.yaml")]
+            newest = sorted(folders, key=_modification_time, reverse=True)
+            trained = (candidate for candidate in map(resume_same, newest) if candidate and candidate.checkpoint)
+            point = next((candidate for candidate in trained if not candidate.finished), ResumePoint())
     _used.add(point.folder)
     return point
 
@@ -114,45 +120,64 @@ def resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
 
 
 def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
-    """Whether a run has its results, and what was typed asks for no more than it has trained.
+    """Return whether a run has its results, and the command asks for no more training.
 
     Args:
-        run: its newest checkpoint.
-        typed: the settings that were typed. Where the length of the run is not among them, its own holds.
+        run: the run's newest checkpoint.
+        typed: the settings that were typed. Without a length among them, the run's own length holds.
     """
     if not (folder / RESULTS).is_file():
         return False
-    epochs, steps, _ = (run.config.get(name) if typed.get(name) is None else typed[name] for name in _LENGTHS)
-    if run.is_finished(epochs, -1 if steps is None else steps):
+    lengths = {name: run.config.get(name) for name in _LENGTHS}
+    lengths |= {name: typed[name] for name in _LENGTHS if typed.get(name) is not None}
+    steps = lengths["max_steps"]
+    if run.is_finished(lengths["max_epochs"], -1 if steps is None else steps):
         return True
-    # It has ended before that: by early stopping or its time, and would again with these settings.
+    # Early stopping or the time has ended the run before that, and would end it again with the same settings.
     names = ("patience",) if read_results(folder).get("stopped_early") else _LENGTHS
     return all(typed.get(name) in (None, run.config.get(name)) for name in names)
 
 
 def numbered(folder: Path) -> Iterator[Path]:
-    """The folders NAME, NAME-2, ..., since several runs may have a name, and a job may make several runs."""
+    """Yield the folders NAME, NAME-2, ..., since several runs may have a name, and a job may make several runs."""
     yield folder
-    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    for number in count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
+
+
+def _folders_of_job(first: Path) -> Iterator[Path]:
+    """Yield the numbered folders of a job, without those of earlier runs of this process."""
+    for folder in numbered(first):
+        if str(folder) not in _used:
+            yield folder
+
+
+def _modification_time(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any]) -> ResumePoint:
     """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
-    home = Path(resume).resolve().parent
-    in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
-    folder = home.parent if in_run else None
-    if job := launch_name(os.environ, name):
-        folders = [home.parent] if in_run else (p for p in numbered(parent / (name or job)) if str(p) not in _used)
-        folder = next(path for path in folders if in_run or not path.exists() or _lineage(path).get(job) == resume)
+    parent_folder = Path(resume).resolve().parent
+    in_run = parent_folder.name == "checkpoints" and (parent_folder.parent / "config.yaml").is_file()
+    folder = parent_folder.parent if in_run else None
+    job = launch_name(os.environ, name)
+    if job:
+        if folder is None:
+            # The first start of the job has made one of these folders, or takes the first that does not exist.
+            candidates = _folders_of_job(parent / (name or job))
+            folder = next(path for path in candidates if not path.exists() or _lineage(path).get(job) == resume)
         began_here = _lineage(folder).get(job) == resume and str(folder) not in _used
-        if began_here and (own := resume_in(folder, typed)).checkpoint:
-            return own
+        resumed = resume_in(folder, typed) if began_here else None
+        if resumed and resumed.checkpoint:
+            return resumed
     try:
         read_run(resume)
     except UserError as error:
-        valid = newest_valid_checkpoint(home, logs=False) if home.name == "checkpoints" else None
-        newest = f"{error}; the newest valid checkpoint is {valid}: pass resume=auto"
-        raise UserError(newest if valid else str(error)) from error
+        valid = newest_valid_checkpoint(parent_folder, logs=False) if parent_folder.name == "checkpoints" else None
+        if valid is None:
+            raise
+        raise UserError(f"{error}; the newest valid checkpoint is {valid}: pass resume=auto") from error
     return ResumePoint(str(folder) if folder else None, resume, given=True)
 
 
@@ -163,60 +188,66 @@ def start_from(checkpoint: str, folder: Path, name: str | None) -> list[Path]:
     updates again.
 
     Args:
+        checkpoint: the checkpoint to resume from.
+        folder: the run's folder.
         name: ``--name``.
 
     Returns:
-        The new names of these, which end in ``.abandoned``.
+        The new paths, which end in ``.abandoned``.
     """
     if not is_rank_zero():
         return []
-    updates, renamed = read_run(checkpoint).updates, []
-    # First, so that a job that is restarted in between does not find them.
+    updates = read_run(checkpoint).updates
+    renamed = []
+    # Before the lineage is written, so that a job that is restarted in between does not resume from them.
     for path, run in readable_checkpoints(folder / "checkpoints").items():
         if run.updates > updates:
             renamed.append(path.rename(path.with_name(f"{path.name}-{run.updates}.abandoned")))
-    if job := launch_name(os.environ, name):
+    job = launch_name(os.environ, name)
+    if job:
         write_rows(folder / _LINEAGE, _lineage(folder) | {job: checkpoint})
     return renamed
 
 
 def _lineage(folder: Path) -> dict[str, str]:
-    """The checkpoints, as they were typed, from which jobs have started the run in a folder."""
+    """Return the checkpoints that jobs resumed from in a folder, as they were typed, by the name of the job."""
     try:
         return dict(json.loads((folder / _LINEAGE).read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
-# The job
-
-
 def _slurm_name(environment: Mapping[str, str]) -> str | None:
-    """For a step of a batch job; in an interactive job a user may run several programs."""
+    """Return the name of a step of a batch job; None in an interactive job, where a user may run several programs."""
     if "SLURM_PROCID" not in environment or not is_batch_job(environment):
         return None
-    job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "0")
-    return f"slurm-{job}" + (f"-step{step}" if step.isdigit() and 0 < int(step) < 1_000_000 else "")
+    job = environment["SLURM_JOB_ID"]
+    step = environment.get("SLURM_STEP_ID", "0")
+    # Large numbers are special steps, such as the batch script.
+    if step.isdigit() and 0 < int(step) < 1_000_000:
+        return f"slurm-{job}-step{step}"
+    return f"slurm-{job}"
 
 
 def _torchrun_restarts(environment: Mapping[str, str]) -> tuple[int, int]:
-    """How often torchrun has started these processes again, and how often it may."""
-    texts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    done, most = (int(text) if text.isdigit() else 0 for text in texts)
-    return done, most
+    """Return how often torchrun has restarted these processes, and how often it may."""
+    made = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    allowed = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return int(made) if made.isdigit() else 0, int(allowed) if allowed.isdigit() else 0
 
 
 def launch_name(environment: Mapping[str, str], name: str | None = None) -> str | None:
-    """A name of this job that its restarts and requeues share, and other jobs do not; None without restarts.
+    """Return a name of this job that restarts and requeues share, and other jobs do not; None without restarts.
 
     Args:
-        name: that of the run, which serves where torchrun restarts it on several nodes and nothing else names the job.
+        name: the name of the run, used where torchrun restarts it on several nodes and nothing else names the job.
 
     Raises:
-        UserError: it is needed, and None.
+        UserError: the name is needed, and None.
     """
-    if slurm := _slurm_name(environment):
-        return slurm
+    slurm_name = _slurm_name(environment)
+    if slurm_name:
+        return slurm_name
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run is None or is_worker(environment) or not any(_torchrun_restarts(environment)):
         return None
@@ -234,21 +265,21 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
 
 
 def requeue_after_loss(folder: str | None, updates: int) -> str:
-    """Have Slurm start this batch job again, since a process of it was killed or a node has gone.
+    """Requeue this Slurm batch job, since one of its processes was killed or a node has gone.
 
-    What killed it may do so again at the same update. A job that was started without saving anything new is therefore
-    requeued up to its fifth restart only.
+    The cause may kill it again at the same update. A job that saves nothing new is therefore requeued up to its fifth
+    restart only.
 
     Args:
-        folder: of the run, where it is known.
-        updates: after which this process started.
+        folder: the run's folder, where it is known.
+        updates: the updates after which this process started.
 
     Returns:
-        What became of it, in words; nothing outside of a batch job, and where torchrun starts the processes again.
+        The outcome in words; empty outside of a batch job, and where torchrun restarts the processes.
     """
     job = batch_job(os.environ)
-    done, most = _torchrun_restarts(os.environ)
-    if job is None or done < most:
+    restarts_made, restarts_allowed = _torchrun_restarts(os.environ)
+    if job is None or restarts_made < restarts_allowed:
         return ""
     saved = readable_checkpoints(Path(folder) / "checkpoints").values() if folder else ()
     if restarts(os.environ) >= _RESTARTS_WITHOUT_PROGRESS and all(run.updates <= updates for run in saved):

@@ -1,8 +1,8 @@
-"""One command line for every recipe, ``run(MyRecipe, MyDataModule)``: from what was typed to what was trained.
+"""Provide one command line for every recipe, ``run(MyRecipe, MyDataModule)``.
 
-`Run` goes on as a run does: read the request, find the checkpoint to resume from, merge its settings, find out which
-process of the run this one is and wait for the others, build the experiment, and carry out the command. The settings
-are one mapping all the way: ``defaults | checkpoint | files | typed``, merged by `merge`.
+`Run` takes these steps, in order: find the checkpoint to resume from, merge the settings, plan the processes and wait
+for the other ranks, build the experiment, and carry out the command. The settings are one mapping throughout:
+``defaults | checkpoint | files | typed``, merged by `merge`.
 """
 
 import os
@@ -63,14 +63,14 @@ def run(
     SIGTERM, 129 for a closed terminal.
 
     Args:
-        recipe_class: what to train.
-        data_class: what to train on.
+        recipe_class: the recipe to train.
+        data_class: the data module to train on.
         callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
         args: the command line; by default that of the process.
     """
     escape_output()
     end_with_torchrun(os.environ)
-    # A program has begun with its imports, which take seconds.
+    # The process is older than this call: its imports took seconds.
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
     if is_worker(os.environ):
         started_at = float(os.environ[STARTED_AT])
@@ -79,37 +79,39 @@ def run(
         this_run = Run(Classes(recipe_class, data_class, callbacks), typed, started_at)
         names = this_run.parser.flags
         with ending_on_signals(*SIGNALS), failures_reported(this_run.after_loss), errors_with_flags(names):
-            if request := read_request(this_run.parser, recipe_class, typed.args):
+            request = read_request(this_run.parser, recipe_class, typed.args)
+            if request:
                 this_run.execute(request)
         leave_run()
     except Preempted as stopped:
         rank_zero_print(f"\nended by {stopped.signal_name}")
-        if is_rank_zero() and (note := requeue_on(stopped.signum)):
+        note = requeue_on(stopped.signum) if is_rank_zero() else ""
+        if note:
             rank_zero_print(note)
         raise
     except UserError as error:
-        if not is_worker(os.environ):  # Else the agent prints it, once for all workers.
-            who = ""
+        if not is_worker(os.environ):  # The agent of a worker prints the error, once for all workers.
+            rank_text = ""
             if not is_rank_zero():
-                # Where rank 0 makes the same error, it prints first, and its launcher may end the others.
+                # If rank 0 has the same error, it prints first, and its launcher may then end this process.
                 time.sleep(3)
-                who = f" on rank {rank_of_process()}"
-            print_error(f"error{who}: {one_line(str(error))}")
+                rank_text = f" on rank {rank_of_process()}"
+            print_error(f"error{rank_text}: {one_line(str(error))}")
         sys.exit(error.exit_status)
     except Exception as error:
         if not is_worker(os.environ) and not dist.is_initialized():
             raise
         if not is_lost_connection(error):
             traceback.print_exc()
-        exit_now(1)  # A regular exit would wait for the process group.
+        exit_now(1)  # A regular exit would wait for the ranks in the process group.
 
 
 class Run:
-    """One call of a command line, or of `recipes.fit`.
+    """A call of a command line, or of `recipes.fit`.
 
     Args:
-        classes: recipe and data.
-        typed: what the user typed, for the commands to print.
+        classes: the classes of recipe and data module.
+        typed: what the user typed, for commands in messages.
         started_at: `time.monotonic` at the start of the program.
     """
 
@@ -122,10 +124,10 @@ class Run:
         self._point = ResumePoint()
 
     def execute(self, request: Request) -> RunResult | None:
-        """Carry out a command; an error by which the system refuses files, processes or memory takes one line.
+        """Carry out a command; errors of the operating system are reported in one line.
 
         Returns:
-            What fit has reached, in the process that has trained; None for the other commands.
+            The result of fit, in a process that has trained; None for the other commands.
         """
         configure_logging(() if self.typed.in_program else self.parser.flags)
         try:
@@ -134,12 +136,13 @@ class Run:
                 return None
             return self._find_and_start(request)
         except (MemoryError, OSError, RuntimeError, TypeError) as error:
-            if problem := system_failure(error):
+            problem = system_failure(error)
+            if problem:
                 raise RunFailedError(problem) from error
             raise
 
     def after_loss(self) -> str:
-        """What is done where a process of the run was lost, in words."""
+        """Requeue the job where a process was lost, and return what was done, in words."""
         return requeue_after_loss(self._point.folder, self._updates_done())
 
     def _updates_done(self) -> int:
@@ -152,7 +155,9 @@ class Run:
         check_request(request, settings, self.classes)
         if command == "fit":
             self._point = self._find_resume_point(settings, given)
-        if checkpoint := self._point.checkpoint or settings["ckpt"]:
+        checkpoint = self._point.checkpoint or settings["ckpt"]
+        if checkpoint:
+            # The settings of the checkpoint replace the defaults, so that the command needs none of them.
             saved = self._saved_run(checkpoint)
             settings = self._merge(request, saved.config, saved.auto_settings if self._point.checkpoint else None)
         elif command in SCORING:
@@ -169,8 +174,6 @@ class Run:
             self.parser.import_optimizer(settings, given)
         return self._start(command, settings, request.given.inputs)
 
-    # Merge the settings
-
     def _merge(
         self,
         request: Request,
@@ -178,7 +181,7 @@ class Run:
         auto_settings: Sequence[str] | None = None,
         keeps: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """The settings of a request on top of saved ones; see `merge`."""
+        """Merge the settings of a request on top of saved ones; see `merge`."""
         given = request.given.settings
         defaults = self.parser.defaults()
         if request.command == "fit":
@@ -188,10 +191,8 @@ class Run:
         return merge(self._marks, defaults, given, saved, auto_settings, keeps, request.given.typed)
 
     def _config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that make the experiment, as they are saved."""
+        """Return the settings that define the experiment, as they are saved."""
         return {name: as_plain(value) for name, value in settings.items() if name not in self._marks.one_call}
-
-    # Find the checkpoint to resume from, and compare its settings
 
     def _find_resume_point(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> ResumePoint:
         name = settings["name"]
@@ -202,14 +203,15 @@ class Run:
             resume = "none" if resume in (None, "auto") else resume
         parent = Path(settings["run_dir"]) / self.classes.recipe.title
         point = find_resume_point(resume, name, parent, self._config(settings), given, self._marks.free)
-        if folder := shared_folder():
-            # The agents have started the run again: it goes on in its own folder.
-            own = resume_in(Path(folder), given)
-            return own if own.checkpoint else replace(point, folder=folder)
+        folder = shared_folder()
+        if folder:
+            # The agents have restarted the run, so that it resumes in its own folder.
+            point_in_folder = resume_in(Path(folder), given)
+            return point_in_folder if point_in_folder.checkpoint else replace(point, folder=folder)
         return point
 
     def _saved_run(self, checkpoint: str) -> SavedRun:
-        """What a checkpoint holds of its run, which has to be one of this recipe."""
+        """Read the run of a checkpoint, which has to be one of this recipe."""
         saved = read_run(checkpoint)
         recipe = self.classes.recipe
         if not recipe.owns(saved.recipes):
@@ -225,7 +227,8 @@ class Run:
         saved = read_run(checkpoint)
         config = self._config(settings)
         free = self._marks.free | {name for name in self._marks.null_ends if config[name] is None}
-        if differences := describe_differences(saved.config, config, free, saved.auto_settings):
+        differences = describe_differences(saved.config, config, free, saved.auto_settings)
+        if differences:
             raise UserError(
                 f"{relative_path(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or"
                 ' start fresh: pass another `name`, and weights="FILE" for a warm start'
@@ -236,23 +239,23 @@ class Run:
         saved = read_run(checkpoint)
         if self._point.given and saved.is_finished(settings["max_epochs"], settings["max_steps"]):
             length = "max_steps" if settings["max_epochs"] == -1 else "max_epochs"
-            done = saved.updates if length == "max_steps" else saved.epochs
+            trained = saved.updates if length == "max_steps" else saved.epochs
             raise UserError(
                 f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass"
-                f" {length}={2 * max(1, done)} to train longer"
+                f" {length}={2 * max(1, trained)} to train longer"
             )
 
     def _finished(self, folder: Path) -> RunResult | None:
-        """The result of a run that has finished, which stays as it is."""
-        text = (
+        """Print that a run has finished, and return its result to a program."""
+        message = (
             f"the run in {relative_path(folder)} has finished, and stays as it is; pass a larger `max_epochs` or"
             " `max_steps` (or `patience`, where it was stopped early) to train longer"
         )
-        rank_zero_print(text if self.typed.in_program else as_flags(text, self.parser.flags))
+        rank_zero_print(message if self.typed.in_program else as_flags(message, self.parser.flags))
         return read_result(folder, self.classes.recipe) if self.typed.in_program else None
 
     def _verify(self, request: Request) -> None:
-        """Train an interval of a run again, with the settings that it had there."""
+        """Train an interval of a run again, with the settings of that interval."""
         recipe = self.classes.recipe
         folder = request.folder
         if folder is None:
@@ -267,21 +270,19 @@ class Run:
         given = request.given.settings
         may_differ = self._marks.of_machine | {"enable_progress_bar"} | free_parameters(self.classes)
         compared = [name for name in given if name not in self._marks.one_call | may_differ]
-        wrong = [name for name in compared if not same_setting(name, start.config.get(name), given[name])]
-        if wrong:
-            raise UserError(f"verify trains with the settings of the run: leave out {', '.join(map(flag_of, wrong))}")
+        changed = [name for name in compared if not same_setting(name, start.config.get(name), given[name])]
+        if changed:
+            raise UserError(f"verify trains with the settings of the run: leave out {', '.join(map(flag_of, changed))}")
         # By default on as many devices as the run had.
-        chosen = "devices" in given or "TORCHELASTIC_RUN_ID" in os.environ
-        split = {} if chosen else {name: start.environment.get(name) for name in ("devices", "num_nodes")}
+        user_chose_devices = "devices" in given or "TORCHELASTIC_RUN_ID" in os.environ
+        split = {} if user_chose_devices else {name: start.environment.get(name) for name in ("devices", "num_nodes")}
         keeps = ("accelerator", "strategy", *split)
         settings = self._merge(request, {**start.config, **split}, keeps=keeps)
         check_request(request, settings, self.classes)
         self.parser.import_optimizer(settings, given)
-        settings["max_time"] = None  # It is not to end by this machine's speed.
+        settings["max_time"] = None  # A slower machine must not end before the interval does.
         self._point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
         self._start("fit", settings, interval=interval)
-
-    # Find out which process this is, start the others or wait for them, build, and go
 
     def _start(
         self, command: str, settings: dict[str, Any], inputs: Sequence[str] = (), interval: Interval | None = None
@@ -292,34 +293,37 @@ class Run:
             settings["devices"] = 1
         settings["precision"], reason = resolve_precision(settings["precision"], settings["accelerator"])
         config = self._config(settings)
-        # What is out of its range is refused before a process waits for another.
+        # These constructors check ranges: a wrong setting is refused before a process waits for another.
         run_settings = RunSettings(**self.parser.select(settings, "Run"))
         trainer = TrainerSettings(**self.parser.select(settings, "Trainer"))
         options = LaunchSettings(**self.parser.select(settings, "Launch"))
         launch = plan_processes(command, trainer, options, self.typed)
         typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         if launch.starts_agent:
-            begins = self._point.checkpoint is None
-            batch_size = settings.get("batch_size") if begins else None
+            starts_fresh = self._point.checkpoint is None
+            batch_size = settings.get("batch_size") if starts_fresh else None
             check_shared_update(launch, run_settings.global_batch_size, batch_size)
             modules = {kind.__module__ for kind in (self.classes.recipe, self.classes.data_class)} - {"__main__"}
-            from recipes.runner.agent import run_agent  # A process that trains does not need it.
+            from recipes.runner.agent import run_agent  # Imported here, since processes that train do not need it.
 
             run_agent(launch, sorted(modules), options.rendezvous_timeout, typed, self.after_loss, self.started_at)
             return None
 
-        def compared() -> dict[str, Any]:
+        def settings_to_compare() -> dict[str, Any]:
             classes = (self.classes.recipe, self.classes.data_class)
             return fingerprint(config, classes) | {UPDATES_DONE: self._updates_done()}
 
-        launch = join_run(launch, compared, options, typed)
+        launch = join_run(launch, settings_to_compare, options, typed)
         if self._point.checkpoint and not self._point.given and interval is None:
             rank_zero_print(
                 f"resuming from {relative_path(self._point.checkpoint)}, after {self._updates_done():,} updates"
             )
-        if checkpoint := self._point.checkpoint or settings["ckpt"]:
+        checkpoint = self._point.checkpoint or settings["ckpt"]
+        if checkpoint:
             note_unknown_settings(checkpoint, self.parser.flags)
-        on_cpu = detect_machine(trainer.accelerator).kind == "cpu"
+        notes = f" ({reason})" if reason else ""
+        if tuned and detect_machine(trainer.accelerator).kind == "cpu":
+            notes += ", tuned allocator"
         try:
             experiment = build_experiment(
                 command,
@@ -333,12 +337,12 @@ class Run:
                 point=self._point,
                 typed=typed,
                 inputs=inputs,
-                notes=(f" ({reason})" if reason else "") + (", tuned allocator" if tuned and on_cpu else ""),
+                notes=notes,
             )
             return run_command(experiment, self.started_at, interval)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise
-            checkpoint = self._point.checkpoint or settings["ckpt"]
-            first = str(error).splitlines()[1].strip()
-            raise UserError(f"{checkpoint} holds another network than this one: {first[:200]}") from error
+            # torch's first line names the module only; the second has the first tensor that differs.
+            reason = str(error).splitlines()[1].strip()
+            raise UserError(f"{checkpoint} holds another network than this one: {reason[:200]}") from error

@@ -1,4 +1,4 @@
-"""What a run writes of itself while it trains: pictures as ``figures/NAME.png``, and the page of an interrupted run."""
+"""Write files of a run while it trains: pictures as ``figures/NAME.png``, and the page of an interrupted run."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -20,48 +20,50 @@ FIGURES = "figures"
 
 
 def figures_of(trainer: pl.Trainer) -> dict[str, Picture]:
-    """The ``figures`` of the recipe and of the callbacks, by name."""
+    """Return the ``figures`` of the recipe and of the callbacks, by name."""
     return _collected(trainer, "figures")
 
 
 def tables_of(trainer: pl.Trainer) -> dict[str, Table]:
-    """The ``tables`` of the recipe and of the callbacks, by the name of their file."""
+    """Return the ``tables`` of the recipe and of the callbacks, by the name of their file."""
     return _collected(trainer, "tables")
 
 
 def _collected(trainer: pl.Trainer, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for owner in (trainer.lightning_module, *callbacks_of(trainer)):
-        mine = getattr(owner, name, None)
-        found |= mine if isinstance(mine, Mapping) else {}
-    return found
+        items_of_owner = getattr(owner, name, None)
+        if isinstance(items_of_owner, Mapping):
+            collected |= items_of_owner
+    return collected
 
 
 def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Trainer) -> None:
-    """Write pictures into the folder of a run as PNG, and give them to its loggers; curves are in these already."""
+    """Write pictures into the folder of a run as PNG, and log them; the loggers have the curves already."""
     images = {}
     for name, picture in pictures.items():
         with best_effort(f"{FIGURES}/{name}.png"):
             image = picture.image()
             file = io.BytesIO()
-            image.save(file, "png", compress_level=1)  # Higher levels take twice as long, and save a fifth.
-            with atomic_write(folder / FIGURES / f"{name}.png") as part:
-                part.write_bytes(file.getvalue())
+            # Higher levels take twice as long, and save a fifth of the bytes.
+            image.save(file, "png", compress_level=1)
+            with atomic_write(folder / FIGURES / f"{name}.png") as temporary:
+                temporary.write_bytes(file.getvalue())
             if not name.startswith("curve_"):
                 images[name] = LoggedImage(image, file.getvalue())
     log_images(trainer.loggers, images, trainer.global_step)
 
 
 class RunFiles(Stopwatch):
-    """Saves pictures of the first batch of training at once, and writes the page of a run that is interrupted.
+    """Callback that saves pictures of the first training batch, and the page of an interrupted run.
 
-    `figures` are those pictures. It also measures the run, as `Stopwatch`.
+    `figures` has these pictures. The callback measures the run as `Stopwatch` does.
 
     Runs on: the start and the first batch of training, and `on_exception`; on rank 0.
 
     Args:
         started_at: `time.monotonic` when the program was started.
-        folder: of the run.
+        folder: the run's folder.
         write_page: writes the page of a run that has not finished, given the Trainer, this object, and how it ended.
     """
 
@@ -76,7 +78,7 @@ class RunFiles(Stopwatch):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._has_batch = not trainer.is_global_zero
-        # A folder holds results.json exactly where its run has finished.
+        # Moved away, since a folder has results.json if and only if its run has finished.
         if trainer.is_global_zero and (self.folder / RESULTS).is_file():
             with best_effort("the results of the shorter training"):
                 (self.folder / RESULTS).replace(self.folder / "results-before.json")
@@ -87,6 +89,7 @@ class RunFiles(Stopwatch):
             return
         self._has_batch = True
         with best_effort("pictures of the training data"):
+            # The item of a training loader is an update, which may have several micro-batches.
             self.figures = pl_module.training_figures(micro_batches(batch)[0])
             save_pictures(self.folder, self.figures, trainer)
 
@@ -95,6 +98,6 @@ class RunFiles(Stopwatch):
         if trainer.is_global_zero and trainer.state.fn == "fit":
             name = getattr(exception, "signal_name", None) or type(exception).__name__
             for logger in trainer.loggers:
-                logger.save()  # The curves are in metrics.csv.
+                logger.save()  # The page draws its curves from metrics.csv.
             with best_effort("report.html"):
                 self._write_page(trainer, self, f"interrupted by {name} after {trainer.global_step:,} updates")

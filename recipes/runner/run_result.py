@@ -1,4 +1,4 @@
-"""What a run has reached: what `recipes.fit` returns, and the closing table, results.json and report.html show."""
+"""Hold the result of a run: `recipes.fit` returns it, and the closing table and report.html show it."""
 
 import html
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ from recipes.tables import Table
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """What a run has reached.
+    """The result of a run.
 
     Args:
         model: the recipe with the weights of the best checkpoint; `fit` returns it in evaluation mode on the CPU.
-        scores: of that checkpoint, such as "val/accuracy" and "test/loss".
-        folder: of the run, with its checkpoints, curves and ``results.json``; None where nothing was saved.
-        checkpoint: that the weights are of; None where none was saved.
-        data: that it was trained on; None where the run had finished before.
-        epochs: completed in all, also before a resume.
-        stopped_early: why, where early stopping has ended it; else empty.
-        tables: of the validation and the test after training, by the name of their file.
-        figures: the pictures of ``report.html`` but the curves, by name.
+        scores: the scores of that checkpoint, such as "val/accuracy" and "test/loss".
+        folder: the run's folder with checkpoints, curves and ``results.json``; None where nothing was saved.
+        checkpoint: the checkpoint with the weights; None where none was saved.
+        data: the data module of the training; None where the run had finished before.
+        epochs: all completed epochs, those before a resume included.
+        stopped_early: the reason of early stopping; else empty.
+        tables: tables of the validation and the test after training, by the name of their file.
+        figures: the pictures of ``report.html`` except the curves, by name.
     """
 
     model: Recipe
@@ -43,7 +43,7 @@ class RunResult:
 
     @override
     def __repr__(self) -> str:
-        scores = ", ".join(f"{name} {text.partition(' (')[0]}" for name, text in self.headline.items())
+        scores = ", ".join(f"{name} {value.partition(' (')[0]}" for name, value in self.headline.items())
         return f"<RunResult {self.model.title}: {scores or 'no score'}; {self.folder or 'not saved'}>"
 
     @property
@@ -52,21 +52,22 @@ class RunResult:
         return self.model.headline(self.scores)
 
     def _repr_html_(self) -> str:
-        """The scores and the curves, for notebooks."""
+        """Return the scores and the curves, for notebooks."""
         figures = run_curves(self.folder, self.model.monitor) if self.folder else {}
-        place = f"<p>The whole run: {html.escape(str(self.folder / 'report.html'))}</p>" if self.folder else ""
-        return framed(table([self.headline]), plots(figures), place)
+        report_link = f"<p>The whole run: {html.escape(str(self.folder / 'report.html'))}</p>" if self.folder else ""
+        return framed(table([self.headline]), plots(figures), report_link)
 
 
 def read_result(folder: Path, recipe: type[Recipe]) -> RunResult:
-    """The result of a run that has finished.
+    """Read the result of a finished run from its folder.
 
     Args:
-        folder: of the run, which may have moved.
-        recipe: the class of its recipe.
+        folder: the run's folder, which may have moved.
+        recipe: the class of the run's recipe.
     """
     results = read_results(folder)
     saved = results["best"]["checkpoint"] if results["best"] else "last.ckpt"
+    # Only the name of the saved path: the folder may have moved.
     best = folder / "checkpoints" / Path(saved).name
     return RunResult(
         model=recipe.load_from_checkpoint(best, map_location="cpu", weights_only=True),

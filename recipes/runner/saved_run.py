@@ -1,4 +1,4 @@
-"""What is read from a saved run: settings and progress in a checkpoint, and settings in a file."""
+"""Read the settings and the progress in a checkpoint, and the settings in a file."""
 
 import logging
 import os
@@ -20,20 +20,20 @@ log = logging.getLogger("lightning_recipes.resume")
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The part of a checkpoint that is needed before the Trainer reads it.
+    """The settings and the progress in a checkpoint, read before the Trainer restores it.
 
     Args:
         config: the settings of the run.
         updates: optimiser steps made.
         epochs: epochs completed.
-        devices: number of devices it was trained on; None in checkpoints of a plain Trainer.
+        devices: number of devices of the run; None in checkpoints of a plain Trainer.
         update_items: samples of an update on all devices, or batches limited by tokens; None where their number is
             not known.
-        epoch: in which it was saved, from 1.
-        recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
+        epoch: the epoch of the save, counted from 1.
+        recipes: titles of the recipe and of its base classes; empty where they are not known.
         environment: what may have changed the bits, see `recipes.runner.results.environment`.
-        auto_settings: the settings that its first command left to it; None where they are not known.
-        run_ids: of its runs of W&B and MLflow, where it has one, by the logger's name.
+        auto_settings: the settings that the run has resolved; None where they are not known.
+        run_ids: the ids of its runs of W&B and MLflow by the logger's name.
     """
 
     config: dict[str, Any]
@@ -48,13 +48,13 @@ class SavedRun:
     run_ids: dict[str, str] = field(default_factory=dict)
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
-        """Whether the run has reached these bounds; -1 and None are no bound."""
+        """Return whether the run has reached these bounds; -1 and None are no bound."""
         by_epochs = max_epochs is not None and 0 <= max_epochs <= self.epochs
         return by_epochs or 0 <= max_steps <= self.updates
 
 
 def read_run(path: str | Path) -> SavedRun:
-    """The settings and the progress in a checkpoint, without running code from it; weights are not read.
+    """Read the settings and the progress in a checkpoint; no code in it runs, and weights are not read.
 
     Raises:
         UserError: the file is missing or damaged, or is not a checkpoint of a run.
@@ -64,6 +64,7 @@ def read_run(path: str | Path) -> SavedRun:
         raise UserError(f"{path} is a folder; pass a checkpoint" + (f", such as {newest}" if newest else ""))
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
+    # Read once per version of the file: a run asks several times.
     stat = Path(path).stat()
     return _read(str(path), stat.st_mtime_ns, stat.st_size)
 
@@ -75,7 +76,8 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
     except UserError:
         raise
     except Exception as error:
-        if problem := describe_damage(path):
+        problem = describe_damage(path)
+        if problem:
             raise UserError(f"{path} is not a checkpoint: {problem}") from error
         raise UserError(f"{path} is not a readable checkpoint: {str(error).splitlines()[0]}") from error
     entries = {"state_dict", "loops", "pytorch-lightning_version"}
@@ -88,9 +90,10 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
 
 
 def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
-    # A plain Trainer saves the constructors' arguments only.
+    # A checkpoint of a plain Trainer has the constructors' arguments only.
     saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
     devices = checkpoint.get("devices")
+    auto_settings = checkpoint.get("auto_settings")
     items = checkpoint.get("callbacks", {}).get("GradientAccumulation", {}).get("items")
     return SavedRun(
         dict(checkpoint.get("config") or saved),
@@ -101,13 +104,13 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
         1 + _count("epoch", checkpoint.get("epoch", 0)),
         tuple(map(str, checkpoint.get("recipes", ()))),
         dict(checkpoint.get("environment", {})),
-        None if (names := checkpoint.get("auto_settings")) is None else tuple(map(str, names)),
+        None if auto_settings is None else tuple(map(str, auto_settings)),
         {str(name): str(run_id) for name, run_id in checkpoint.get("run_ids", {}).items()},
     )
 
 
 def note_unknown_settings(path: str | Path, known: Collection[str]) -> None:
-    """Log the settings of a checkpoint that are not among the known ones, and so are left out."""
+    """Log the settings of a checkpoint that are not known, and so are left out."""
     saved = read_run(path).config
     unknown = ", ".join(f"{name}={saved[name]!r}" for name in sorted(saved) if name not in known)
     if unknown:
@@ -121,35 +124,42 @@ def _count(name: str, value: Any) -> int:
 
 
 def _checkpoints(folder: Path) -> tuple[dict[Path, SavedRun], dict[Path, str]]:
-    """The checkpoints in a folder that a run may resume from, and what is wrong with the others."""
-    found, wrong = {}, {}
+    """Return the checkpoints in a folder that a run may resume from, and the errors of the others."""
+    readable = {}
+    problems = {}
     for path in sorted(folder.glob("*.ckpt")):
         try:
-            found[path] = read_run(path)
+            readable[path] = read_run(path)
         except UserError as error:
-            wrong[path] = str(error).removeprefix(f"{path} ").removeprefix("is not a checkpoint: ")
-    return found, wrong
+            problems[path] = str(error).removeprefix(f"{path} ").removeprefix("is not a checkpoint: ")
+    return readable, problems
 
 
 def readable_checkpoints(folder: Path) -> dict[Path, SavedRun]:
-    """The checkpoints in a folder that can be read."""
+    """Return the checkpoints in a folder that can be read."""
     return _checkpoints(folder)[0]
 
 
 def newest_valid_checkpoint(folder: Path, logs: bool = True) -> Path | None:
-    """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are logged.
+    """Return the valid checkpoint with the most updates, or None; damaged ones with more updates are logged.
 
-    The number of updates decides, not the time of the file, since clocks may be set back.
+    The number of updates decides, not the time of the file, because clocks may be set back.
 
     Args:
         folder: the run's ``checkpoints``.
-        logs: whether to log them.
+        logs: whether to log the damaged checkpoints.
     """
-    found, damaged = _checkpoints(folder)
+    readable, damaged = _checkpoints(folder)
     valid = None
-    oldest_first = sorted(found, key=lambda p: (found[p].updates, found[p].epochs, p.name == "last.ckpt", p))
-    for path in reversed(oldest_first):
-        if (problem := describe_damage(path)) is None:
+
+    def progress(path: Path) -> tuple[int, int, bool, Path]:
+        run = readable[path]
+        return run.updates, run.epochs, path.name == "last.ckpt", path
+
+    # Newest first, and only until one is valid: a check reads the whole file.
+    for path in sorted(readable, key=progress, reverse=True):
+        problem = describe_damage(path)
+        if problem is None:
             valid = path
             break
         damaged[path] = problem
@@ -159,12 +169,12 @@ def newest_valid_checkpoint(folder: Path, logs: bool = True) -> Path | None:
 
 
 def read_settings(path: str | Path) -> Any:
-    """What a YAML file of settings holds, as plain Python.
+    """Read a YAML file of settings.
 
     Raises:
-        UserError: it is no file, is no YAML, or has a setting twice.
+        UserError: the file does not exist, is not YAML, or has a setting twice.
     """
-    if not os.path.isfile(path):  # noqa: PTH113 - Path's raises for long names.
+    if not os.path.isfile(path):  # noqa: PTH113 - `Path.is_file` raises for long names.
         raise UserError(f"there is no file {path}")
     path = Path(path)
     try:
@@ -174,8 +184,8 @@ def read_settings(path: str | Path) -> Any:
     except UserError:
         raise
     except yaml.MarkedYAMLError as error:
-        where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{where}: cannot be read as a file of settings: {error.problem}") from error
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: cannot be read as a file of settings: {error.problem}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read as a file of settings: {' '.join(str(error).split())}") from error
 

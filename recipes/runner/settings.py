@@ -1,7 +1,7 @@
-"""The settings of a run, as opposed to its network and data.
+"""Define the settings of a run, as opposed to those of its network and data.
 
-What is special about a setting stands at its field, as a mark of its type: `Free`, `OneCall`, `Rare`, `OfMachine` and
-`NullEnds`. Command line, help, files, checkpoints and resumes follow from these.
+Special rules for a setting are marks of its type: `Free`, `OneCall`, `Rare`, `OfMachine` and `NullEnds`. The command
+line, the help, files, checkpoints and resumes follow these marks.
 """
 
 import inspect
@@ -25,28 +25,28 @@ from recipes.runner.machine import Precision
 _T = TypeVar("_T")
 
 OfMachine = Annotated[_T, "of the machine"]
-"""A parameter that says where a run trains: a resume does not take it from the checkpoint."""
+"""A parameter that chooses where a run trains; a resume does not take it from the checkpoint."""
 
 NullEnds = Annotated[_T, "null ends it"]
-"""A parameter whose null, typed in a resume, ends what it asked for; another null stands for what the run resolved."""
+"""A parameter that a null on the command line of a resume switches off; another null means the run's value."""
 
 
-def _check_further(trainer: Mapping[str, Any], own: set[str]) -> None:
-    """Refuse what is no parameter of the Trainer, has its own place here, or is of another type.
+def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> None:
+    """Refuse a parameter that the Trainer does not have, that is a setting here, or that has another type.
 
     Args:
-        own: the parameters that are settings of their own.
+        settings_with_flag: the parameters that are settings of their own.
     """
-    further = inspect.signature(pl.Trainer).parameters.keys() - own - OTHER_PLACES.keys()
+    trainer_parameters = inspect.signature(pl.Trainer).parameters.keys() - settings_with_flag - OTHER_PLACES.keys()
     for name in map(str, trainer):
         if name in OTHER_PLACES:
             raise UserError(f"trainer.{name}: {OTHER_PLACES[name]}")
-        if name in own:
+        if name in settings_with_flag:
             raise UserError(f"trainer.{name}: `{name}` is a setting of its own; pass it without trainer")
-        if name not in further:
-            raise UserError(f"trainer.{name}: the Trainer has no such parameter{nearest(name, further)}")
+        if name not in trainer_parameters:
+            raise UserError(f"trainer.{name}: the Trainer has no such parameter{nearest(name, trainer_parameters)}")
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(pl.Trainer, skip=own | OTHER_PLACES.keys())
+    parser.add_class_arguments(pl.Trainer, skip=settings_with_flag | OTHER_PLACES.keys())
     for name, value in trainer.items():
         try:
             parser.parse_object({name: value}, defaults=False)
@@ -124,7 +124,7 @@ class TrainerSettings:
             _check_further(self.trainer, set(vars(self)))
 
     def options(self) -> dict[str, Any]:
-        """The arguments of the Trainer."""
+        """Return the arguments of the Trainer."""
         options = asdict(self)
         return options | (options.pop("trainer") or {})
 

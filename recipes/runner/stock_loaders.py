@@ -1,7 +1,8 @@
-"""Stock DataLoaders of a user's data module in an evaluation: every sample once, on any number of devices.
+"""Evaluate every sample of a user's stock DataLoader exactly once, on any number of devices.
 
-Lightning repeats samples so that every device has as many, and counts them twice. To predict it makes another
-DataLoader, which fails where ``batch_size`` was passed by position. It leaves loaders alone that are no DataLoader.
+Lightning repeats samples so that every device has the same number, and counts the repeated ones twice. For predictions
+it builds another DataLoader, which fails where ``batch_size`` was passed by position. It does neither with an iterable
+that is not a DataLoader, and this module wraps the loaders in one.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +18,13 @@ from torch.utils.data import DataLoader, SequentialSampler
 from datamodules.notes import warn
 
 
-class _AsIs:
-    """A DataLoader as an iterable with a length."""
+class _LoaderAsIterable:
+    """A DataLoader wrapped as an iterable with a length, which Lightning does not replace."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
-        self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
+        self.dataset = loader.dataset
+        self.batch_sampler = loader.batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
@@ -32,31 +34,32 @@ class _AsIs:
 
 
 def share_of(loader: Any, rank: int, world_size: int) -> Any:
-    """This rank's batches of a DataLoader in order; another loader, or one with too few samples, is returned as it is.
+    """Return this rank's batches of a DataLoader in order; other loaders are returned unchanged.
 
-    Whole batches go to the ranks in turn, as those of `datamodules.EvaluationLoader`; of fewer batches than ranks the
-    samples do.
+    The ranks take whole batches in turn, as with `datamodules.EvaluationLoader`, or single samples where there are
+    fewer batches than ranks. A loader with fewer samples than ranks is returned unchanged.
     """
     if not isinstance(loader, DataLoader):
         return loader
     if world_size == 1:
-        return _AsIs(loader)
-    in_order = type(loader) is DataLoader and isinstance(loader.sampler, SequentialSampler)
-    batches = list(loader.batch_sampler or ()) if in_order else []
+        return _LoaderAsIterable(loader)
+    is_sequential = type(loader) is DataLoader and isinstance(loader.sampler, SequentialSampler)
+    batches = list(loader.batch_sampler or ()) if is_sequential else []
     if len(batches) < world_size:
-        samples = [number for batch in batches for number in batch]
-        batches = [samples[first::world_size] for first in range(min(len(samples), world_size))]
+        samples = [index for batch in batches for index in batch]
+        batches = [samples[start::world_size] for start in range(min(len(samples), world_size))]
     if len(batches) < world_size:
         if batches:
             warn(f"warning: of fewer samples ({len(batches)}) than devices ({world_size}) some are evaluated twice")
         return loader
     share = copy(loader)
-    vars(share)["batch_sampler"] = batches[rank::world_size]  # A DataLoader refuses to have it set.
-    return _AsIs(share)
+    # `DataLoader.__setattr__` refuses to change the batch sampler.
+    vars(share)["batch_sampler"] = batches[rank::world_size]
+    return _LoaderAsIterable(share)
 
 
 def _shared(make: Callable[[], Any], rank: int, world_size: int) -> Any:
-    """The shares of all loaders that are in what a method of a data module returns."""
+    """Return this rank's shares of all loaders that a method of a data module returns."""
     loaders = make()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
     combined.flattened = [share_of(loader, rank, world_size) for loader in combined.flattened]
@@ -64,8 +67,8 @@ def _shared(make: Callable[[], Any], rank: int, world_size: int) -> Any:
 
 
 def evaluate_each_sample_once(data: pl.LightningDataModule, rank: int, world_size: int) -> None:
-    """Have the loaders of a data module for validation, test and prediction replaced by their `share_of` this rank."""
+    """Replace the evaluation loaders of a data module by their `share_of` this rank."""
     for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
         if is_overridden(name, data):
-            # No closure: in a copy of the data module it would make the loaders of the original.
+            # Not a closure: in a copy of the data module it would build the loaders of the original.
             setattr(data, name, partial(_shared, getattr(data, name), rank, world_size))

@@ -1,4 +1,4 @@
-"""The Trainer's strategy: one device, or Lightning's DDP with less communication."""
+"""Build the Trainer's strategy: one device, or Lightning's DDP with less communication."""
 
 import re
 from typing import Any
@@ -18,13 +18,13 @@ _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 class LeanDDPStrategy(DDPStrategy):
     """DDP that trains the same model with less communication.
 
-    Gradients are views of the buckets that are reduced, which saves a copy of them, in memory and time. The running
-    statistics of BatchNorm are broadcast from rank 0 before each validation and at the end of training, and not before
-    each forward pass: training does not read them, and what is evaluated and saved is the same. Other buffers are
-    broadcast as in stock DDP.
+    Gradients are views of the reduced buckets, which saves a copy, in memory and time. The running statistics of
+    BatchNorm are broadcast from rank 0 before each validation and at the end of training, and not before each forward
+    pass: training does not read them, so what is evaluated and saved is the same. Other buffers are broadcast as in
+    stock DDP.
 
     Args:
-        settings: of `DDPStrategy` and `torch.nn.parallel.DistributedDataParallel`.
+        settings: arguments of `DDPStrategy` and `torch.nn.parallel.DistributedDataParallel`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -53,22 +53,24 @@ class LeanDDPStrategy(DDPStrategy):
 
 
 def check_strategy(name: Any) -> None:
-    """Refuse the strategies that a run cannot have.
+    """Refuse a strategy other than one device and DDP.
 
     Raises:
-        UserError: it is another than one device and DDP.
+        UserError: runs cannot train with the strategy.
     """
     if not _STRATEGY.fullmatch(str(name)):
         raise UserError(f"strategy={name}: runs train on one device or with DDP; pass strategy=ddp, or leave it out")
 
 
 def build_strategy(name: str, world_size: int) -> Any:
-    """What the Trainer gets for ``--strategy``.
+    """Return the strategy that ``--strategy`` names.
 
     Args:
         world_size: processes of the run.
     """
-    found = _STRATEGY.fullmatch(name)
-    if found is None or world_size == 1:
+    match = _STRATEGY.fullmatch(name)
+    if match is None or world_size == 1:
         return name
-    return LeanDDPStrategy(**({} if found[1] is None else {"find_unused_parameters": found[1] == "true"}))
+    if match[1] is None:
+        return LeanDDPStrategy()
+    return LeanDDPStrategy(find_unused_parameters=match[1] == "true")

@@ -1,4 +1,4 @@
-"""``summary.csv``: a row for each epoch, from the rows of metrics.csv, which are for each moment at which one logs."""
+"""Summarise metrics.csv as ``summary.csv``, with one row for each epoch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ SUMMARY = "summary.csv"
 
 
 class EpochSummary:
-    """What each epoch has ended with, without the test and single classes.
+    """The last values of each epoch, without those of the test and of single classes.
 
     Example:
         >>> summary = EpochSummary([{"epoch": 0, "step": 4, "train/loss": 2.0}])
@@ -23,23 +23,24 @@ class EpochSummary:
             self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add what was logged together; values that come later count, and those of an epoch before all others."""
+        """Add values that were logged together; later values count, and those of a whole epoch before others."""
         logged = {name: value for name, value in row.items() if value != ""}
         values = {n: value for n, value in logged.items() if not n.startswith("test/") and "_class_" not in n}
-        epoch, step = values.pop("epoch", None), values.pop("step", None)
+        epoch = values.pop("epoch", None)
+        step = values.pop("step", None)
         if epoch is None or step is None or not values:
             return
-        kept = self._epochs.setdefault(int(epoch), {})
-        kept.update(values)
-        kept["updates"] = int(step) + 1
+        values_of_epoch = self._epochs.setdefault(int(epoch), {})
+        values_of_epoch.update(values)
+        values_of_epoch["updates"] = int(step) + 1  # Lightning counts steps from 0.
 
     def columns(self) -> list[str]:
-        """Of all epochs: the epoch, from 1, and the updates made at its end, then all others by name."""
+        """Return the columns of all epochs: the epoch, the updates made at its end, and the values by name."""
         names = {name.removesuffix("_epoch") for values in self._epochs.values() for name in values}
         return ["epoch", "updates", *sorted(names - {"updates"})]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each epoch; nan stands for what was not measured in it, such as the scores of a validation."""
+        """Return a row for each epoch; values that were not measured in it are nan."""
         columns = self.columns()
         rows = []
         for epoch, values in sorted(self._epochs.items()):

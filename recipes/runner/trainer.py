@@ -1,4 +1,4 @@
-"""The Trainer of a command, and the first line of a run."""
+"""Build the Trainer of a command, and print the first line of a run."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,14 +24,14 @@ from recipes.runner.strategies import build_strategy
 
 
 def _backend(trainer: pl.Trainer) -> str:
-    """What carries collective calls: nccl, gloo or another."""
-    named = getattr(trainer.strategy, "process_group_backend", None)
+    """Return the backend of collective calls: nccl, gloo or another."""
+    chosen = getattr(trainer.strategy, "process_group_backend", None)
     device = trainer.strategy.root_device.type
-    return named or torch.distributed.Backend.default_device_backend_map.get(device, "gloo")
+    return chosen or torch.distributed.Backend.default_device_backend_map.get(device, "gloo")
 
 
 def _environment(launch: Launch) -> ClusterEnvironment:
-    """What tells Lightning the rank of this process, whose process group exists already."""
+    """Return Lightning's cluster environment for a process group that exists already."""
     return TorchElasticEnvironment() if launch.world_size > 1 else LightningEnvironment()
 
 
@@ -40,7 +40,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def _global_batch_text(experiment: Experiment) -> str:
-    """The global batch as micro-batches, their size and the devices that share them: a part of a run's first line."""
+    """Describe the global batch for a run's first line: micro-batches, their size, and devices."""
     launch = experiment.launch
     micro_batches = experiment.micro_batches
     limited = experiment.tokens_parameter is not None
@@ -48,13 +48,13 @@ def _global_batch_text(experiment: Experiment) -> str:
     if not isinstance(size, int):
         return ""
     tokens = " tokens" if limited else ""
-    on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
+    placement = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
     if micro_batches is None:
-        return f"micro-batches of {size}{tokens} {on}"
+        return f"micro-batches of {size}{tokens} {placement}"
     total = (None if limited else experiment.update_items) or micro_batches * size
-    short = f", the last of {total % size}," if total % size else ""
-    parts = f"{_counted(micro_batches, 'micro-batch', 'es')} of {size}{tokens}{short} {on}"
-    return f"global batch {total}{tokens} = {parts}"
+    last_size = f", the last of {total % size}," if total % size else ""
+    micro_batch_text = f"{_counted(micro_batches, 'micro-batch', 'es')} of {size}{tokens}{last_size} {placement}"
+    return f"global batch {total}{tokens} = {micro_batch_text}"
 
 
 def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
@@ -75,8 +75,8 @@ def build_trainer(
     """Build the Trainer of a command and print what it will use.
 
     Args:
-        callbacks: all but those of the recipe.
-        folder: the run's folder, for logs.
+        callbacks: all callbacks except those of the recipe.
+        folder: the run's folder, for logs; None for a command that logs nothing.
         checkpoint_io: writes the checkpoints.
     """
     run = experiment.run
@@ -96,10 +96,10 @@ def build_trainer(
             callbacks=list(callbacks),
             plugins=[_environment(launch), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
-            enable_autolog_hparams=False,
+            enable_autolog_hparams=False,  # `log_settings` logs them.
             enable_model_summary=False,
         )
-    # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
+    # Lightning's EarlyStopping reads this attribute, which a Trainer that validates by time does not have.
     vars(trainer).setdefault("val_check_interval", None)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
     if experiment.command != "predict":

@@ -1,9 +1,10 @@
-"""The command fit: train in the run's folder, then score the best checkpoint as validate and test do."""
+"""Carry out the command fit: train in the run's folder, then score the best checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -33,7 +34,7 @@ from recipes.tables import Table
 
 
 def train(experiment: Experiment, started_at: float) -> RunResult:
-    """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint.
+    """Train in the run's folder, then test the best checkpoint; a trial of a few batches has no folder.
 
     Args:
         started_at: `time.monotonic` at the start of the program.
@@ -50,14 +51,14 @@ def train(experiment: Experiment, started_at: float) -> RunResult:
 def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch) -> RunResult:
     saves: list[Callback] = []
     records: list[Callback] = [stopwatch]
-    saved = None
+    on_saved = None
     if folder and experiment.trainer.enable_checkpointing is not False:
         monitor = experiment.recipe.monitor if experiment.validates else None
         saves += checkpoint_callbacks(folder, monitor, experiment.recipe, experiment.run)
         recorder = _recorder(experiment, folder)
         records.append(recorder)
-        saved = recorder.saved
-    trainer = build_trainer(experiment, experiment.callbacks(saves, records), folder, VerifiedCheckpointIO(saved))
+        on_saved = recorder.saved
+    trainer = build_trainer(experiment, experiment.callbacks(saves, records), folder, VerifiedCheckpointIO(on_saved))
     if folder and is_rank_zero():
         write_config(folder, experiment.config)
         log_settings(trainer.loggers, experiment.config)
@@ -83,7 +84,7 @@ def _recorder(experiment: Experiment, folder: Path) -> WeightsRecorder:
 
 
 def _record_start(experiment: Experiment, folder: Path) -> None:
-    """Record where this job starts, and rename the later checkpoints of the run, where --resume names a checkpoint."""
+    """Record which checkpoint this job resumes from, and rename the later checkpoints of the run."""
     checkpoint = experiment.point.checkpoint
     if is_rank_zero():
         share_folder(folder)
@@ -94,12 +95,16 @@ def _record_start(experiment: Experiment, folder: Path) -> None:
             )
 
 
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
+
+
 @contextmanager
 def _without_points(trainer: pl.Trainer) -> Iterator[None]:
-    """Log no scores: the curves of an evaluation in training would get another point."""
+    """Log no scores inside: an evaluation after training would add a point to the curves."""
     methods = [(logger, logger.log_metrics) for logger in trainer.loggers]
     for logger, _ in methods:
-        logger.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
+        logger.log_metrics = _ignore  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -108,22 +113,27 @@ def _without_points(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> Path | None:
-    """The best checkpoint that is there, else the last; None where none was saved."""
+    """Return the best checkpoint that exists, else the last; None where none was saved."""
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     last = folder / "checkpoints" / "last.ckpt" if folder else None
-    return next((Path(path) for path in (best, last) if path and Path(path).is_file()), None)
+    for path in (best, last):
+        if path and Path(path).is_file():
+            return Path(path)
+    return None
 
 
 def merged(of_loaders: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The scores of all loaders of an evaluation; Lightning puts the number of the loader behind their names."""
+    """Return the scores of all loaders of an evaluation; Lightning adds the loader's number to their names."""
     return {name: value for scores in of_loaders for name, value in scores.items()}
 
 
 def _last_logged(trainer: pl.Trainer) -> dict[str, float]:
-    """The values that were logged last; of a score that is logged for steps and epochs, the epoch's."""
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
-    parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
-    return {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
+    """Return the values that were logged last; an epoch's value wins over that of a step."""
+    metrics = trainer.callback_metrics.items()
+    logged = {name: float(value) for name, value in metrics if name.split("/")[0] != "lr"}
+    # Lightning logs NAME, NAME_step and NAME_epoch for a score of both.
+    duplicates = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
+    return {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in duplicates}
 
 
 def _train_and_test(
@@ -141,11 +151,12 @@ def _train_and_test(
     epochs = trainer.current_epoch
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
-    last = _last_logged(trainer)
+    last_logged = _last_logged(trainer)
     tables: dict[str, Table] = {}
+    # Before the callbacks are replaced, and with them their pictures.
     figures: dict[str, Picture] = figures_of(trainer)
-    # Those that have trained may put their own weights in place of the checkpoint's: Lightning's `WeightAveraging`
-    # loads those that were not averaged.
+    # New callbacks, because those of the training may replace the checkpoint's weights: Lightning's `WeightAveraging`
+    # loads weights that were not averaged.
     set_callbacks(trainer, experiment.callbacks(records=[stopwatch]))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (experiment.validates or tests):
@@ -163,7 +174,7 @@ def _train_and_test(
             figures |= figures_of(trainer)
     return RunResult(
         model=recipe,
-        scores=scores or last,  # A recipe that only trains has no others.
+        scores=scores or last_logged,  # A recipe without validation and test has no other scores.
         folder=folder,
         checkpoint=best,
         data=data,

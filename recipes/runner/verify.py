@@ -1,4 +1,4 @@
-"""The command verify: trains again from one checkpoint of a run to the next save, and compares the weights' bits."""
+"""Carry out the command verify: train an interval of a run again, and compare the weights' bits."""
 
 import tempfile
 from contextlib import suppress
@@ -22,13 +22,14 @@ from recipes.runner.weights_record import Interval, interval_to_repeat, weights_
 
 
 def find_interval(folder: Path) -> Interval:
-    """The part of a run to train again.
+    """Return the interval of a run to train again.
 
     Raises:
-        UserError: no part can be.
+        UserError: no interval can be trained again.
     """
     checkpoints = {run.updates: path for path, run in readable_checkpoints(folder / "checkpoints").items()}
-    if interval := interval_to_repeat(folder, checkpoints):
+    interval = interval_to_repeat(folder, checkpoints)
+    if interval:
         return interval
     raise UserError(
         f"no part of {relative_path(folder)} can be trained again: it was resumed from elsewhere, and no checkpoint"
@@ -37,7 +38,7 @@ def find_interval(folder: Path) -> Interval:
 
 
 class _Repeats(VerifiedCheckpointIO):
-    """Compares what is saved after the interval's last update with what the run has saved; nothing is written."""
+    """Checkpoint IO that hashes the weights saved after the interval's last update, and writes nothing."""
 
     def __init__(self, interval: Interval) -> None:
         super().__init__()
@@ -55,18 +56,18 @@ class _Repeats(VerifiedCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """There is none."""
+        """Do nothing: no checkpoint was written."""
 
 
 class StopTraining(Exception):
-    """Ends a training on purpose, on all ranks at once: no failure."""
+    """Exception that ends a training on purpose, on all ranks at once."""
 
 
 class _EndOfInterval(pl.Callback):
-    """Saves after the interval's last update, and ends the training once nothing more can be saved there.
+    """Callback that saves after the interval's last update, and ends the training.
 
-    The run may have saved right after the update, after a validation, or when the epoch had ended; callbacks such as
-    those that average weights make a difference between them.
+    The run may have saved right after the update, after a validation, or at the end of the epoch. Their weights may
+    differ, for example with callbacks that average weights, so that each of these saves is compared.
     """
 
     def __init__(self, io: _Repeats) -> None:
@@ -79,6 +80,7 @@ class _EndOfInterval(pl.Callback):
 
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint("verify.ckpt")
+        # Broadcast from rank 0, since all ranks have to stop after the same save.
         if trainer.strategy.broadcast(self.io.equal):
             raise StopTraining
 
@@ -89,23 +91,25 @@ class _EndOfInterval(pl.Callback):
 
 
 def _check_beginning(experiment: Experiment, interval: Interval) -> None:
-    """Compare the checkpoint with what the run has recorded of it.
+    """Compare the checkpoint's weights with the hash that the run has recorded.
 
     Raises:
-        RunFailedError: it holds other weights.
-        UserError: there is none, and the micro-batches of an update follow from another number of devices.
+        RunFailedError: the checkpoint holds other weights.
+        UserError: the run starts without a checkpoint, and the number of devices changes the update's micro-batches.
     """
-    split = interval.start.environment
+    start = interval.start.environment
     if interval.checkpoint is None:
-        before = int(split.get("devices", 1)) * int(split.get("num_nodes", 1))
-        if experiment.run.global_batch_size is None and experiment.launch.world_size != before:
-            raise UserError(f"the run began on {before} devices, and is repeated from there: pass devices={before}")
+        world_size = int(start.get("devices", 1)) * int(start.get("num_nodes", 1))
+        if experiment.run.global_batch_size is None and experiment.launch.world_size != world_size:
+            raise UserError(
+                f"the run began on {world_size} devices, and is repeated from there: pass devices={world_size}"
+            )
         return
-    found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
-    if found not in interval.from_hashes:
+    sha256 = weights_hash(load_plain(interval.checkpoint)["state_dict"])
+    if sha256 not in interval.from_hashes:
         raise RunFailedError(
             f"NOT EQUAL: the weights in {relative_path(interval.checkpoint)} are not those that the run has saved after"
-            f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
+            f" {interval.from_step:,} updates: their SHA-256 is {sha256}, and {_text(interval.from_hashes)} in the"
             " record"
         )
 
@@ -115,7 +119,7 @@ def _text(hashes: frozenset[str]) -> str:
 
 
 def verify(experiment: Experiment, interval: Interval) -> None:
-    """Train an interval of a run again, and compare the weights; the run's folder stays as it is.
+    """Train an interval of a run again, and compare the weights; the run's folder is not changed.
 
     Raises:
         RunFailedError: the weights differ.
@@ -125,27 +129,32 @@ def verify(experiment: Experiment, interval: Interval) -> None:
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None
+        # The callbacks of the run, so that checkpoints are saved at the same moments; `io` writes none of them.
         saves = checkpoint_callbacks(Path(empty), monitor, recipe, experiment.run)
         trainer = build_trainer(experiment, experiment.callbacks(saves, [_EndOfInterval(io)]), checkpoint_io=io)
-        trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need one.
-        here = environment(trainer)
+        trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.
+        environment_now = environment(trainer)
         with suppress(StopTraining):
             trainer.fit(recipe, experiment.data, ckpt_path=experiment.point.checkpoint, weights_only=True)
     if not trainer.is_global_zero:
         return
-    changed = differences(interval.start.environment, here)
+    changed = differences(interval.start.environment, environment_now)
     begin = relative_path(interval.checkpoint) if interval.checkpoint else "the beginning"
     trained = f"{begin}, {interval.from_step:,} updates, to {interval.step:,} updates (epoch {interval.epoch})"
     if io.equal:
         rows = {"trained again": trained, "weights": f"equal to the bit, SHA-256 {io.sha256}"}
-        print_pairs(rows | ({"although": changed} if changed else {}))
+        if changed:
+            rows["although"] = changed
+        print_pairs(rows)
         return
     if io.sha256 is None:
         raise UserError(f"training again from {trained} did not come to that update: no weights to compare")
-    why = f"here it has {changed}" if changed else "processor, versions, threads and precision are those of the run"
+    cause = "processor, versions, threads and precision are those of the run"
+    if changed:
+        cause = f"here it has {changed}"
     if trainer.strategy.root_device.type == "cuda" and not experiment.run.deterministic:
-        why += "; on a GPU only a run with `deterministic` repeats its bits for sure"
+        cause += "; on a GPU only a run with `deterministic` repeats its bits for sure"
     raise RunFailedError(
         f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {io.sha256}, and"
-        f" {_text(interval.hashes)} in the run; {why}"
+        f" {_text(interval.hashes)} in the run; {cause}"
     )

@@ -1,7 +1,8 @@
-"""``weights.jsonl``: a hash of a run's weights at each save, and with what they were trained.
+"""Record a hash of a run's weights at each save in ``weights.jsonl``, with the settings and environment.
 
-A line for each start of a training, and one for each save after it. Checkpoints are replaced by later ones; the hashes
-stay, so that a training from one checkpoint to the next save can be repeated and compared: see `interval_to_repeat`.
+The file has a line for each start of a training, and one for each save after it. Later checkpoints replace earlier
+ones, but the hashes stay. So the training from a checkpoint to the next save can be repeated and compared: see
+`interval_to_repeat`.
 """
 
 import hashlib
@@ -33,10 +34,10 @@ class Start:
     """The start of a training.
 
     Args:
-        recipe: its title.
-        resumed_from: the updates behind the checkpoint that it was resumed from; None where it began with new weights.
+        recipe: the title of the recipe.
+        resumed_from: the updates in the checkpoint that was resumed; None where the training began with new weights.
         environment: see `recipes.runner.results.environment`.
-        config: the settings.
+        config: the settings of the run.
     """
 
     recipe: str
@@ -55,7 +56,7 @@ class Save:
 
 
 def weights_hash(state_dict: Mapping[str, Any]) -> str:
-    """The SHA-256 of the names, types, shapes and bytes of a state dict."""
+    """Return the SHA-256 of the names, types, shapes and bytes of a state dict."""
     sha256 = hashlib.sha256()
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
@@ -63,26 +64,26 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
             plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             content: Any = plain.reshape(-1).view(torch.uint8).numpy()
             sha256.update(content)
-        else:  # What a module keeps by `get_extra_state`.
+        else:  # The extra state of a module, from `get_extra_state`.
             sha256.update(f"{name} {value!r}\n".encode())
     return sha256.hexdigest()
 
 
 class WeightsRecorder(CheckpointGuard):
-    """Saves the settings of a run with its checkpoints, and appends to ``weights.jsonl``.
+    """Callback that saves a run's settings in its checkpoints, and appends to ``weights.jsonl``.
 
-    `saved` is to be called with each checkpoint that was written.
+    Call `saved` with each checkpoint that was written.
 
-    Runs on: `setup`, where it finds out on what the run trains, and says what differs from before a resume; each save;
-    and as `CheckpointGuard`.
+    Runs on: `setup`, where it records the environment, and prints how it differs from before a resume; each save; and
+    the hooks of `CheckpointGuard`.
 
     Args:
-        folder: of the run.
-        recipe: its title.
-        resumed: what the checkpoint that is resumed holds; None where the run begins with new weights.
+        folder: the run's folder.
+        recipe: the title of the recipe.
+        resumed: the run in the checkpoint to resume from; None where the run begins with new weights.
+        config: the settings of the run.
         checkpoint: the path of that checkpoint on this rank.
-        config: the settings.
-        auto_settings: which of them the first command of the run has left to it.
+        auto_settings: the settings that the first command of the run has left to the run.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class WeightsRecorder(CheckpointGuard):
         if stage == "fit":
             self._start = replace(self._start, environment=environment(trainer))
             before = self._resumed.environment if self._resumed else {}
-            if before and (changed := differences(before, self._start.environment)):
+            changed = differences(before, self._start.environment) if before else ""
+            if changed:
                 rank_zero_print(f"bits may differ from here on: {changed}")
 
     @override
@@ -135,27 +137,27 @@ class WeightsRecorder(CheckpointGuard):
 
 
 def read_record(folder: Path) -> list[tuple[Start, list[Save]]]:
-    """The starts of a run, each with its saves.
+    """Read the starts of a run, each with its saves.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: the record is missing or damaged.
     """
     path = folder / _FILE
     if not path.is_file():
         raise UserError(
             f"there is no {path}: expected the folder of a run, which records a hash of its weights at each save"
         )
-    found: list[tuple[Start, list[Save]]] = []
+    trainings: list[tuple[Start, list[Save]]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             value = json.loads(line)
             if "start" in value:
-                found.append((Start(**value["start"]), []))
+                trainings.append((Start(**value["start"]), []))
             else:
-                found[-1][1].append(Save(**value["save"]))
+                trainings[-1][1].append(Save(**value["save"]))
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise UserError(f"line {number} of {path} cannot be read: {error}") from error
-    return found
+    return trainings
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,13 @@ class Interval:
     """A part of a run that can be trained again: from a checkpoint to the next save.
 
     Args:
-        start: of the training that has made the save.
-        step: the updates behind the save, which was made in the epoch `epoch`, from 1.
-        hashes: of the weights that were saved then; several, where a callback has put others in their place.
-        checkpoint: at its beginning; None for the beginning of the run.
-        from_step: the updates behind that checkpoint.
-        from_hashes: of its weights.
+        start: the start of the training that has made the save.
+        step: the updates made before the save.
+        epoch: the epoch of the save, counted from 1.
+        hashes: hashes of the saved weights; several where a callback has replaced the weights between two saves.
+        checkpoint: the checkpoint at the beginning of the interval; None for the beginning of the run.
+        from_step: the updates in that checkpoint.
+        from_hashes: hashes of the weights in that checkpoint.
     """
 
     start: Start
@@ -180,14 +183,18 @@ class Interval:
     from_hashes: frozenset[str] = frozenset()
 
 
-def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interval | None:
-    """The shortest interval from one of a run's checkpoints to its next save; else that from its start to the first.
+def _updates_in(interval: Interval) -> int:
+    return interval.step - interval.from_step
 
-    What was trained and then abandoned, by a resume from an earlier checkpoint, is left out.
+
+def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interval | None:
+    """Return the shortest interval between a checkpoint and its next save, else the one from the start.
+
+    Training that was abandoned by a resume from an earlier checkpoint is left out.
 
     Args:
-        folder: of the run.
-        checkpoints: those that are there, by their updates.
+        folder: the run's folder.
+        checkpoints: the existing checkpoints by their updates.
 
     Raises:
         UserError: see `read_record`.
@@ -197,16 +204,17 @@ def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interva
         begin = -1 if start.resumed_from is None else start.resumed_from
         saved = {step: interval for step, interval in saved.items() if step <= begin}
         for save in saves:
-            known = saved[save.step].hashes if save.step in saved else frozenset()
+            earlier_hashes = saved[save.step].hashes if save.step in saved else frozenset()
             if save.step > begin:
-                saved[save.step] = Interval(start, save.step, save.epoch, known | {save.sha256})
+                saved[save.step] = Interval(start, save.step, save.epoch, earlier_hashes | {save.sha256})
     steps = sorted(saved)
-    found = [
+    repeatable = [
         replace(saved[step], checkpoint=checkpoints[before], from_step=before, from_hashes=saved[before].hashes)
         for before, step in pairwise(steps)
         if before in checkpoints and (saved[step].start.resumed_from or 0) <= before
     ]
-    if found:
-        return min(found, key=lambda interval: interval.step - interval.from_step)
-    first = next((saved[step] for step in steps if step), None)  # A run without training saves its initial weights.
-    return first if first and first.start.resumed_from is None else None
+    if repeatable:
+        return min(repeatable, key=_updates_in)
+    # Step 0 is no interval: a run without training saves its initial weights.
+    first_saved = next((saved[step] for step in steps if step), None)
+    return first_saved if first_saved and first_saved.start.resumed_from is None else None

@@ -1,4 +1,4 @@
-"""A worker: a process that the agent has started, and that runs the program from its first line, as under torchrun."""
+"""Run the program in a worker process, which the agent has started, as torchrun would."""
 
 import multiprocessing
 import os
@@ -15,14 +15,14 @@ from typing import Any
 from callbacks.lib.signals import SIGNALS
 
 STORE_PREFIX = "LIGHTNING_RECIPES_STORE_PREFIX"
-"""The variable that tells the workers of a node agent of ours where in the agents' store this start of them meets."""
+"""The environment variable with the prefix of this start's keys in the agents' store; our agent sets it."""
 
 STARTED_AT = "LIGHTNING_RECIPES_STARTED_AT"
-"""The variable with the time at which the command was started, by `time.monotonic`."""
+"""The environment variable with the start time of the command, by `time.monotonic`."""
 
 
 def is_worker(env: Mapping[str, str]) -> bool:
-    """Whether an agent of ours has started this process."""
+    """Return whether our agent has started this process."""
     return STORE_PREFIX in env
 
 
@@ -31,10 +31,10 @@ class Program:
     """The program that the workers run.
 
     Args:
-        args: its `sys.argv`.
-        module: its name, where it was started by ``python -m``.
-        path: its file, where it was started by that.
-        variables: values that its module starts with.
+        args: the program's `sys.argv`.
+        module: the module, where the program was started by ``python -m``.
+        path: the file, where the program was started by its file.
+        variables: initial global variables of the program's module.
         environ: the environment variables of a worker, without those of its rank.
     """
 
@@ -46,14 +46,15 @@ class Program:
 
     @classmethod
     def of_this_process(cls) -> "Program | None":
-        """The program that this process runs; None where it is typed into an interpreter or a notebook."""
+        """Return the program of this process; None in an interpreter or a notebook."""
         main = sys.modules["__main__"]
-        spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        spec = getattr(main, "__spec__", None)
+        path = getattr(main, "__file__", None)
         if spec is None and path is None:
             return None
-        named = {"PROGRAM": vars(main)["PROGRAM"]} if "PROGRAM" in vars(main) else {}
+        variables = {"PROGRAM": vars(main)["PROGRAM"]} if "PROGRAM" in vars(main) else {}
         module = spec.name.removesuffix(".__main__") if spec else None
-        return cls(list(sys.argv), module, str(Path(path).resolve()) if path else None, named, dict(os.environ))
+        return cls(list(sys.argv), module, str(Path(path).resolve()) if path else None, variables, dict(os.environ))
 
 
 def work(program: Program) -> None:
@@ -62,12 +63,13 @@ def work(program: Program) -> None:
     Raises:
         SystemExit: the program ended with a status other than 0.
     """
-    of_rank = dict(os.environ)
+    rank_environ = dict(os.environ)
+    # The fork server has the environment of its own start; the program needs that of the agent's command.
     os.environ.clear()
-    os.environ.update(program.environ | {name: of_rank[name] for name in of_rank if _is_of_rank(name)})
+    os.environ.update(program.environ | {name: rank_environ[name] for name in rank_environ if _is_of_rank(name)})
     _end_with_agent()
     for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)  # The fork server ignores them.
+        signal.signal(signum, signal.SIG_DFL)  # The worker inherits from the fork server that they are ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from lightning.pytorch.utilities import rank_zero_only
 
@@ -81,18 +83,19 @@ def work(program: Program) -> None:
             sys.path.insert(0, str(Path(program.path).parent))
             runpy.run_path(program.path, program.variables, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0):  # The agent waits for a return, and takes a process that exits for a failed one.
+        # torch's agent takes every process that exits for a failed one, so status 0 has to become a return.
+        if end.code not in (None, 0):
             raise
 
 
 def _is_of_rank(name: str) -> bool:
-    """Whether torch's agent sets this variable for a worker."""
+    """Return whether torch's agent sets this variable for a worker."""
     prefixes = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
     return name.startswith(prefixes)
 
 
 def _end_with_agent() -> None:
-    """End this process when the agent that asked for it has ended, whatever its main thread waits for."""
+    """End this process when its agent has ended, whatever its main thread waits for."""
     agent = multiprocessing.parent_process()
     assert agent is not None
 
@@ -104,7 +107,7 @@ def _end_with_agent() -> None:
 
 
 def end_with_torchrun(env: Mapping[str, str]) -> None:
-    """End this process when the torchrun that has started it is gone: its successor's would train beside it."""
+    """End this process when its torchrun has gone: the next torchrun's processes would train beside it."""
     if "TORCHELASTIC_RUN_ID" not in env or is_worker(env) or os.name == "nt":
         return
     parent = os.getppid()
@@ -112,7 +115,7 @@ def end_with_torchrun(env: Mapping[str, str]) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        time.sleep(3.0)  # In a regular end torchrun may be the first to exit.
+        time.sleep(3.0)  # At a regular end torchrun may exit before its processes.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="watch torchrun").start()

@@ -1,4 +1,4 @@
-"""Where a translator looks: the attention of each token of a translation over the source, as numbers and as figures."""
+"""Show the attention of each token of a translation over the source, as numbers and as figures."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ class AttentionMap:
     Args:
         source: the tokens of the source, with the end mark.
         translation: the tokens of the translation, with the end mark unless it was cut.
-        weights: float32 of shape (translation, source), whose rows have the sum 1.
+        weights: float32 of shape (translation, source); each row has the sum 1.
     """
 
     source: list[str]
@@ -44,12 +44,12 @@ class AttentionMap:
     weights: Tensor
 
     def figure(self) -> Figure:
-        """A row for each token of the translation, a column for each of the source."""
+        """Plot the attention: a row for each token of the translation, a column for each token of the source."""
         return attention_plot(self.weights.tolist(), self.source, self.translation)
 
 
 def has_attention(network: TranslationNetwork) -> bool:
-    """Whether a network tells its attention."""
+    """Return whether a network has a method for its attention."""
     return type(network).attention is not TranslationNetwork.attention
 
 
@@ -57,11 +57,13 @@ def has_attention(network: TranslationNetwork) -> bool:
 def attention_maps(
     network: TranslationNetwork, batch: TranslationBatch, tokens: Tensor, vocabularies: Vocabularies | None
 ) -> list[AttentionMap]:
-    """The attention of finished translations, by one pass over them; the network has to be in evaluation mode.
+    """Return the attention of finished translations, computed in one pass; the network has to be in eval mode.
 
     Args:
+        network: the translation network.
         batch: the sources.
-        tokens: of the translations, as `beam_search` gives them: tokens, EOS, padding; of shape (batch, time).
+        tokens: the translations of `beam_search`: tokens, EOS, padding; of shape (batch, time).
+        vocabularies: the vocabularies of source and target.
 
     Raises:
         UserError: the network has no method ``attention``.
@@ -75,10 +77,13 @@ def attention_maps(
     weights = network.attention(batch.source, batch.source_lengths, inputs).float().cpu()
     maps = []
     rows = zip(weights, batch.source.tolist(), batch.source_lengths.tolist(), tokens.tolist(), strict=True)
-    for of_sentence, source_ids, length, ids in rows:
-        found = ids[: ids.index(EOS) + 1] if EOS in ids else [number for number in ids if number != PAD]
-        source, translation = _names(source_ids[:length], sources), _names(found, targets)
-        maps.append(AttentionMap(source, translation, of_sentence[: len(translation), : len(source)].clone()))
+    for weights_of_sentence, source_ids, length, ids in rows:
+        ids_without_padding = [number for number in ids if number != PAD]
+        if EOS in ids:
+            ids_without_padding = ids[: ids.index(EOS) + 1]
+        source = _names(source_ids[:length], sources)
+        translation = _names(ids_without_padding, targets)
+        maps.append(AttentionMap(source, translation, weights_of_sentence[: len(translation), : len(source)].clone()))
     return maps
 
 
@@ -95,7 +100,7 @@ def add_examples(
     tokens: Tensor,
     vocabularies: Vocabularies | None,
 ) -> None:
-    """Add the attention of translations to the figures of a test, until there are four: first those of about 8 words.
+    """Add the attention of up to four translations of a test to its figures, preferably of about 8 words.
 
     Arguments are those of `attention_maps`.
     """
@@ -103,9 +108,10 @@ def add_examples(
     if shown >= _EXAMPLES or not has_attention(network):
         return
     lengths = (tokens != PAD).sum(1)
+    # Nine tokens are eight words and EOS. Stable, so that equal lengths keep the order of the batch.
     chosen = (lengths - 9).abs().argsort(stable=True)[: _EXAMPLES - shown]
     maps = attention_maps(network, batch.select(chosen.cpu()), tokens[chosen], vocabularies)
-    figures |= {f"{_EXAMPLE}{number}": each.figure() for number, each in enumerate(maps, shown + 1)}
+    figures |= {f"{_EXAMPLE}{number}": attention_map.figure() for number, attention_map in enumerate(maps, shown + 1)}
 
 
 def _names(ids: Iterable[int], vocabulary: AnyVocabulary) -> list[str]:
@@ -114,29 +120,29 @@ def _names(ids: Iterable[int], vocabulary: AnyVocabulary) -> list[str]:
 
 
 def write_attention(path: Path, maps: Sequence[AttentionMap]) -> None:
-    """Write the attention of translations into a page or an image, by the file's suffix.
+    """Write the attention of translations into an HTML page or an image, by the file's suffix.
 
     Raises:
-        OSError: the file is as it was before.
+        OSError: the write failed, and the file is unchanged.
     """
-    figures = [found.figure() for found in maps]
-    with atomic_write(path) as part:
+    figures = [attention_map.figure() for attention_map in maps]
+    with atomic_write(path) as temporary:
         if path.suffix == ".png":
-            _stacked(figures).save(part, "png")
+            _stacked(figures).save(temporary, "png")
         else:
-            part.write_text(_page(figures), encoding="utf-8")
+            temporary.write_text(_page(figures), encoding="utf-8")
 
 
 class AttentionWriter(pl.Callback):
-    """Writes the attention of the predict command's translations into a file.
+    """Callback that writes the attention of the predict command's translations into a file.
 
     Runs on: `setup`, and the end of predict.
 
     Args:
-        path: of the file; None writes none.
+        path: the file to write, or None.
 
     Raises:
-        UserError: the file could not be written, or the command is another one.
+        UserError: the file could not be written, or the command is not predict.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -154,7 +160,7 @@ class AttentionWriter(pl.Callback):
     @override
     def on_predict_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self.path is not None and pl_module.attention_maps:
-            maps = [found for _, found in sorted(pl_module.attention_maps.items())]
+            maps = [attention_map for _, attention_map in sorted(pl_module.attention_maps.items())]
             write_attention(Path(self.path), maps)
 
 
@@ -177,8 +183,9 @@ def _stacked(figures: Sequence[Figure]) -> Any:
 
     images = [figure.image() for figure in figures]
     gap = 24
-    size = max(image.width for image in images) + 2 * gap, sum(image.height + gap for image in images) + gap
-    canvas = Image.new("RGB", size, PALETTE["paper"])
+    width = max(image.width for image in images) + 2 * gap
+    height = sum(image.height + gap for image in images) + gap
+    canvas = Image.new("RGB", (width, height), PALETTE["paper"])
     top = gap
     for image in images:
         canvas.paste(image, (gap, top))
@@ -187,11 +194,11 @@ def _stacked(figures: Sequence[Figure]) -> Any:
 
 
 class Translated(NamedTuple):
-    """A sentence that `translate` has translated.
+    """A translation, with its attention.
 
     Args:
-        text: the translation; None where nothing is left of the sentence to translate.
-        attention: of its tokens over the source.
+        text: the translation; None if the sentence has nothing to translate.
+        attention: the attention of its tokens over the source.
     """
 
     text: str | None
@@ -201,22 +208,21 @@ class Translated(NamedTuple):
 def translate(recipe: Any, sentences: str | Sequence[str], return_attention: bool = False) -> list[Any]:
     """Translate sentences as the predict command does.
 
-    The weights are computed after the translation and only where they are asked for; the tokens are the same with and
-    without.
+    The attention is computed after the translation, and only on request, so that it does not change the tokens.
 
     Args:
         recipe: a `Seq2SeqTranslator` from a checkpoint, or attached to a Trainer.
-        sentences: one or several, as they are written.
+        sentences: one or several sentences as plain text.
         return_attention: return pairs with the attention of each translation.
 
     Returns:
         The translations as text, or a `Translated` of each: a text, and an `AttentionMap`, whose ``weights`` have the
-        shape (tokens of the translation, tokens of the source). Of the recurrent network these are the weights of its
-        attention (Luong et al., 2015, after Bahdanau et al., 2015), of a Transformer those of the last layer of its
-        decoder over the source, a mean over the heads (Vaswani et al., 2017).
+        shape (tokens of the translation, tokens of the source). They are the attention of a recurrent network (Luong et
+        al., 2015, after Bahdanau et al., 2015), or the attention of a Transformer's last decoder layer over the source,
+        a mean over the heads (Vaswani et al., 2017).
 
     Raises:
-        UserError: nothing is left of any sentence, or the network does not tell its attention.
+        UserError: no sentence has anything to translate, or the network has no method ``attention``.
 
     Example:
         >>> model = Seq2SeqTranslator.load_from_checkpoint("best.ckpt")  # doctest: +SKIP
@@ -224,13 +230,13 @@ def translate(recipe: Any, sentences: str | Sequence[str], return_attention: boo
         >>> found.text, tuple(found.attention.weights.shape)  # doctest: +SKIP
         ('i am tired .', (5, 5))
     """
-    before = recipe.attention_maps
+    previous_maps = recipe.attention_maps
     recipe.attention_maps = {} if return_attention else None
     try:
         rows = predict(recipe, sentences)
         maps = recipe.attention_maps
     finally:
-        recipe.attention_maps = before
+        recipe.attention_maps = previous_maps
     texts = [row["translation"] for row in rows]
     if maps is None:
         return texts

@@ -1,9 +1,9 @@
-"""What a translation network offers, and the recurrent one: a bidirectional encoder, a decoder with attention.
+"""The interface of translation networks, and the recurrent one: bidirectional encoder, decoder with attention.
 
-A network decodes whole sequences, where the target is known, and step by step, with equal results. In the recurrent
-one attention comes after the decoder's recurrent layer (Luong et al., 2015), so with the target known in advance all of
-its positions are computed at once: one recurrent call, one batched attention, one projection. In translating the same
-modules run step by step.
+A network decodes whole sequences if the target is known, and step by step if not, with equal results. In the recurrent
+network attention follows the decoder's recurrent layer (Luong et al., 2015). With a known target all positions are
+therefore computed at once: one recurrent call, one batched attention, one projection. In translation the same modules
+run step by step.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from recipes.dropout import Dropout
 
 
 def position_mask(lengths: Tensor, time: int) -> Tensor:
-    """True at the positions before each length, of shape (batch, time)."""
+    """Return a mask of shape (batch, time) that is True at the positions before each length."""
     return torch.arange(time, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def target_positions(target: Tensor, target_lengths: Tensor) -> Tensor:
-    """The positions of the tokens to predict, without padding, in the flattened ``target[:, 1:]``.
+    """Return the positions of the tokens to predict, without padding, in the flattened ``target[:, 1:]``.
 
     Example:
         >>> target_positions(torch.tensor([[1, 4, 2], [1, 2, 0]]), torch.tensor([3, 2]))
@@ -36,9 +36,9 @@ class Encoded(NamedTuple):
     """The encoder's output, which the decoder attends to.
 
     Args:
-        memory: what the attention takes means of, of shape (batch, source, hidden): states, or values of all layers.
-        keys: what it compares queries with, of shape (batch, source, any).
-        mask: True where there is a token, of shape (batch, source).
+        memory: the states that attention averages, or the values of all layers, of shape (batch, source, hidden).
+        keys: the keys that attention compares queries with, of shape (batch, source, any).
+        mask: True for tokens and False for padding, of shape (batch, source).
     """
 
     memory: Tensor
@@ -46,21 +46,21 @@ class Encoded(NamedTuple):
     mask: Tensor
 
     def select(self, rows: Tensor) -> "Encoded":
-        """The output for these sentences, which may repeat."""
+        """Return the output for these sentences, which may repeat."""
         return Encoded(self.memory[rows], self.keys[rows], self.mask[rows])
 
 
 class TranslationNetwork(nn.Module):
-    """The base of translation networks, whose decoders work on whole sequences and step by step, with equal results.
+    """Base class of translation networks, whose decoders run on whole sequences and step by step, with equal results.
 
-    A subclass has the output layer `output`, and defines `encode`, `step` and `decode`. Its decoder's state between two
-    tokens is a tensor; where that is not of shape (batch, ...), it defines `select`, too.
+    A subclass has the output layer `output`, and defines `encode`, `step` and `decode`. The state of its decoder
+    between two tokens is a tensor. If its shape is not (batch, ...), the subclass overrides `select` as well.
     """
 
     output: nn.Linear
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, Tensor]:
-        """The encoder's output, and the state in which the decoder starts.
+        """Return the encoder's output, and the state in which the decoder starts.
 
         Args:
             source: tokens of shape (batch, source), then padding.
@@ -80,42 +80,44 @@ class TranslationNetwork(nn.Module):
         raise NotImplementedError
 
     def decode(self, inputs: Tensor, state: Tensor, encoded: Encoded, positions: Tensor) -> Tensor:
-        """The readouts of whole sequences.
+        """Return the readouts of whole sequences.
 
         Args:
             inputs: tokens of shape (batch, time).
-            positions: of the flattened inputs, those to return the readouts of; of shape (tokens,).
+            state: the state of the decoder before the first token.
+            encoded: the encoder's output.
+            positions: positions in the flattened inputs whose readouts are returned, of shape (tokens,).
 
         Returns:
-            Of shape (tokens, readout).
+            The readouts, of shape (tokens, readout).
         """
         raise NotImplementedError
 
     def select(self, state: Tensor, rows: Tensor) -> Tensor:
-        """The state of these sentences, which may repeat."""
+        """Return the state of these sentences, which may repeat."""
         return state[rows]
 
     def attention(self, source: Tensor, lengths: Tensor, inputs: Tensor) -> Tensor:
-        """The weights with which the decoder looks at the source as it predicts each token (Bahdanau et al., 2015).
+        """Return the weights of the decoder over the source for each token (Bahdanau et al., 2015).
 
-        They are those of a pass over whole sequences, and what `step` computes in translating: so a translation is
-        made without them, and looked at afterwards.
+        A pass over whole sequences has the same weights as `step` in translation, so a sentence is translated without
+        keeping them, and they are computed afterwards.
 
         Args:
-            source: of shape (batch, source).
-            lengths: of shape (batch,).
-            inputs: the tokens before those that are predicted: SOS, then the translation; of shape (batch, time).
+            source: tokens of shape (batch, source).
+            lengths: tokens of each sentence, of shape (batch,).
+            inputs: the decoder's inputs, SOS and then the translation, of shape (batch, time).
 
         Returns:
-            Of shape (batch, time, source), float32; the sum over the source is 1, and padding has 0.
+            The weights, float32 of shape (batch, time, source); their sum over the source is 1, and padding has 0.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method attention(source, lengths, inputs)")
 
     def free_running(self, source: Tensor, source_lengths: Tensor, target: Tensor, target_positions: Tensor) -> Tensor:
-        """As `forward`, but each token follows from those that the decoder itself found likeliest before it.
+        """Return logits as `forward` does, but the decoder reads its own likeliest tokens in place of the target.
 
-        The decoder is not told the target, in training as in translating (Williams and Zipser, 1989, call the other
-        teacher forcing). It decodes step by step. No gradient flows through the choice of a token.
+        The decoder runs step by step, as in translation; reading the target is called teacher forcing (Williams and
+        Zipser, 1989). No gradient flows through the choice of a token.
 
         Returns:
             Logits of shape (tokens, target_vocab_size).
@@ -131,30 +133,30 @@ class TranslationNetwork(nn.Module):
         return self.logits(torch.stack(readouts, 1).flatten(0, 1)[target_positions])
 
     def logits(self, readouts: Tensor) -> Tensor:
-        """The output layer: readouts of shape (..., readout) to logits of shape (..., target_vocab_size)."""
+        """Apply the output layer: readouts of shape (..., readout) to logits of shape (..., target_vocab_size)."""
         logits: Tensor = self.output(readouts)
         return logits
 
     @override
     def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor, target_positions: Tensor) -> Tensor:
-        """Logits of the target's tokens after the first, given those before them.
+        """Return the logits of the target's tokens after the first, given the tokens before them.
 
         Args:
-            source: of shape (batch, source).
-            source_lengths: of shape (batch,).
-            target: of shape (batch, target), beginning with SOS.
-            target_positions: what the function `target_positions` returns, of shape (tokens,).
+            source: tokens of shape (batch, source).
+            source_lengths: tokens of each source, of shape (batch,).
+            target: tokens of shape (batch, target), beginning with SOS.
+            target_positions: the result of the function `target_positions`, of shape (tokens,).
 
         Returns:
-            Of shape (tokens, target_vocab_size), for the positions without padding only, sentence by sentence: the
-            others are not used, and in batches of mixed lengths they are a quarter of the work.
+            Logits of shape (tokens, target_vocab_size), sentence by sentence, without padding: in batches of mixed
+            lengths, padding would be a quarter of the work.
         """
         encoded, state = self.encode(source, source_lengths)
         return self.logits(self.decode(target[:, :-1], state, encoded, target_positions))
 
 
 def reversed_positions(lengths: Tensor, time: int) -> Tensor:
-    """For each sentence its positions from the last token to the first, then those of its padding; (batch, time).
+    """Return the positions of each sentence from the last token to the first, then its padding: (batch, time).
 
     Example:
         >>> reversed_positions(torch.tensor([3, 2]), time=4)
@@ -169,15 +171,15 @@ def reversed_positions(lengths: Tensor, time: int) -> Tensor:
 class Encoder(nn.Module):
     """Bidirectional recurrent layers without packed sequences.
 
-    The backward direction reads each sentence reversed within its length, so that padding comes last in both directions
-    and cannot change the states before it. On a CPU that takes 0.3 to 0.85 times as long as `pack_padded_sequence`,
-    whose gradient fills a buffer of the whole batch for each step; on a GPU it does not wait for the lengths.
+    The backward direction reads each sentence reversed within its length. Padding comes last in both directions, so it
+    cannot change the states before it. On a CPU this takes 0.3 to 0.85 times as long as `pack_padded_sequence`, whose
+    gradient fills a buffer of the whole batch for each step. On a GPU it does not wait for the lengths.
 
     Args:
-        input_size: of the inputs.
-        hidden_size: of the outputs, half of it for each direction.
-        num_layers: stacked layers.
-        dropout: between layers.
+        input_size: size of the inputs.
+        hidden_size: size of the outputs, half of it for each direction.
+        num_layers: number of stacked layers.
+        dropout: dropout between layers.
     """
 
     def __init__(self, input_size: int, hidden_size: int, num_layers: int, dropout: float) -> None:
@@ -189,14 +191,16 @@ class Encoder(nn.Module):
 
     @override
     def forward(self, inputs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """States at each token, (batch, time, hidden), and the final states of each layer, (layers, batch, hidden).
+        """Return the states (batch, time, hidden) and the final states of each layer (layers, batch, hidden).
 
         Args:
-            inputs: of shape (batch, time, size), padding last.
-            lengths: of shape (batch,), on the device of the inputs.
+            inputs: inputs of shape (batch, time, size), padding last.
+            lengths: tokens of each sentence, of shape (batch,), on the device of the inputs.
         """
         order = reversed_positions(lengths, inputs.shape[1]).unsqueeze(2)
-        rows, states, ends = torch.arange(inputs.shape[0], device=inputs.device), inputs, []
+        rows = torch.arange(inputs.shape[0], device=inputs.device)
+        states = inputs
+        final_states = []
         layers = zip(self.forward_layers, self.backward_layers, strict=True)
         for number, (forward_layer, backward_layer) in enumerate(layers):
             if number > 0:
@@ -205,19 +209,19 @@ class Encoder(nn.Module):
             behind = backward_layer(states.gather(1, order.expand(-1, -1, states.shape[2])))[0]
             behind = behind.gather(1, order.expand(-1, -1, behind.shape[2]))
             states = torch.cat((ahead, behind), 2)
-            ends.append(torch.cat((ahead[rows, lengths - 1], behind[:, 0]), 1))
-        return states, torch.stack(ends)
+            final_states.append(torch.cat((ahead[rows, lengths - 1], behind[:, 0]), 1))
+        return states, torch.stack(final_states)
 
 
 def attention_weights(queries: Tensor, encoded: Encoded) -> Tensor:
-    """The softmax over the source of inner products of queries and keys (Luong et al., 2015).
+    """Return the softmax over the source of inner products of queries and keys (Luong et al., 2015).
 
     Args:
-        queries: of shape (batch, time, hidden); with one query it is a decoder's step, with all of them the whole
-            sequence in one batched product.
+        queries: queries of shape (batch, time, hidden): one for a step of the decoder, or those of a whole sequence.
+        encoded: the encoder's output.
 
     Returns:
-        Of shape (batch, time, source), float32 or float64; 0 at padding.
+        Weights of shape (batch, time, source), float32 or float64; 0 at padding.
     """
     scores = torch.bmm(queries, encoded.keys.transpose(1, 2))
     # float32 at least: bf16 has too few digits for a softmax.
@@ -226,13 +230,14 @@ def attention_weights(queries: Tensor, encoded: Encoded) -> Tensor:
 
 
 def attend(queries: Tensor, encoded: Encoded) -> Tensor:
-    """The queries, and their means of the memory, weighted by `attention_weights`.
+    """Return the queries joined with means of the memory, weighted by `attention_weights`.
 
     Args:
-        queries: of shape (batch, time, hidden).
+        queries: queries of shape (batch, time, hidden).
+        encoded: the encoder's output.
 
     Returns:
-        Of shape (batch, time, 2 x hidden).
+        A tensor of shape (batch, time, 2 x hidden).
     """
     weights = attention_weights(queries, encoded)
     return torch.cat((queries, torch.bmm(weights.to(encoded.memory.dtype), encoded.memory)), 2)
@@ -294,12 +299,12 @@ class Seq2SeqNet(TranslationNetwork):
         return state[:, rows]
 
     def _recur(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The recurrent layers over inputs of shape (batch, time, size), and a state of (layers, batch, hidden)."""
+        """Run the recurrent layers over inputs (batch, time, size), from a state (layers, batch, hidden)."""
         outputs, hidden = self.decoder(inputs, state.to(inputs.dtype).contiguous())
         return outputs, hidden
 
     def _read_out(self, attended: Tensor) -> Tensor:
-        """Attentional vectors."""
+        """Return the attentional vectors, which the output layer reads."""
         readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)))
         return readouts
 

@@ -43,11 +43,11 @@ NetworkName = Literal["rnn", "transformer"]
 
 
 def rate_of_run(network: str, samples: int, epochs: float) -> float:
-    """The default peak learning rate: 0.001 for a Transformer, else a function of the run's length.
+    """Return the default peak learning rate: 0.001 for a Transformer, else a function of the run's length.
 
-    That is 0.2 over the square root of the updates that it would make in batches of 64; 0.006 at most. Adam moves the
-    vectors of rare tokens at random, by the rate times the square root of the updates. Where that product was 0.2 to
-    0.3 on the tutorial's pairs, BLEU was best; at 0.4 and 0.5 it was 10 to 20 lower.
+    The function is 0.2 divided by the square root of the number of updates in batches of 64, but at most 0.006. Adam
+    moves the vectors of rare tokens at random, by the rate times the square root of the updates. On the tutorial's
+    pairs BLEU was best if that product was 0.2 to 0.3; at 0.4 and 0.5 BLEU was 10 to 20 lower.
 
     Args:
         samples: the size of the training set.
@@ -152,10 +152,10 @@ class Seq2SeqTranslator(Recipe):
         lr = 0.003 if lr is None else lr
         super().__init__(optimizer=optimizer, lr=lr, weight_decay=weight_decay, schedule=schedule, **kwargs)
         self.resolve_hparams(lr=lr)
-        self.hparams.pop("attention", None)  # It belongs to one call, and to no checkpoint.
+        self.hparams.pop("attention", None)  # A file of one call of predict; a checkpoint must not have it.
         self.attention_writer = AttentionWriter(attention)
         self.attention_maps: dict[int, AttentionMap] | None = None if attention is None else {}
-        """What predict finds, by the number of the sentence; None where nobody has asked for it."""
+        """The attention of predicted sentences by their number; None if it was not requested."""
         self.val_scores = TranslationScores()
         self.test_scores = TranslationScores()
         self.detokenised = DetokenisedScores()
@@ -164,7 +164,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def build_network(self) -> TranslationNetwork:
-        """Returns the network, whose parameters are those of the recipe of the same names."""
+        """Build the network from the recipe's hyperparameters."""
         options = self.hparams
         sizes = (options.source_vocab_size, options.target_vocab_size, options.hidden_size)
         if options.network == "rnn":
@@ -175,14 +175,14 @@ class Seq2SeqTranslator(Recipe):
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         """Return the mean loss over the target tokens, and their number."""
         share = self.hparams.teacher_forcing
-        # `SeedControl` has seeded the generator with the address of the micro-batch: the draw is the same on any split.
+        # `SeedControl` has seeded the generator for this micro-batch, so that the draw is the same on any split.
         is_forced = share >= 1 or float(torch.rand(())) < share
         logits, targets = self._logits_and_targets(batch, is_forced)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.hparams.label_smoothing)
         return {"loss": loss, "count": len(targets)}
 
     def _logits_and_targets(self, batch: TranslationBatch, is_forced: bool = True) -> tuple[Tensor, Tensor]:
-        """Logits of shape (tokens, target_vocab_size) and targets of shape (tokens,), without padding."""
+        """Return logits of shape (tokens, target_vocab_size) and targets of shape (tokens,), without padding."""
         positions = target_positions(batch.target, batch.target_lengths)
         network = self.network if is_forced else self.network.free_running
         logits = network(batch.source, batch.source_lengths, batch.target, positions)
@@ -198,7 +198,7 @@ class Seq2SeqTranslator(Recipe):
     def _evaluation_step(
         self, scores: TranslationScores, batch: TranslationBatch, beam: int, chosen: Tensor | None = None
     ) -> dict[str, Any]:
-        """Score a batch; its sentences, or those at `chosen`, are translated, too."""
+        """Score a batch, and translate its sentences, or those at `chosen`."""
         if not len(batch.source):
             return {}
         logits, targets = self._logits_and_targets(batch)
@@ -206,19 +206,19 @@ class Seq2SeqTranslator(Recipe):
         batch = batch if chosen is None else batch.select(chosen)
         if not len(batch.source):
             return {}
-        found = beam_search(self.network, batch.source, batch.source_lengths, beam, alpha=self.hparams.length_penalty)
+        result = beam_search(self.network, batch.source, batch.source_lengths, beam, alpha=self.hparams.length_penalty)
         source, target = known(self.vocabularies)
         sources, references = sentences_of(batch, (source, target), self.data_module())
-        translations = [*map(target.decode, found.tokens[:, 0].tolist())]
-        # Subwords are decoded to text, whose words and punctuation are not separated yet.
+        translations = [*map(target.decode, result.tokens[:, 0].tolist())]
+        # Subwords are decoded to plain text, in which punctuation is not separated from words yet.
         tokenise = self.hparams.bleu_tokenize if isinstance(target, SubwordVocabulary) else None
         scores.add(translations, references, tokenise)
         texts = {"sources": sources, "translations": translations, "references": references}
-        return {"tokens": found.tokens[:, 0], **texts}
+        return {"tokens": result.tokens[:, 0], **texts}
 
     def _log_scores(self, prefix: str, scores: TranslationScores) -> None:
         values = {f"{prefix}/{name}": value.float() for name, value in scores.compute(self.trainer.strategy).items()}
-        # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
+        # The values are equal on all ranks: a maximum keeps every bit, and a mean over ranks would round again.
         self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
 
@@ -239,29 +239,29 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def test_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        found = self._evaluation_step(self.test_scores, batch, self.hparams.beam)
-        if found:
-            self.detokenised.add(found, batch.numbers, self.data_module())
-            add_examples(self.figures, self.network, batch, found["tokens"], self.vocabularies)
-        return found
+        outputs = self._evaluation_step(self.test_scores, batch, self.hparams.beam)
+        if outputs:
+            self.detokenised.add(outputs, batch.numbers, self.data_module())
+            add_examples(self.figures, self.network, batch, outputs["tokens"], self.vocabularies)
+        return outputs
 
     @override
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.test_scores)
-        found = self.detokenised.compute(self.trainer.strategy, self.hparams.bleu_tokenize)
-        self.log_dict({f"test/{name}": score for name, score in found.items()}, sync_dist=True, reduce_fx="max")
+        scores = self.detokenised.compute(self.trainer.strategy, self.hparams.bleu_tokenize)
+        self.log_dict({f"test/{name}": score for name, score in scores.items()}, sync_dist=True, reduce_fx="max")
         self.tables = self.detokenised.tables()
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """The rows of the final table with the main scores."""
+        """Return the rows of the final table with the main scores."""
         return self.detokenised.headline(scores, self.hparams.beam)
 
     @override
     def forward(self, source: Tensor) -> Tensor:
-        """Tokens of shape (batch, time) for sources of shape (batch, source), by beam search."""
+        """Return tokens of shape (batch, time) for sources of shape (batch, source), by beam search."""
         lengths = (source != PAD).sum(1)
-        found = beam_search(self.network, source, lengths, self.hparams.beam, alpha=self.hparams.length_penalty)
-        return found.tokens[:, 0]
+        result = beam_search(self.network, source, lengths, self.hparams.beam, alpha=self.hparams.length_penalty)
+        return result.tokens[:, 0]
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -269,46 +269,46 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def predict_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        """The sentences' numbers, and the best translation of each with its score."""
-        width = self.hparams.beam
-        found = beam_search(self.network, batch.source, batch.source_lengths, width, alpha=self.hparams.length_penalty)
+        """Return the sentences' numbers, and the best translation of each with its score."""
+        beam = self.hparams.beam
+        result = beam_search(self.network, batch.source, batch.source_lengths, beam, alpha=self.hparams.length_penalty)
         numbers = torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers
         if self.attention_maps is not None:
-            maps = attention_maps(self.network, batch, found.tokens[:, 0], self.vocabularies)
+            maps = attention_maps(self.network, batch, result.tokens[:, 0], self.vocabularies)
             self.attention_maps |= dict(zip(numbers.tolist(), maps, strict=True))
-        return {"numbers": numbers.tolist(), "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
+        return {"numbers": numbers.tolist(), "tokens": result.tokens[:, 0], "scores": result.scores[:, 0]}
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each translation, in the order of the sentences, whatever the order of the batches.
+        """Return a row for each translation, in the order of the sentences, whatever the order of the batches.
 
         Args:
             names: the sentences, with words outside the vocabulary in brackets.
         """
         _, target = known(self.vocabularies)
-        each = [row for batch in outputs for row in zip(*batch.values(), strict=True)]
+        translations = [row for batch in outputs for row in zip(*batch.values(), strict=True)]
         return [
             {"sentence": names[i], "translation": target.decode(tokens.tolist()), "score": float(score), "note": None}
-            for i, tokens, score in sorted(each, key=itemgetter(0))
+            for i, tokens, score in sorted(translations, key=itemgetter(0))
         ]
 
     @classmethod
     @override
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
-        """The sizes of the vocabularies, where the data has them, and the rate of a run of a known length."""
-        found: dict[str, Any] = {}
+        """Return the sizes of the data's vocabularies, and the learning rate for the length of the run."""
+        from_data: dict[str, Any] = {}
         if isinstance(data, TranslationDataModule):
             data.vocabularies()
             take_vocabularies(data, settings.get("weights"), settings.get("weights_skip"))
             source, target = data.vocabularies()
-            found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
+            from_data = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
         samples = data_contract(data).sizes.get("train")
         epochs = settings.get("max_epochs")
         if samples and epochs == -1:
             epochs = settings.get("max_steps", -1) * cls.base_batch_size / samples
         if samples and epochs and epochs > 0:
-            found["lr"] = rate_of_run(settings.get("network", "rnn"), samples, epochs)
-        return found
+            from_data["lr"] = rate_of_run(settings.get("network", "rnn"), samples, epochs)
+        return from_data
 
     @override
     def setup(self, stage: str) -> None:
@@ -346,5 +346,5 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def export_metadata(self) -> dict[str, Any]:
-        """The vocabularies and the normalisation, where they are known; of subwords sentencepiece's own files."""
+        """Return the vocabularies and the normalisation, if they are known."""
         return vocabulary_metadata(self.vocabularies, self.normalisation) if self.vocabularies else {}

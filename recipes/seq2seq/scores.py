@@ -1,6 +1,6 @@
-"""The scores of translations in validation and test, over all ranks: BLEU, chrF and exact matches, by sacrebleu.
+"""Compute the scores of translations over all ranks with sacrebleu: BLEU, chrF and exact matches.
 
-sacrebleu adds integer counts of sentences, so the scores do not depend on the order of the sentences.
+sacrebleu adds integer counts of the sentences, so the scores do not depend on the order of the sentences.
 """
 
 import functools
@@ -19,11 +19,11 @@ from recipes.scores import MeanOverTargets
 from recipes.tables import Table
 
 BleuTokenizer = Literal["13a", "intl", "zh", "char", "none"]
-"""sacrebleu's names. 13a is the standard one; zh is for Chinese."""
+"""sacrebleu's names of tokenisers. 13a is the standard; zh is for Chinese."""
 
 
 def _bleu(name: str, **options: Any) -> Any:
-    """sacrebleu's BLEU, which takes 0.3 s to import."""
+    """Return sacrebleu's BLEU, imported here because that takes 0.3 s."""
     from sacrebleu.metrics.bleu import BLEU
 
     return BLEU(tokenize=name, force=True, **options)
@@ -37,17 +37,22 @@ def _chrf() -> Any:
 
 @functools.cache
 def tokenizer(name: str) -> Callable[[str], str]:
-    """sacrebleu's tokeniser of a sentence: words separated by spaces."""
+    """Return sacrebleu's tokeniser: from a sentence to words separated by spaces."""
     split = _bleu(name).tokenizer
-    return lambda text: split(text.rstrip())
+
+    def tokenise(text: str) -> str:
+        tokens: str = split(text.rstrip())
+        return tokens
+
+    return tokenise
 
 
 def token_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """BLEU (Papineni et al., 2002) without smoothing, chrF (Popović, 2015), and the share of exact matches.
+    """Return BLEU (Papineni et al., 2002) without smoothing, chrF (Popović, 2015), and the share of exact matches.
 
     Args:
-        hypotheses: words separated by spaces.
-        references: as many.
+        hypotheses: translations, words separated by spaces.
+        references: as many reference translations.
 
     Example:
         >>> scores = token_scores(["the cat sat on the mat"], ["the cat sat on a mat"])
@@ -56,7 +61,8 @@ def token_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
     """
     if not hypotheses:
         return {"bleu": 0.0, "chrf": 0.0, "exact_match": 0.0}
-    matches = sum(one.split() == other.split() for one, other in zip(hypotheses, references, strict=True))
+    pairs = zip(hypotheses, references, strict=True)
+    matches = sum(hypothesis.split() == reference.split() for hypothesis, reference in pairs)
     return {
         "bleu": _bleu("none", smooth_method="none").corpus_score(hypotheses, [references]).score,
         "chrf": _chrf().corpus_score(hypotheses, [references]).score,
@@ -69,9 +75,9 @@ class StandardScore:
     """A score of detokenised text, as published figures are computed.
 
     Args:
-        title: for people, such as BLEU.
-        score: from 0 to 100.
-        signature: what defines the score, in sacrebleu's form.
+        title: name in tables, such as BLEU.
+        score: value from 0 to 100.
+        signature: sacrebleu's signature, which defines the score.
     """
 
     title: str
@@ -82,10 +88,10 @@ class StandardScore:
 def standard_scores(
     hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a"
 ) -> dict[str, StandardScore]:
-    """BLEU, BLEU in lower case, and chrF of text as it is written.
+    """Return BLEU, BLEU in lower case, and chrF of detokenised text.
 
     Raises:
-        ValueError: there are not as many references, of which sacrebleu would leave some out.
+        ValueError: the number of references differs; sacrebleu would ignore some sentences.
     """
     references = [reference for _, reference in zip(hypotheses, references, strict=True)]
     metrics = {
@@ -93,18 +99,19 @@ def standard_scores(
         "sacrebleu_lower": ("BLEU, lower case", _bleu(tokenize, lowercase=True)),
         "sacrebleu_chrf": ("chrF", _chrf()),
     }
-    found = {}
+    scores_by_name = {}
     for name, (title, metric) in metrics.items():
         score = metric.corpus_score(hypotheses, [references]).score
-        found[name] = StandardScore(title, score, str(metric.get_signature()))
-    return found
+        scores_by_name[name] = StandardScore(title, score, str(metric.get_signature()))
+    return scores_by_name
 
 
 def sentences_to_translate(numbers: Tensor | None, share: float) -> Tensor | None:
-    """The places of a random share of the sentences of a batch, int64 of shape (chosen,); None stands for all.
+    """Return the positions of a random share of a batch, int64 of shape (chosen,); None means all.
 
     Args:
-        numbers: of the sentences, by which they are chosen: so the choice is the same on any number of ranks.
+        numbers: the numbers of the sentences, which determine the choice on any number of ranks.
+        share: the share of sentences to choose.
     """
     if numbers is None or share >= 1:
         return None
@@ -126,9 +133,9 @@ class TranslationScores(nn.Module):
         self.texts += zip(map(split, translations), map(split, references), strict=True)
 
     def compute(self, strategy: Strategy) -> dict[str, Tensor]:
-        """All scores by name, from the sentences of all ranks."""
+        """Return all scores by name, from the sentences of all ranks."""
         loss = self.loss.compute()
-        pairs = [pair for of_rank in gather(self.texts) for pair in of_rank]
+        pairs = [pair for pairs_of_rank in gather(self.texts) for pair in pairs_of_rank]
         texts = token_scores([translation for translation, _ in pairs], [reference for _, reference in pairs])
         values = {name: torch.tensor(value, device=loss.device) for name, value in texts.items()}
         return {"loss": loss, "perplexity": loss.exp(), **values}
@@ -140,7 +147,7 @@ class TranslationScores(nn.Module):
 
 
 class DetokenisedScores:
-    """sacrebleu's scores of the test's translations as text, with the sentences that they are over, of all ranks."""
+    """sacrebleu's scores of the test's translations as text, and the sentences of all ranks."""
 
     def __init__(self) -> None:
         self.reset()
@@ -150,31 +157,36 @@ class DetokenisedScores:
         self.sentences: list[tuple[int, str, str, str]] = []
         self.found: dict[str, StandardScore] = {}
 
-    def add(self, found: Mapping[str, Any], numbers: Tensor | None, data: Any) -> None:
-        """Add what a step returned: its sources, translations and references, as they were written where known.
+    def add(self, outputs: Mapping[str, Any], numbers: Tensor | None, data: Any) -> None:
+        """Add what a step returned; the data module has the texts as they were written.
 
         Args:
-            numbers: of the sentences, of shape (batch,); None continues those before.
+            outputs: the sources, translations and references of a batch.
+            numbers: the numbers of the sentences, of shape (batch,); None continues the earlier ones.
             data: the data module.
         """
-        sources, references, last = found["sources"], found["references"], len(self.sentences)
+        sources = outputs["sources"]
+        references = outputs["references"]
         if numbers is not None and isinstance(data, TranslationDataModule):
-            sources, references = data.source_texts(numbers), data.target_texts(numbers)
-        places = range(last, last + len(sources)) if numbers is None else numbers.tolist()
-        self.sentences += zip(places, sources, found["translations"], references, strict=True)
+            sources = data.source_texts(numbers)
+            references = data.target_texts(numbers)
+        first_number = len(self.sentences)
+        positions = range(first_number, first_number + len(sources)) if numbers is None else numbers.tolist()
+        self.sentences += zip(positions, sources, outputs["translations"], references, strict=True)
 
     def compute(self, strategy: Strategy, tokenize: str) -> dict[str, float]:
-        """The scores by name, which every rank computes from the sentences of all of them; none without sentences."""
+        """Return the scores by name, equal on every rank; none without sentences."""
+        # Sorted by number, since ranks have the sentences in turn.
         self.sentences = sorted(row for rows in gather(self.sentences) for row in rows)
         if self.sentences:
             _, _, translations, references = zip(*self.sentences, strict=True)
             self.found = standard_scores(translations, references, tokenize)
-        return {name: each.score for name, each in self.found.items()}
+        return {name: standard_score.score for name, standard_score in self.found.items()}
 
     def tables(self) -> dict[str, Table]:
-        """The sources, translations and references, in the order of the file.
+        """Return the sources, translations and references, in the order of the file.
 
-        The translations and the references by themselves, too, line by line: sacrebleu's command takes these.
+        Two text files have the translations and the references line by line, as sacrebleu's command reads them.
         """
         columns = "source", "translation", "reference"
         rows = [dict(zip(columns, texts, strict=True)) for _, *texts in self.sentences]
@@ -187,14 +199,14 @@ class DetokenisedScores:
         }
 
     def headline(self, scores: Mapping[str, float], beam: int) -> dict[str, str]:
-        """The rows of the final table, from all logged scores."""
+        """Return the rows of the final table, from all logged scores."""
         rows = {}
-        for part, how in (("val", "greedy, of tokens"), ("test", f"beam {beam}, of tokens")):
-            if f"{part}/bleu" in scores:
-                rows[f"{part} BLEU"] = f"{scores[f'{part}/bleu']:.2f} ({how})"
-        shown = {"test chrF": "test/chrf", "test perplexity": "test/perplexity"}
-        rows |= {title: f"{scores[name]:.2f}" for title, name in shown.items() if name in scores}
+        for prefix, how in (("val", "greedy, of tokens"), ("test", f"beam {beam}, of tokens")):
+            if f"{prefix}/bleu" in scores:
+                rows[f"{prefix} BLEU"] = f"{scores[f'{prefix}/bleu']:.2f} ({how})"
+        titles = {"test chrF": "test/chrf", "test perplexity": "test/perplexity"}
+        rows |= {title: f"{scores[name]:.2f}" for title, name in titles.items() if name in scores}
         if "test/exact_match" in scores:
             rows["test exact match"] = f"{100 * scores['test/exact_match']:.1f} %"
         standard = self.found.values()
-        return rows | {f"sacrebleu {each.title}": f"{each.score:.2f} ({each.signature})" for each in standard}
+        return rows | {f"sacrebleu {score.title}": f"{score.score:.2f} ({score.signature})" for score in standard}

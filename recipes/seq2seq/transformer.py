@@ -1,7 +1,7 @@
 """A Transformer (Vaswani et al., 2017) whose layers normalise their inputs (pre-norm; Xiong et al., 2020).
 
-Decoding a sequence at once and token by token runs the same layers: a step attends to the keys and values of the tokens
-before it, which its state keeps: of shape (batch, time, 2 x layers x width).
+Decoding a sequence at once and token by token runs the same layers. A step attends to the keys and values of earlier
+tokens, which the state holds: (batch, time, 2 x layers x width).
 """
 
 import math
@@ -16,11 +16,11 @@ from datamodules.errors import UserError
 from recipes.dropout import Dropout
 from recipes.seq2seq.network import Encoded, TranslationNetwork, position_mask
 
-_MOST_WEIGHTS = 512 * 512  # Of longer sentences, torch's own attention does not hold them.
+_MAX_WEIGHTS = 512 * 512  # Longer sentences use torch's attention, which does not hold the weights in memory.
 
 
 def sinusoids(start: int, time: int, like: Tensor) -> Tensor:
-    """The encodings of the positions from `start` on, of shape (time, width); width, type and device as of `like`."""
+    """Return the encodings of the positions from `start` on, of shape (time, width), in the type of `like`."""
     half = (like.shape[-1] + 1) // 2
     rates = torch.exp(torch.arange(half, device=like.device) * (-math.log(10_000) / half))
     angles = torch.arange(start, start + time, device=like.device).unsqueeze(1) * rates
@@ -34,13 +34,14 @@ class _Heads:
         self.heads = heads
 
     def split(self, x: Tensor) -> Tensor:
-        """To shape (batch, heads, time, width of a head)."""
+        """Return a tensor of shape (batch, heads, time, width of a head)."""
         batch, time, width = x.shape
         return x.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
 
     def weights(self, queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """The weights of `attend` over the source, a mean over the heads: of shape (batch, time, source)."""
-        queries, keys = self.split(queries), self.split(keys)
+        """Return the attention weights over the source, a mean over the heads, of shape (batch, time, source)."""
+        queries = self.split(queries)
+        keys = self.split(keys)
         return self._weights(queries, keys, mask[:, None, None, :], causal=False).mean(1)
 
     def _weights(self, queries: Tensor, keys: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -49,31 +50,33 @@ class _Heads:
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if causal:
             mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
-        return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(3)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(3)
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Weighted means of the values; `mask` is True where the source has a token, of shape (batch, source)."""
+        """Return weighted means of the values; `mask` is True where the source has a token: (batch, source)."""
         queries, keys, values = map(self.split, (queries, keys, values))
         mask = None if mask is None else mask[:, None, None, :]
-        if queries.is_cpu and queries.dtype == torch.bfloat16 and queries.shape[2] * keys.shape[2] <= _MOST_WEIGHTS:
-            # torch's own takes 7 times as long for a sentence, forward and backward.
-            found = self._weights(queries, keys, mask, causal).to(values.dtype) @ values
+        if queries.is_cpu and queries.dtype == torch.bfloat16 and queries.shape[2] * keys.shape[2] <= _MAX_WEIGHTS:
+            # torch's attention takes 7 times as long for a sentence, forward and backward.
+            means = self._weights(queries, keys, mask, causal).to(values.dtype) @ values
         else:
-            found = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal)
-        return found.transpose(1, 2).flatten(2)
+            means = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal)
+        return means.transpose(1, 2).flatten(2)
 
 
 class _Layer(nn.Module):
-    """What layers of encoder and decoder share: self-attention and a feed-forward network, on residual paths."""
+    """The common part of encoder and decoder layers: self-attention and a feed-forward network on residual paths."""
 
     def __init__(self, width: int, heads: int, feedforward_size: int, dropout: float) -> None:
         super().__init__()
         self.heads = _Heads(heads)
         self.dropout = Dropout(dropout)
         self.self_norm = nn.LayerNorm(width)
-        # Without biases: that of the keys would have a gradient of nothing but rounding, which Adam divides by itself.
+        # Without biases: the gradient of the keys' bias is rounding noise only, which Adam scales up to its full rate.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.self_output = nn.Linear(width, width)
         self.feedforward_norm = nn.LayerNorm(width)
@@ -89,13 +92,13 @@ class _Layer(nn.Module):
 class _EncoderLayer(_Layer):
     @override
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The next layer's input; `mask` as in `_Heads`."""
+        """Return the input of the next layer; `mask` as in `_Heads`."""
         queries, keys, values = self.query_key_value(self.self_norm(x)).chunk(3, 2)
         return self._feed_forward(x + self.dropout(self.self_output(self.heads.attend(queries, keys, values, mask))))
 
 
 class _DecoderLayer(_Layer):
-    """A layer that attends to the source, too."""
+    """Decoder layer, which attends to the source after self-attention."""
 
     def __init__(self, width: int, heads: int, feedforward_size: int, dropout: float) -> None:
         super().__init__(width, heads, feedforward_size, dropout)
@@ -105,29 +108,35 @@ class _DecoderLayer(_Layer):
 
     @override
     def forward(self, x: Tensor, past: Tensor | None, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        """Of whole sentences, or of one token after those in `past`.
+        """Run the layer on whole sentences, or on one token after those in `past`.
 
         Args:
-            x: of shape (batch, time, width).
-            past: keys and values of the tokens before, of shape (batch, past, 2 x width); None for whole sentences.
-            encoded: the values and keys of the source in this layer.
+            x: inputs of shape (batch, time, width).
+            past: keys and values of earlier tokens, of shape (batch, past, 2 x width); None for whole sentences.
+            encoded: values and keys of the source in this layer.
 
         Returns:
             The next layer's input, and keys and values of the tokens in `x`.
         """
-        x, new = self._attend_to_target(x, past)
+        x, keys_and_values = self._attend_to_target(x, past)
         queries = self.source_query(self.source_norm(x))
-        found = self.heads.attend(queries, encoded.keys, encoded.memory, encoded.mask)
-        return self._feed_forward(x + self.dropout(self.source_output(found))), new
+        attended = self.heads.attend(queries, encoded.keys, encoded.memory, encoded.mask)
+        return self._feed_forward(x + self.dropout(self.source_output(attended))), keys_and_values
 
     def _attend_to_target(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`x` after self-attention, and keys and values of its tokens."""
-        queries, new = self.query_key_value(self.self_norm(x)).split((x.shape[2], 2 * x.shape[2]), 2)
-        keys, values = (new if past is None else torch.cat((past.to(new.dtype), new), 1)).chunk(2, 2)
-        return x + self.dropout(self.self_output(self.heads.attend(queries, keys, values, causal=past is None))), new
+        """Return `x` after self-attention, and the keys and values of its tokens."""
+        projected = self.query_key_value(self.self_norm(x))
+        queries, keys_and_values = projected.split((x.shape[2], 2 * x.shape[2]), 2)
+        visible = keys_and_values
+        if past is not None:
+            visible = torch.cat((past.to(keys_and_values.dtype), keys_and_values), 1)
+        keys, values = visible.chunk(2, 2)
+        # A single token attends to all earlier ones, so that only whole sentences need a causal mask.
+        attended = self.heads.attend(queries, keys, values, causal=past is None)
+        return x + self.dropout(self.self_output(attended)), keys_and_values
 
     def source_weights(self, x: Tensor, encoded: Encoded) -> Tensor:
-        """The weights over the source of whole sentences `x`, of shape (batch, time, source)."""
+        """Return the weights over the source of whole sentences `x`, of shape (batch, time, source)."""
         x, _ = self._attend_to_target(x, None)
         return self.heads.weights(self.source_query(self.source_norm(x)), encoded.keys, encoded.mask)
 
@@ -169,7 +178,8 @@ class TransformerNet(TranslationNetwork):
         super().__init__()
         if hidden_size % heads:
             raise UserError(f"hidden_size={hidden_size} cannot be split into heads={heads} of equal width")
-        self.width, self.layers = hidden_size, num_layers
+        self.width = hidden_size
+        self.layers = num_layers
         self.dropout = Dropout(dropout)
         self.source_embedding = nn.Embedding(source_vocab_size, hidden_size)
         self.target_embedding = nn.Embedding(target_vocab_size, hidden_size)
@@ -177,17 +187,18 @@ class TransformerNet(TranslationNetwork):
         sizes = hidden_size, heads, feedforward_size, dropout
         self.encoder = nn.ModuleList(_EncoderLayer(*sizes) for _ in range(num_layers))
         self.decoder = nn.ModuleList(_DecoderLayer(*sizes) for _ in range(num_layers))
-        self.encoder_norm, self.decoder_norm = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
+        self.encoder_norm = nn.LayerNorm(hidden_size)
+        self.decoder_norm = nn.LayerNorm(hidden_size)
         # The keys and the values of the source in all layers of the decoder.
         self.source_keys = nn.Linear(hidden_size, num_layers * hidden_size, bias=False)
         self.source_values = nn.Linear(hidden_size, num_layers * hidden_size, bias=False)
         self.output = nn.Linear(hidden_size, target_vocab_size)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # Of each square part: queries, keys and values of all layers are maps of their own.
-                parts = module.weight.split(hidden_size) if module.weight.shape[1] == hidden_size else [module.weight]
-                for part in parts:
-                    nn.init.xavier_uniform_(part)
+                # Block by block: the weight stacks square projections, of queries, keys and values or of all layers.
+                blocks = module.weight.split(hidden_size) if module.weight.shape[1] == hidden_size else [module.weight]
+                for block in blocks:
+                    nn.init.xavier_uniform_(block)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
@@ -207,44 +218,45 @@ class TransformerNet(TranslationNetwork):
             x = layer(x, mask)
         x = self.encoder_norm(x)
         encoded = Encoded(self.source_values(x), self.source_keys(x), mask)
+        # The state holds the keys and values of earlier tokens, of which there are none yet.
         return encoded, encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width)
 
     def _source_of_layers(self, encoded: Encoded) -> list[Encoded]:
-        """The values and keys of the source in each layer of the decoder."""
+        """Return the values and keys of the source in each layer of the decoder."""
         sides = zip(encoded.memory.chunk(self.layers, 2), encoded.keys.chunk(self.layers, 2), strict=True)
         return [Encoded(values, keys, encoded.mask) for values, keys in sides]
 
     def _decode(self, tokens: Tensor, cache: Tensor | None, encoded: Encoded) -> tuple[Tensor, list[Tensor]]:
-        """Of tokens (batch, time): the decoder's output, and their keys and values in each layer."""
+        """Return the decoder's output for tokens (batch, time), and their keys and values in each layer."""
         x = self._embed(self.target_embedding, tokens, 0 if cache is None else cache.shape[1])
         past = [None] * self.layers if cache is None else cache.chunk(self.layers, 2)
-        new = []
-        for layer, before, source in zip(self.decoder, past, self._source_of_layers(encoded), strict=True):
-            x, own = layer(x, before, source)
-            new.append(own)
-        return x, new
+        new_caches = []
+        for layer, layer_past, source in zip(self.decoder, past, self._source_of_layers(encoded), strict=True):
+            x, layer_cache = layer(x, layer_past, source)
+            new_caches.append(layer_cache)
+        return x, new_caches
 
     @override
     def attention(self, source: Tensor, lengths: Tensor, inputs: Tensor) -> Tensor:
-        """The attention of the last layer of the decoder to the source, a mean over its heads (Vaswani et al., 2017).
+        """Return the last decoder layer's attention to the source, a mean over heads (Vaswani et al., 2017).
 
         Arguments and result are those of `TranslationNetwork.attention`.
         """
         encoded, _ = self.encode(source, lengths)
         x = self._embed(self.target_embedding, inputs)
         sources = self._source_of_layers(encoded)
-        for layer, of_layer in zip(self.decoder[:-1], sources[:-1], strict=True):
-            x, _ = layer(x, None, of_layer)
-        last: Any = self.decoder[-1]
-        weights: Tensor = last.source_weights(x, sources[-1])
+        for layer, layer_source in zip(self.decoder[:-1], sources[:-1], strict=True):
+            x, _ = layer(x, None, layer_source)
+        last_layer: Any = self.decoder[-1]
+        weights: Tensor = last_layer.source_weights(x, sources[-1])
         return weights
 
     @override
     def step(self, tokens: Tensor, state: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        x, new = self._decode(tokens.unsqueeze(1), state, encoded)
-        added = torch.cat(new, 2)
-        after = torch.cat((state.to(added.dtype), added), 1)
-        return self.decoder_norm(x).squeeze(1), after
+        x, new_caches = self._decode(tokens.unsqueeze(1), state, encoded)
+        added = torch.cat(new_caches, 2)
+        new_state = torch.cat((state.to(added.dtype), added), 1)
+        return self.decoder_norm(x).squeeze(1), new_state
 
     @override
     def decode(self, inputs: Tensor, state: Tensor, encoded: Encoded, positions: Tensor) -> Tensor:

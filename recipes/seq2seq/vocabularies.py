@@ -1,4 +1,4 @@
-"""The vocabularies of a translator: where they come from, and how a checkpoint and an exported file hold them."""
+"""Manage the vocabularies of a translator: taken from data or weights, and saved in files."""
 
 import base64
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ _LAYERS = ("source_embedding", "target_embedding", "output")
 
 
 def take_vocabularies(data: TranslationDataModule, weights: str | None, weights_skip: Any) -> None:
-    """Have the data use the vocabularies in a file of weights, whose embeddings have a row for each of their tokens.
+    """Make the data use the vocabularies in a file of weights, whose embeddings have a row for each token.
 
-    Those of the data stay where `weights_skip` names source_embedding, target_embedding and output.
+    The data keeps its own vocabularies if `weights_skip` names source_embedding, target_embedding and output.
     """
     saved = read_beside(weights)
     if "normalisation" not in saved or all(_is_skipped(layer, weights_skip) for layer in _LAYERS):
@@ -37,14 +37,14 @@ def _is_skipped(layer: str, weights_skip: Any) -> bool:
 
 
 def _exported_vocabulary(saved: Mapping[str, Any], side: str) -> Any:
-    """A vocabulary as `vocabulary_metadata` has written it."""
+    """Read a vocabulary that `vocabulary_metadata` has written."""
     if f"{side}_subwords" in saved:
         return base64.b64decode(saved[f"{side}_subwords"])
     return saved[f"{side}_vocabulary"]
 
 
 def vocabulary_metadata(vocabularies: Vocabularies, normalisation: Normalisation) -> dict[str, Any]:
-    """What exported files say of the vocabularies: their tokens, and of subwords sentencepiece's own files."""
+    """Return the vocabularies for exported files: their tokens, and sentencepiece's own files of subwords."""
     metadata: dict[str, Any] = {"normalisation": normalisation}
     for side, vocabulary in zip(_SIDES, vocabularies, strict=True):
         metadata[f"{side}_vocabulary"] = vocabulary.tokens
@@ -63,10 +63,10 @@ def check_given(source_vocab_size: int | None, target_vocab_size: int | None) ->
 
 
 def known(vocabularies: Vocabularies | None) -> Vocabularies:
-    """The vocabularies, which translating needs.
+    """Return the vocabularies, or raise an error if there are none.
 
     Raises:
-        UserError: there are none; it says where they come from.
+        UserError: the network has no vocabularies.
     """
     if vocabularies is None:
         raise UserError(

@@ -20,7 +20,6 @@ LONGER = {
     "datamodules/translation/data_module.py": 470,
     "tests/datamodules/images/test_mnist.py": 469,
     "tests/datamodules/images/test_image_folder.py": 449,
-    "recipes/runner/launch.py": 365,
     "tests/callbacks/test_gradient_accumulation.py": 417,
     "tests/recipes/test_resnet.py": 384,
     "datamodules/images/image_folder.py": 366,

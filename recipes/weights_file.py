@@ -1,0 +1,48 @@
+"""Read a file of weights with the settings beside them, without running code from it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from callbacks.checkpointing.plain_loading import load_plain
+from datamodules.errors import UserError
+
+# The metadata that the export command writes into safetensors as JSON; other metadata are text.
+_JSON = ("config", "hyper_parameters", "class_names", "source_vocabulary", "target_vocabulary")
+
+
+def _setting(name: str, value: str) -> Any:
+    """Return a metadata text as its value; other programs may write any text under our names."""
+    if name not in _JSON:
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def read_weights_file(path: str | Path) -> Mapping[str, Any]:
+    """Read a file of weights with any suffix; a safetensors file becomes a dict of its tensors and settings."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; pass weights='FILE' or weights='none'")
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+        # A safetensors file begins with the length of its JSON header in 8 bytes.
+        if start[8:] == b"{":
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as opened:
+                settings = {name: _setting(name, value) for name, value in (opened.metadata() or {}).items()}
+                return {**settings, "state_dict": {name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118
+        content = load_plain(path)
+    except UserError:
+        raise
+    except Exception as error:  # A damaged pickle raises anything.
+        raise UserError(
+            f"{path} is damaged, or neither torch.save() nor safetensors wrote it ({type(error).__name__}); download it"
+            " again"
+        ) from error
+    return content if isinstance(content, Mapping) else {}
