@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -80,6 +81,36 @@ def test_the_innermost_optimizer_steps() -> None:
     outer = Wrapper(inner := Wrapper(sgd))
     assert [*optimizer_layers(outer)] == [outer, inner, sgd]
     assert stepping_optimizer(outer) is sgd
+
+
+class Decaying(torch.optim.SGD):
+    """Keeps half of each gradient for the next update, in place of zeroing it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+
+
+def decaying_by_assignment(parameters: Any) -> Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+    optimizer.zero_grad = Decaying.zero_grad.__get__(optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda parameters: Decaying(parameters, lr=0.05), decaying_by_assignment])
+def test_the_zeroing_of_an_optimizer_is_its_own(make: Make) -> None:
+    batches = []
+    model = fit(make, SeedControl(1), LambdaCallback(on_train_batch_start=lambda *args: batches.append(args[2])))
+    expected = Model(make)
+    optimizer = expected.configure_optimizers()
+    for batch in batches:
+        loss = expected.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert len(batches) == 16
+    assert equal(model.state_dict(), expected.state_dict())
 
 
 class WithoutHooks(Optimizer):
