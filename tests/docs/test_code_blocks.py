@@ -8,8 +8,8 @@ from docs.code_blocks import ROOT, blocks_of, move_link, page_text, run_page, sh
 from tests.support.ranks import run_ranks
 
 PAGES = {
-    str(path.relative_to(ROOT / "docs")): path
-    for path in sorted((ROOT / "docs").rglob("*.md"))
+    str(path.relative_to(ROOT)): path
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if any(block.language in ("python", "bash") or block.title for block in blocks_of(page_text(path.read_text())))
 }
 
