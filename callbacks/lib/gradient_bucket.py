@@ -61,9 +61,8 @@ class BucketReduction:
         elif len(slices) == 1:
             self._sent = slices[0]
         else:
-            self._sent = torch.cat(
-                [*slices, widened(buffer[:0])]
-            )  # The empty slice gives the dtype if nothing is sent.
+            # The empty slice gives the dtype if nothing is sent.
+            self._sent = torch.cat([*slices, widened(buffer[:0])])
         sent_sizes = [len(flat_sums) * size for size in sizes]
         received_sizes = [len(nodes) * self._own_size for nodes in state.nodes]
         if not self._sends_own:

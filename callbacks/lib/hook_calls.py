@@ -20,10 +20,10 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import Optimizer
 
 from callbacks.lib.hooks import is_idle
 from callbacks.lib.lightning_internals import RUNNING_HOOK
+from callbacks.lib.optimizers import has_plain_zeroing
 
 _UPDATE = ("optimizer_step",)
 _STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step", "batch_to_device", "post_training_step")
@@ -54,11 +54,6 @@ def _has_stock(owner: Any, names: tuple[str, ...]) -> bool:
     """Whether an object's methods are Lightning's own: not overridden in a subclass nor set on the object."""
     is_stock = all(getattr(type(owner), name, None) in _STOCK for name in names)
     return is_stock and vars(owner).keys().isdisjoint(names)
-
-
-def _has_plain_zeroing(optimizer: Any) -> bool:
-    """Whether an optimizer's `zero_grad` is torch's own."""
-    return getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def _call_hook(owner: Any, name: str, *args: Any) -> Any:
@@ -131,7 +126,7 @@ class HookCalls:
         self.calls_step = type(self.precision) is Precision and _has_stock(self.strategy, _STEP)
         self.has_clipping = not _has_stock(self.module, _CLIPPING)
         self.has_zeroing = not _has_stock(self.module, _ZEROING)
-        self.zeroes_plainly = self.is_lean and not self.has_zeroing and _has_plain_zeroing(self.optimizers[0])
+        self.zeroes_plainly = self.is_lean and not self.has_zeroing and has_plain_zeroing(self.optimizers[0])
         self._find_hooks()
 
     def _is_ordinary(self) -> bool:

@@ -16,6 +16,18 @@ def optimizer_layers(optimizer: Optimizer) -> Sequence[Optimizer]:
     return [optimizer, *optimizer_layers(inner[0])] if inner else [optimizer]
 
 
+def _calls_hooks(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer calls registered hooks."""
+    return getattr(type(optimizer).step, "hooked", False)  # torch marks such a step by this attribute.
+
+
+def has_plain_zeroing(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's `zero_grad` is torch's own, and does no more than setting gradients to None."""
+    is_stock = getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+    # If a constructor leaves out torch's, it is the first `zero_grad` that makes the step call hooks.
+    return is_stock and _calls_hooks(optimizer)
+
+
 def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the innermost optimizer, whose step calls registered hooks; the step of a wrapper may not.
 
@@ -23,7 +35,7 @@ def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
         UserError: the step calls no hooks.
     """
     innermost = optimizer_layers(optimizer)[-1]
-    if not getattr(type(innermost).step, "hooked", False):  # torch marks a step that calls hooks by this attribute.
+    if not _calls_hooks(innermost):
         raise UserError(
             f"{type(innermost).__name__}.step() calls no hooks, as where its constructor leaves out"
             " super().__init__(): call it there, or pass another optimizer"

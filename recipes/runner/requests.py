@@ -28,6 +28,8 @@ COMMANDS = {
 }
 SCORING = ("validate", "test")
 """The commands that take a file of weights in place of a checkpoint."""
+_TAKE_INPUTS = ("predict", "verify")
+"""The commands after which arguments that are no flags may stand."""
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _PRINT_CONFIG = {"--print-config", "--print_config"}
 
@@ -61,8 +63,8 @@ def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) 
     if "--version" in arguments:
         print(f"lightning-recipes {__version__}")  # noqa: T201
         return None
-    takes_inputs = command in ("predict", "verify")
-    given = parser.parse([arg for arg in arguments if arg not in _PRINT_CONFIG], takes_inputs)
+    flags = [arg for arg in arguments if arg not in _PRINT_CONFIG]
+    given = parser.parse(flags, takes_inputs=command in _TAKE_INPUTS)
     if _PRINT_CONFIG & set(arguments):
         settings = as_plain(layered(with_length(parser.defaults(), given.settings), given.settings))
         print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
@@ -78,7 +80,7 @@ def _command(args: Sequence[str]) -> tuple[str, list[str]]:
     """Return the command and the arguments after it."""
     arguments = list(args)
     command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "fit"
-    if arguments and not arguments[0].startswith("-") and command not in ("predict", "verify"):
+    if arguments and not arguments[0].startswith("-") and command not in _TAKE_INPUTS:
         if arguments[0] in COMMANDS:
             raise UserError(f"{command} and {arguments[0]} are two commands; pass one of them")
         hint = nearest(arguments[0], COMMANDS) or f"; expected one of {', '.join(COMMANDS)}, or a flag"

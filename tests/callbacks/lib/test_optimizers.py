@@ -75,6 +75,19 @@ def test_hooks_run_from_the_first_step_of_a_wrapper_on(monkeypatch: pytest.Monke
     assert average.samples == 16
 
 
+def test_the_first_zeroing_has_a_step_call_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wrapper, "step", torch.no_grad()(inspect.unwrap(Wrapper.step)))
+    steps = []
+
+    def make(parameters: Any) -> Optimizer:
+        optimizer = Wrapper(torch.optim.SGD(parameters, lr=0.05))
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        return optimizer
+
+    fit(make, SeedControl(1))
+    assert len(steps) == 15  # The first step has begun when it zeroes gradients.
+
+
 def test_the_innermost_optimizer_steps() -> None:
     sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     assert [*optimizer_layers(sgd)] == [sgd]
