@@ -14,10 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 from typing_extensions import override
 
-from callbacks.lib.updates import flattened
+from callbacks.lib.training_loaders import flattened, numbered_loaders
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
-from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.updates import micro_batches
 from datamodules.notes import warn
 
@@ -57,7 +56,7 @@ class BNRecalibration(pl.Callback):
         if not any(isinstance(layer, _BatchNorm) for layer in pl_module.modules()):
             raise UserError("BNRecalibration has nothing to compute: no layer is BatchNorm; leave it out")
         loader = trainer.train_dataloader
-        if len(flattened(loader)) > 1 or (trainer.world_size > 1 and not isinstance(loader, ResumableLoader)):
+        if len(flattened(loader)) > 1 or (trainer.world_size > 1 and not numbered_loaders(loader)):
             raise UserError(
                 "BNRecalibration reads all micro-batches of one training loader, on several devices by their numbers:"
                 " use one DataLoader over a data set with a length and a sampler of torch, or one of datamodules"
@@ -89,7 +88,7 @@ class BNRecalibration(pl.Callback):
 
     def _micro_batches(self, trainer: pl.Trainer) -> Iterator[Any]:
         loader: Any = trainer.train_dataloader
-        if isinstance(loader, ResumableLoader):
+        if numbered_loaders(loader):
             # As the loader of a single rank, so that each rank reads all micro-batches from the epoch's start.
             loader = copy.copy(loader)
             loader.rank = 0

@@ -4,20 +4,20 @@ Lightning divides every loss by the full factor and gives micro-batches and rank
 makes too small an update (#19987), and a sentence in a short batch counts more than one in a long batch (#20350).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.freezing import rewrap_ddp
-from callbacks.lib.lightning_internals import process_training_loader, set_sampler_epoch
+from callbacks.lib.training_loaders import flattened, grouped, numbered_loaders, update_loaders
 from callbacks.lib.update_step import UpdateStep
-from callbacks.lib.updates import flattened, loader_batch_size, resumable_loaders
+from callbacks.lib.updates import unknown_batch_size
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.errors import UserError
-from datamodules.loading.updates import GroupedUpdates, StatefulGroupedUpdates
 from datamodules.notes import warn
 
 
@@ -51,9 +51,10 @@ class GradientAccumulation(pl.Callback):
     Runs on: `setup`, where it sets the size of an update in `UpdateLoop`.
 
     `training_step` returns its mean loss and may add ``count``, the number of targets behind that mean, such as tokens
-    that are not padding. It is an int or a scalar tensor, which is never read back from the device. Without it the
-    batch size counts. Logs stay the mean of the micro-batch. A count of 0 excludes a micro-batch, even if its loss is
-    NaN.
+    that are not padding: one number, or a tensor that holds one and is never read back from an accelerator. Without it
+    the samples count that the loader dealt. Logs stay the mean of the micro-batch. A micro-batch with a count of 0 adds
+    nothing, even if its loss or its gradient is NaN. An update with a count of 0 is no step: weights, optimizer and
+    schedules stay as they are.
 
     Gradients are added in an order that follows from the micro-batches' numbers (`callbacks.GradientSum`), and running
     statistics of BatchNorm are updated in the order of the numbers. So weights and buffers have the same bits on any
@@ -71,6 +72,8 @@ class GradientAccumulation(pl.Callback):
         steps: micro-batches per update on each device.
         global_batch_size: samples per update on all devices; the number of micro-batches follows, and the last of them
             may be short. A loader without numbers needs a multiple of what the devices hold at once.
+        count: function of the batch that returns the number of targets behind the loss, or the sum of their weights,
+            for a `training_step` that is not yours. It takes precedence over the ``count`` that the step returns.
 
     Checkpoints hold the size of an update: a run resumed on other devices keeps it, and its position in the epoch.
 
@@ -82,7 +85,12 @@ class GradientAccumulation(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)
     """
 
-    def __init__(self, steps: int = 1, global_batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        steps: int = 1,
+        global_batch_size: int | None = None,
+        count: Callable[[Any], int | float | Tensor] | None = None,
+    ) -> None:
         super().__init__()
         if type(steps) is not int or steps < 1:
             raise UserError(f"accumulation of {steps!r} micro-batches: expected a whole number above 0")
@@ -92,6 +100,7 @@ class GradientAccumulation(pl.Callback):
             )
         self.steps = steps
         self.global_batch_size = global_batch_size
+        self.count = count
         self._items: int | None = None
         """Items of an update on all devices, for loaders that number micro-batches: samples, or batches."""
         self._samples: int | None = None
@@ -100,7 +109,6 @@ class GradientAccumulation(pl.Callback):
         self._is_restored = False
         """Whether `_items` and `_samples` are those of the checkpoint. Otherwise they follow from the loaders."""
         self._loop: UpdateLoop | None = None
-        self._divided_loaders: list[Any] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -117,10 +125,12 @@ class GradientAccumulation(pl.Callback):
             )
         self._loop = install_update_loop(trainer)
         self._step.sums_gradients = True
+        self._step.counts_targets = True
         self._step.has_several = False
+        self._step.count = self.count
 
         def prepare_loaders(loaders: Any) -> Any:
-            return self._make_update_loaders(trainer, loaders)
+            return self._divide(trainer, loaders)
 
         self._loop.prepare_loaders = prepare_loaders
 
@@ -129,16 +139,16 @@ class GradientAccumulation(pl.Callback):
         assert self._loop is not None
         return self._loop.step
 
-    def _make_update_loaders(self, trainer: pl.Trainer, loaders: Any) -> Any:
-        """Make loaders whose items are updates."""
-        numbered_loaders = resumable_loaders(loaders)
-        if not numbered_loaders:
+    def _divide(self, trainer: pl.Trainer, loaders: Any) -> Any:
+        """Set the size of an update in the training loaders."""
+        numbered = numbered_loaders(loaders)
+        if not numbered:
             return self._group(trainer, loaders)
-        if len(numbered_loaders) < len(flattened(loaders)):
+        if len(numbered) < len(flattened(loaders)):
             return self._keep_mixed(loaders)
-        if len(numbered_loaders) > 1 and self.global_batch_size is not None:
-            loader_batch_size(loaders)  # Raises: a collection of loaders has no batch size.
-        for loader in numbered_loaders:
+        if len(numbered) > 1 and self.global_batch_size is not None:
+            raise UserError(unknown_batch_size(loaders))  # A collection of loaders has no batch size.
+        for loader in numbered:
             # A resumed run keeps the saved size, so that the same samples form its updates on other devices.
             if not self._is_restored or self._items is None:
                 if self.global_batch_size is None:
@@ -147,7 +157,6 @@ class GradientAccumulation(pl.Callback):
                     self._items = loader.items_of_samples(self.global_batch_size)
             loader.divide_updates(self._items)
             self._step.has_several = self._step.has_several or loader.division.micro_batches > 1
-        self._divided_loaders = numbered_loaders
         return loaders
 
     def _keep_mixed(self, loaders: Any) -> Any:
@@ -161,35 +170,24 @@ class GradientAccumulation(pl.Callback):
 
     def _group(self, trainer: pl.Trainer, loaders: Any) -> Any:
         """Group the batches of loaders without numbers into updates."""
-        size = self._group_size(trainer, loaders)
+        members = update_loaders(loaders)
+        size = self._group_size(trainer, members)
         if size == 1:
             return loaders
         self._step.has_several = True
-        combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-        # Lightning does not look for DataLoaders inside a group, so it would add no `DistributedSampler` to them.
-        combined.flattened = [process_training_loader(trainer, loader) for loader in combined.flattened]
-        if isinstance(loaders, CombinedLoader) or len(combined.flattened) > 1:
-            batches: Any = _CombinedBatches(combined)
-        else:
-            batches = combined.flattened[0]
-        is_stateful = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
-        loader_class = StatefulGroupedUpdates if is_stateful else GroupedUpdates
+        return grouped(loaders, size, trainer)
 
-        def set_epoch(epoch: int) -> None:
-            for loader in combined.flattened:
-                set_sampler_epoch(loader, epoch)
-
-        return loader_class(batches, size, trainer.global_rank, trainer.world_size, set_epoch)
-
-    def _group_size(self, trainer: pl.Trainer, loaders: Any) -> int:
+    def _group_size(self, trainer: pl.Trainer, loaders: list[Any]) -> int:
         """Return the number of micro-batches per device in an update."""
+        sizes = [loader.batch_size for loader in loaders]
         if self.global_batch_size is not None:
-            at_once = loader_batch_size(loaders) * trainer.world_size
+            if len(sizes) > 1 or sizes[0] is None:
+                raise UserError(unknown_batch_size(loaders[0].source if len(loaders) == 1 else loaders))
+            at_once = sizes[0] * trainer.world_size
             return steps_for_samples(self.global_batch_size, at_once, f"global_batch_size={self.global_batch_size}")
-        try:
-            at_once = sum(map(loader_batch_size, flattened(loaders))) * trainer.world_size
-        except UserError:  # The batch size of a loader is unknown.
+        if None in sizes:
             return self.steps
+        at_once = sum(sizes) * trainer.world_size
         if not self._is_restored or self._samples is None:
             self._samples = self.steps * at_once
         reason = "the run began with other devices or batches than those of now"
@@ -215,12 +213,10 @@ class GradientAccumulation(pl.Callback):
         rewrap_ddp(trainer, pl_module)
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
-        for loader in self._divided_loaders:
-            loader.divide_updates(None)
-        self._divided_loaders = []
         if self._loop is not None:
             self._step.sums_gradients = False
             self._step.has_several = False
+            self._step.count = None
             self._loop.prepare_loaders = None
             self._loop = None
 
@@ -252,17 +248,3 @@ class GradientAccumulation(pl.Callback):
             f"warning: GradientAccumulation found {before} in the checkpoint and has {now}: unless both make the same"
             " updates, this is another experiment from here on"
         )
-
-
-class _CombinedBatches:
-    """Iterable over the joint batches of several loaders, as `training_step` gets them."""
-
-    def __init__(self, loaders: CombinedLoader) -> None:
-        self.loaders = loaders
-
-    def __len__(self) -> int:
-        return len(self.loaders)
-
-    def __iter__(self) -> Any:
-        for batch, _, _ in self.loaders:
-            yield batch

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.exchange import gather
-from callbacks.lib.updates import resumable_loaders
+from callbacks.lib.training_loaders import numbered_loaders
 from datamodules.errors import RunFailedError, UserError
 from datamodules.notes import warn
 
@@ -107,7 +107,7 @@ class RankConsistency(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size == 1:
             return
-        data = gather([loader.data for loader in resumable_loaders(trainer.train_dataloader)])
+        data = gather([loader.data for loader in numbered_loaders(trainer.train_dataloader)])
         for rank, rank_data in enumerate(data):
             if rank_data != data[0]:
                 counts = [loader["samples"] for loader in rank_data]

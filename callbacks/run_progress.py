@@ -202,7 +202,7 @@ class RunProgress(ProgressBar):
         if not targets:
             # `TrainLoss` is called after this callback, so it does not hold the first batch of an epoch yet.
             losses = []
-            for output in micro_batch_outputs(trainer, outputs):
+            for output in micro_batch_outputs(outputs):
                 if output.get("loss") is not None:
                     losses.append(float(output["loss"]))
             loss = sum(losses) / len(losses) if losses else math.nan

@@ -143,8 +143,9 @@ class SeedControl(pl.Callback):
         """Seed the generators for the iterator of the training loader, which may draw the order of the epoch."""
         loop = trainer.fit_loop
         # A resumed epoch keeps the order that was drawn at its start, and a loader with numbers draws none.
-        if loop.restarted_mid_epoch or hasattr(trainer.train_dataloader, "division"):
-            self.seed_loading(trainer, install_update_loop(trainer).loaded.first_number(loop.batch_idx + 1))
+        loaded = install_update_loop(trainer).loaded
+        if loop.restarted_mid_epoch or loaded.division is not None:
+            self.seed_loading(trainer, loaded.first_number(loop.batch_idx + 1))
         else:
             self.seed_epoch(trainer)
 

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 from callbacks.lib.hooks import log_after_update, log_interval
-from callbacks.lib.targets import TargetCounter, micro_batch_outputs
+from callbacks.lib.targets import micro_batch_outputs
+from callbacks.update_loop import install_update_loop
 from datamodules.errors import RunFailedError
 
 _FOLD = 64  # Batches that are summed at once, since a sum takes several kernels, whatever their number.
@@ -81,8 +82,9 @@ class TrainLoss(pl.Callback):
     It also logs the accuracy, if `training_step` returns the number of correct targets, and the targets per second of
     training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch".
 
-    Runs on: every training batch, where it keeps references to the loss and the number of correct targets.
-    `training_step` returns them as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Sums
+    Runs on: `setup`, where it installs `UpdateLoop`; every training batch, where it keeps references to the loss and
+    the number of correct targets. `training_step` returns them as ``loss`` and ``correct``, and may add the
+    ``count`` of targets behind them. Sums
     are exact, so equal batches log equal bits on any number of ranks. Logging waits for the device once. Checkpoints
     hold the sums, so a run resumed on any number of ranks logs the same.
 
@@ -104,7 +106,12 @@ class TrainLoss(pl.Callback):
         """Mean loss, count and number of correct targets of each batch that is not summed yet."""
         self._interval = _Interval(0)
         self._saved: dict[str, Any] | None = None
-        self._targets = TargetCounter()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            # The loop counts the samples that the loaders deal.
+            install_update_loop(trainer).step.counts_targets = True
 
     def _fold(self) -> None:
         if self._batches:
@@ -115,7 +122,6 @@ class TrainLoss(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._interval = _Interval(trainer.global_step)
         self._batches = []
-        self._targets = TargetCounter()
         self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64, device=trainer.strategy.root_device)
         if self._saved is not None:
             if trainer.global_rank == 0:  # The saved sums are those of all ranks.
@@ -157,11 +163,11 @@ class TrainLoss(pl.Callback):
         every = log_interval(trainer)
         if not every:
             return
-        for output in micro_batch_outputs(trainer, outputs):
+        for output in micro_batch_outputs(outputs):
             loss = output.get("loss")
             if loss is None:
                 continue
-            self._batches.append((loss, self._targets.count(output, batch), _num_correct(output)))
+            self._batches.append((loss, output["count"], _num_correct(output)))
             self._interval.has_losses = True
         if len(self._batches) >= _FOLD:
             self._fold()

@@ -20,10 +20,9 @@ from typing_extensions import override
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates
-from callbacks.lib.training_loaders import check_interval, number_micro_batches
+from callbacks.lib.training_loaders import check_interval, numbered_loaders, wrap_training_loaders
 from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep
-from callbacks.lib.updates import resumable_loaders
 from datamodules.errors import UserError
 
 
@@ -69,9 +68,7 @@ class UpdateLoop(_TrainingEpochLoop):
         """Return the training loaders as loaders of updates, before Lightning asks for their length."""
         trainer: Any = self.trainer
         # Called on the class: on the instance, `dataloader` is this method.
-        loaders = number_micro_batches(type(self.source).dataloader(self.source), trainer, self.step.seeds)
-        for loader in resumable_loaders(loaders):
-            loader.keeps_order = trainer.overfit_batches > 0
+        loaders = wrap_training_loaders(type(self.source).dataloader(self.source), trainer, self.step.seeds)
         if self.prepare_loaders is not None:
             loaders = self.prepare_loaders(loaders)
         check_interval(loaders, trainer)
@@ -99,7 +96,8 @@ class UpdateLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        self.loaded.inspect_loader(self.trainer.train_dataloader)
+        self.loaded.inspect_loaders(self.trainer.train_dataloader)
+        self.loaded.set_epoch(self.trainer.current_epoch)
         if self.step.seeds is not None:
             # Below, the loader's iterator is made, which may draw the order of the epoch. Without seeding, that order
             # would depend on the numbers that the module's `on_train_epoch_start` has drawn.
@@ -140,13 +138,14 @@ class UpdateLoop(_TrainingEpochLoop):
         self.loaded.keep_position(data_fetcher)
         item, _, _ = next(data_fetcher)
         progress.is_last_batch = data_fetcher.done
-        update = self.loaded.as_update(item, batch_idx, number, self.calls.world_size)
+        update = self.loaded.as_update(item, number, self.calls.world_size)
         first_batch = self.calls.to_device(update.batches[0])
         hook_batch = first_batch if len(update) == 1 else update
         progress.increment_ready()
         connector = trainer._logger_connector
         results = self.results
         connector.on_batch_start(first_batch)
+        results.batch_size = update.samples[0]  # By which `log` weights the mean of an epoch.
         outputs: Any = None
         stops = False
         if all(batch is None for batch in update.batches):
@@ -161,7 +160,7 @@ class UpdateLoop(_TrainingEpochLoop):
                 outputs = self.calls.profile("run_training_batch", self.step.make, update, first_batch, batch_idx)
         progress.increment_processed()
         if self._has_schedules:
-            if self.calls.module.automatic_optimization:
+            if self.calls.module.automatic_optimization and not self.step.is_skipped:
                 self.calls.scheduler_steps(batch_idx + 1, self.scheduler_progress)
             if self.epoch_is_over:
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -280,13 +279,14 @@ class UpdateLoop(_TrainingEpochLoop):
     @override
     def teardown(self) -> None:
         super().teardown()
-        for loader in resumable_loaders(self.trainer.train_dataloader):
+        for loader in numbered_loaders(self.trainer.train_dataloader):
             loader.keeps_order = False
+            loader.divide_updates(None)
         self.results.reset()
         self.step.release()
         self.calls.is_lean = False
         self._stop_requested = False
-        self.loaded.inspect_loader(None)
+        self.loaded.inspect_loaders(None)
 
 
 def install_update_loop(trainer: pl.Trainer) -> UpdateLoop:

@@ -152,9 +152,17 @@ class RateFactor:
         self.used = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self._restore()
         # With float16 a fused optimizer itself skips an update with an infinite gradient, on the device.
-        found_inf = getattr(self.optimizer, "found_inf", None) if self.updates < self._length else None
+        found_inf = None
+        if self.updates < self._length and getattr(self.optimizer, "grad_scale", None) is not None:
+            found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is None or not bool(found_inf):
             self.updates += 1
+
+    def end_step(self) -> None:
+        """Restore the rates after a step that was begun and not made, as of an update without targets."""
+        if self._depth:
+            self._depth = 0
+            self._restore()
 
     def _restore(self) -> None:
         for group, rate in self._unscaled_rates:
@@ -288,6 +296,9 @@ class WarmupLR(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         fit = self._fit
+        for rate in fit.rates:
+            if isinstance(rate, RateFactor):
+                rate.end_step()
         interval = log_interval(trainer)
         ends_interval = interval and updates_made(trainer) % interval == 0
         if not (ends_interval or trainer.is_last_batch or fit.logged_step is None):

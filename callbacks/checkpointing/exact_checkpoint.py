@@ -159,6 +159,7 @@ class ExactCheckpoint(ModelCheckpoint):
         metrics = trainer.callback_metrics | means
         checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
         checkpoint[_SCORED] = self._scored
+        checkpoint[replay.ORDERS] = replay.order_states(trainer)
         checkpoint[_SUMS] = gather(internals.epoch_sums(trainer))
 
     @override

@@ -16,23 +16,25 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import unused_loader_states
 from callbacks.lib.optimizers import optimizer_layers
+from callbacks.lib.training_loaders import update_loaders
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
-from datamodules.loading.resumable import ResumableLoader
+from datamodules.loading.updates import UpdateLoader
 from datamodules.notes import warn
 
 RAW_WEIGHTS = "current_model_state"
 """Checkpoint entry of the weights that are not averaged; the name is that of Lightning's `WeightAveraging`."""
+
+ORDERS = "orders_of_loaders"
+"""Checkpoint entry of what loaders without a position need to repeat their order in the next epoch."""
 
 _STOPS_OF_PATIENCE = (EarlyStoppingReason.NOT_STOPPED, EarlyStoppingReason.PATIENCE_EXHAUSTED)
 
@@ -48,26 +50,13 @@ def loaded_raw_weights(pl_module: pl.LightningModule, checkpoint: Mapping[str, A
     return weights
 
 
-def _without_position(trainer: pl.Trainer) -> list[Any]:
-    loaders = CombinedLoader(trainer.train_dataloader).flattened
-    return [loader for loader in loaders if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"))]
+def _without_position(trainer: pl.Trainer) -> list[UpdateLoader]:
+    return [loader for loader in update_loaders(trainer.train_dataloader) if not loader.has_position]
 
 
-def _sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of a loader, or None."""
-    batches: Any = loader.batch_sampler
-    return loader.sampler if batches is None else getattr(batches, "sampler", None)
-
-
-def _unsaved_state(loader: Any) -> str:
-    """Describe the state of a `DataLoader` that persists between epochs and is in no checkpoint, with the fix."""
-    if not isinstance(loader, DataLoader):
-        return ""
-    if getattr(_sampler(loader), "generator", None) or (loader.num_workers and loader.generator):
-        return "a generator of its own: leave it out and train with SeedControl"
-    if loader.persistent_workers:
-        return "persistent workers, whose generators go on: pass persistent_workers=False"
-    return ""
+def order_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """Return the states of the orders of loaders without a position, for a checkpoint of an epoch's end."""
+    return [loader.order_state() for loader in _without_position(trainer)]
 
 
 def _check_position(trainer: pl.Trainer) -> None:
@@ -76,7 +65,7 @@ def _check_position(trainer: pl.Trainer) -> None:
     Raises:
         UserError: a loader saves no position, or the checkpoint was saved within a batch.
     """
-    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    loaders = update_loaders(trainer.train_dataloader)
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     done = progress.processed
     rule = RULES["update" if progress.ready == done else "within batch"]
@@ -87,10 +76,7 @@ def _check_position(trainer: pl.Trainer) -> None:
     advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
     unpositioned = _without_position(trainer)
     if len(loaders) > 1 or unpositioned:
-        if len(loaders) > 1:
-            name = "several loaders"
-        else:
-            name = f"this {type(getattr(unpositioned[0], 'loader', unpositioned[0])).__name__}"
+        name = "several loaders" if len(loaders) > 1 else f"this {type(loaders[0].source).__name__}"
         raise UserError(
             f"the run was saved within an epoch, and the order of {name} cannot be repeated, only that of one stock"
             f" DataLoader over a data set with a length, with a sampler of torch: {advice}"
@@ -177,11 +163,9 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
             module.load_state_dict(raw_weights, strict=module.strict_loading)
     _restore_dtypes(trainer, checkpoint)
     # At an epoch's end Lightning does not load the states of loaders, so their data are checked here.
-    loaders = CombinedLoader(trainer.train_dataloader).flattened
-    stateful_loaders = [loader for loader in loaders if hasattr(loader, "state_dict")]
-    for loader, state in zip(stateful_loaders, unused_loader_states(trainer)):
-        if isinstance(loader, ResumableLoader):
-            loader.check_data(state)
+    with_position = [loader for loader in update_loaders(trainer.train_dataloader) if loader.has_position]
+    for loader, state in zip(with_position, unused_loader_states(trainer)):
+        loader.check_data(state)
     for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             raise UserError(
@@ -191,10 +175,10 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         if isinstance(callback, StochasticWeightAveraging) and within_epoch:
             callback.on_train_epoch_start(trainer, module)  # Lightning calls no such hook when it resumes mid-epoch.
     unpositioned = _without_position(trainer)
-    for loader in unpositioned:
-        unsaved_state = _unsaved_state(loader)
-        if trainer.current_epoch > 0 and unsaved_state:
-            raise UserError(f"the state of the DataLoader is in no checkpoint, since it has {unsaved_state}")
+    if trainer.current_epoch > 0:
+        states = checkpoint.get(ORDERS) or [{} for _ in unpositioned]
+        for loader, order in zip(unpositioned, states):
+            loader.load_order_state(order)
     untyped: Any = trainer
     every = untyped.reload_dataloaders_every_n_epochs
     epoch = trainer.current_epoch

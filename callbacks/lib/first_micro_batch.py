@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
-from callbacks.lib.updates import resumable_loaders
+from callbacks.lib.training_loaders import update_loaders
 from datamodules.notes import warn
 
 
@@ -44,13 +44,13 @@ class FirstMicroBatch:
             self._warn_of_device_dependence()
 
     def _warn_of_device_dependence(self) -> None:
-        loader = self.trainer.train_dataloader
-        if not resumable_loaders(loader):
-            name = type(getattr(loader, "loader", loader)).__name__
+        loaders = update_loaders(self.trainer.train_dataloader)
+        if any(loader.division is None for loader in loaders):
+            name = next(type(loader.source).__name__ for loader in loaders if loader.division is None)
             warn(
-                f"note: a {name} does not number its micro-batches: on another number of devices the run is equal"
-                " within rounding only; use a DataLoader over a data set with a length and a sampler of torch, or a"
-                " loader of datamodules, for equal bits"
+                f"note: a {name} does not number its micro-batches: on another number of devices its updates hold"
+                " other samples and other noise; use a DataLoader over a data set with a length and a sampler of torch,"
+                " or a loader of datamodules, for equal bits"
             )
         elif any(map(is_synchronised, self.module.modules())):
             warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")

@@ -140,6 +140,9 @@ class GradientSum:
         self._steps = max(1, len(self._numbers))
         self._is_counted = count is not None
         self.is_open = False
+        self._mask: Tensor | bool = True
+        self._has_targets: bool | None = False
+        """Whether a micro-batch of this rank has targets; None if only the device knows."""
 
     @property
     def leaf(self) -> Node | None:
@@ -162,6 +165,7 @@ class GradientSum:
         # Apple's GPUs have no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._targets_dtype = dtype
+        self._note_targets(count)
         weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.expected_count
         if self.leaf is not None:
             self._targets.add(self.leaf, [weight.clone()])
@@ -183,6 +187,40 @@ class GradientSum:
                 return (weight * gradient).to(gradient.dtype)
 
             loss.register_hook(scale)
+
+    def _note_targets(self, count: float | Tensor) -> None:
+        """Note whether the micro-batch has targets, and mask its gradients if it may have none."""
+        if isinstance(count, Tensor) and count.device.type != "cpu":
+            self._mask = count.detach() > 0  # Known to the device only, for which the host does not wait.
+        else:
+            self._mask = bool(count > 0)
+        if self.leaf is None or self._has_targets or self._mask is False:
+            return
+        self._has_targets = True if self._mask is True else None
+
+    def _masked(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the present micro-batch, or zeros if it has no target.
+
+        The gradient of a mean over no target may be NaN, which a weight of 0 would keep.
+        """
+        if self._mask is True:
+            return gradient
+        if self._mask is False:
+            return torch.zeros_like(gradient)
+        return torch.where(self._mask, gradient, 0.0)
+
+    def is_empty(self) -> bool:
+        """Whether the update had no target on any rank; for after the last `collect`.
+
+        Where the number of targets is on an accelerator, it is False: the host does not wait for it.
+        """
+        if self._has_targets is False:
+            return not bool(self.total > 0)
+        return False
+
+    def skips_on_device(self) -> Tensor | None:
+        """Return a flag on the device that is 1 if the update had no target; None if the host knows."""
+        return (self.total == 0).float() if self._has_targets is None else None
 
     def _mark_used_parameters(self) -> None:
         """Give a gradient to each parameter that an earlier micro-batch of the update has used.
@@ -225,7 +263,7 @@ class GradientSum:
             # Zeros, since another micro-batch of the same node may have a gradient.
             return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
         self._used.add(id(parameter))
-        return widened(gradient)
+        return self._masked(widened(gradient))
 
     def _rank_sums(self, sums: TreeSum) -> list[list[Tensor]]:
         """Return this rank's sums, one for each of its nodes."""
@@ -246,14 +284,21 @@ class GradientSum:
         """Start to sum the weights of all micro-batches, in the order of the tree."""
         weights = [weight for (weight,) in self._rank_sums(self._targets)]
         self._wait_for_total = total_over_ranks(weights, self.nodes, like, group=self.group)
+        self._total: Tensor | None = None
         self._scale: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of the weights of all micro-batches; known from the update's last `scale_loss` on."""
+        if self._total is None:
+            self._total = self._wait_for_total()
+        return self._total
 
     @property
     def scale(self) -> Tensor:
         """Factor from the sum of the gradients to their mean; known from the update's last `scale_loss` on."""
         if self._scale is None:
-            total = self._wait_for_total()
-            self._scale = torch.where(total > 0, 1 / total, 1.0)
+            self._scale = torch.where(self.total > 0, 1 / self.total, 1.0)
         return self._scale
 
     def flat_sums(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
@@ -264,7 +309,7 @@ class GradientSum:
             # Not by GradBucket.gradients(), which has the strides of contiguous parameters.
             total.add(node, [torch.cat([in_memory_order(tensors[indices[id(p)]], p) for p in parameters])])
         if self.leaf is not None:
-            total.add(self.leaf, [widened(buffer)])
+            total.add(self.leaf, [self._masked(widened(buffer))])
         return [flat for (flat,) in self._rank_sums(total)]
 
 

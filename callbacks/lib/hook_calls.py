@@ -61,6 +61,10 @@ def _call_hook(owner: Any, name: str, *args: Any) -> Any:
     return hook(*args) if callable(hook) else None
 
 
+class NoTargets(Exception):
+    """Ends the step of an optimizer whose update has no target on any rank."""
+
+
 class HookCalls:
     """Caller of hooks in Lightning's order, with Lightning's contexts.
 
@@ -312,18 +316,30 @@ class HookCalls:
         else:
             call._call_strategy_hook(self.trainer, "backward", loss, optimizer)
 
-    def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
-        """Call the module's `optimizer_step`, whose optimizer calls the closure."""
+    def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> bool:
+        """Call the module's `optimizer_step`, whose optimizer calls the closure.
+
+        Returns:
+            Whether a step was made: False if the closure has raised `NoTargets`.
+        """
         trainer = self.trainer
         progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        outer_hook = self.attributes[RUNNING_HOOK]
         progress.increment_ready()
-        if self.is_lean:
-            self.named("optimizer_step", self._run_optimizer, self.optimizers[0], closure)
-        else:
-            epoch = trainer.current_epoch
-            optimizer = self.module.optimizers()  # As Lightning wraps it.
-            call._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, optimizer, closure)
+        try:
+            if self.is_lean:
+                self.named("optimizer_step", self._run_optimizer, self.optimizers[0], closure)
+            else:
+                epoch = trainer.current_epoch
+                optimizer = self.module.optimizers()  # As Lightning wraps it.
+                call._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, optimizer, closure)
+        except NoTargets:
+            self.attributes[RUNNING_HOOK] = outer_hook
+            for counters in (progress.total, progress.current):
+                counters.ready -= 1
+            return False
         progress.increment_completed()
+        return True
 
     def _run_optimizer(self, optimizer: Any, closure: Callable[[], Any]) -> None:
         """Step the optimizer as `LightningModule.optimizer_step` does: clip the gradients within its closure."""

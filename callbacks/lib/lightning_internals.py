@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors import checkpoint_connector
-from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader
+from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _resolve_overfit_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 # Hooks
@@ -97,6 +98,11 @@ def means_of_epoch(trainer: pl.Trainer) -> dict[str, Tensor]:
 def process_training_loader(trainer: pl.Trainer, loader: Any) -> Any:
     """Prepare a training loader as Lightning does, for example with a `DistributedSampler` on several devices."""
     return _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
+
+
+def turn_off_shuffling(loaders: CombinedLoader) -> None:
+    """Replace loaders that shuffle by loaders that do not, as Lightning does for ``overfit_batches``."""
+    _resolve_overfit_batches(loaders, RunningStage.TRAINING)
 
 
 def uses_distributed_sampler(trainer: pl.Trainer) -> bool:

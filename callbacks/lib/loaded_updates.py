@@ -8,11 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from callbacks.lib.updates import flattened
+from callbacks.lib.training_loaders import update_loaders
 from datamodules.errors import UserError
-from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.sampling import Division
-from datamodules.loading.updates import Update, join_updates
+from datamodules.loading.updates import Update, UpdateLoader, join_updates
 
 
 class LoadedUpdates:
@@ -24,47 +23,40 @@ class LoadedUpdates:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.trainer: Any = trainer
+        self.members: list[UpdateLoader] = []
+        """The wrapped training loaders."""
         self.restarts_iterators = False
         """Whether loaders without a position get new iterators in the epoch in which a run resumes."""
-        self.inspect_loader(None)
+        self.inspect_loaders(None)
 
-    def inspect_loader(self, loader: Any) -> None:
-        """Read once per epoch the properties of the training loader that each update needs."""
-        loaders = [] if loader is None else flattened(loader)
-        numbered_loaders = [candidate for candidate in loaders if hasattr(candidate, "first_number")]
-        self._has_numbers = bool(loaders) and len(numbered_loaders) == len(loaders)
-        self._loader = numbered_loaders[0] if numbered_loaders else loader
-        divisions = {getattr(member, "division", None) for member in loaders}
-        self._joins_updates = any(getattr(member, "gives_updates", False) for member in loaders)
+    def inspect_loaders(self, loaders: Any) -> None:
+        """Read once per epoch the properties of the training loaders that each update needs."""
+        self.members = update_loaders(loaders)
+        divisions = {member.division for member in self.members}
         # The batches of several loaders form one micro-batch, which needs one division of the updates for all of them.
         self.division: Division | None = divisions.pop() if len(divisions) == 1 else None
         """Division of the epoch's updates among the ranks; None if micro-batches have no numbers."""
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loaders which epoch begins."""
+        for member in self.members:
+            member.set_epoch(epoch)
+
     def first_number(self, batch_idx: int) -> int:
         """Return the number of this rank's first micro-batch in an update of the epoch."""
-        if self._has_numbers:
-            loader: Any = self._loader
-            return int(loader.first_number(batch_idx))
-        number: int = batch_idx * self.trainer.world_size + self.trainer.global_rank
-        return number
+        return self.members[0].first_number(batch_idx)
 
-    def as_update(self, item: Any, batch_idx: int, number: int, world_size: int) -> Update[Any]:
+    def as_update(self, item: Any, number: int, world_size: int) -> Update[Any]:
         """Return an item of the loaders as an `Update`.
 
         Args:
             number: number of this rank's first micro-batch in the epoch.
         """
-        if type(item) is Update:
-            if item.count is None:
-                # A stateful loader that resumes within an epoch counts from its position, not from the epoch's start.
-                item.numbers = range(number, number + len(item) * world_size, world_size)
-            return item
-        if self._joins_updates:
-            return join_updates(item)
-        if self.division is None or world_size == 1:
-            return Update([item], [number], None)
-        share = self.division.share(batch_idx, self.trainer.global_rank)
-        return Update([item], [share.first], share.total, share.is_stand_in)
+        update = item if type(item) is Update else join_updates(item)
+        if update.count is None:
+            # A stateful loader that resumes within an epoch counts from its position, not from the epoch's start.
+            update.numbers = range(number, number + len(update) * world_size, world_size)
+        return update
 
     def resume(self, data_fetcher: Any, progress: Any) -> None:
         """Resume within an epoch: check that the loader's position agrees with Lightning's counters.
@@ -84,7 +76,7 @@ class LoadedUpdates:
         loader: Any = self.trainer.train_dataloader
         counted = progress.current.ready
         # After an epoch's last batch a loader is at the start of the next epoch, where the counters are not yet.
-        if not isinstance(loader, ResumableLoader) or progress.is_last_batch or loader.updates_done == counted:
+        if self.division is None or len(self.members) > 1 or progress.is_last_batch or loader.updates_done == counted:
             return
         raise UserError(
             f"the run was saved within an epoch, after {counted:,} updates, and with the devices and batches of now"

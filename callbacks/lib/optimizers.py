@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from datamodules.errors import UserError
@@ -41,3 +42,15 @@ def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
             " super().__init__(): call it there, or pass another optimizer"
         )
     return innermost
+
+
+def skip_step_on_device(optimizer: Optimizer, flag: Tensor | None) -> None:
+    """Let a fused optimizer of torch make no step where the device finds a flag of 1; None ends that.
+
+    Others have no such switch, and make the step with gradients of zero.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return
+    untyped: Any = optimizer
+    untyped.grad_scale = None
+    untyped.found_inf = flag

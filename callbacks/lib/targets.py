@@ -1,122 +1,188 @@
-"""Number of targets behind a mean loss: the ``count`` that `training_step` returns, else the batch size."""
+"""Number of targets behind a mean loss, by which micro-batches and ranks are weighted.
 
-from collections.abc import Mapping
+The first of these that is known: a function of the batch that the user passed, the ``count`` that `training_step`
+returned, and the samples that the loader dealt.
+"""
+
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from datamodules.errors import UserError
 from datamodules.notes import warn
 
+Count = float | Tensor
+"""Number of targets: a number, or a scalar tensor on an accelerator, which is never read back."""
 
-def count_targets(output: Any, batch: Any) -> int | Tensor:
-    """Return the ``count`` that a step returned with its loss, else the number of samples in the batch.
+
+def as_count(value: Any) -> Count:
+    """Return a number of targets, given as a number or as a tensor or array of any shape that holds one number.
 
     Raises:
-        ValueError: the step returned no count, and the size of the batch is unknown.
+        UserError: it is no number, or negative.
 
     Example:
-        >>> count_targets({"loss": torch.tensor(0.5), "count": 7}, batch=torch.zeros(3, 10))
-        7
-        >>> count_targets(torch.tensor(0.5), batch=torch.zeros(3, 10))
-        3
+        >>> as_count(7), as_count(torch.tensor([3]))
+        (7.0, 3.0)
     """
-    is_mapping = type(output) is dict or isinstance(output, Mapping)
-    count: int | Tensor | None = output.get("count") if is_mapping else None
-    if count is not None:
-        return count
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException as error:
-        raise ValueError(
-            f"cannot tell how many targets a batch of type {type(batch).__name__} holds: return"
-            ' {"loss": loss, "count": number_of_targets} from training_step'
-        ) from error
+    number = value
+    if isinstance(value, Tensor):
+        number = value.detach()
+        if number.numel() == 1 and not number.is_complex():
+            if number.device.type != "cpu":
+                return number.reshape(())
+            number = number.item()
+    elif not isinstance(value, numbers.Number) and getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        number = value.item()  # An array of NumPy.
+    if isinstance(number, numbers.Real) and float(number) >= 0:
+        return float(number)
+    found = (
+        f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.numel() != 1 else repr(value)
+    )
+    raise UserError(
+        f"the `count` of a micro-batch is {found}: expected one number, 0 or more, of the targets behind the mean loss,"
+        " such as mask.sum()"
+    )
 
 
 class TargetCounter:
-    """Counter by `count_targets` that warns once per fit if the batch size may not be the number of targets."""
+    """Counter of the targets behind a mean loss.
 
-    def __init__(self) -> None:
-        self._has_checked_labels = False
-        self._checks_batches = True
-        """Whether no step has returned a count yet, and no warning was given."""
+    Args:
+        function: function of the batch that returns their number; None if the user passed none.
+        guesses: whether a micro-batch of which nothing tells the number of samples counts as 1 if also Lightning cannot
+            tell its size. Otherwise it raises an error.
+    """
 
-    def count(self, output: Any, batch: Any) -> int | Tensor:
-        """Return the number of targets behind a mean loss; the first call waits for the device."""
-        if self._checks_batches:
-            self._check(output, batch)
-        return count_targets(output, batch)
+    def __init__(self, function: Callable[[Any], Any] | None = None, guesses: bool = True) -> None:
+        self.function = function
+        self.guesses = guesses
+        self._has_checked = False
+        self._has_guessed = False
 
-    def _check(self, output: Any, batch: Any) -> None:
-        if _has_count(output):
-            self._checks_batches = False
-            return
-        if not self._has_checked_labels:
-            self._has_checked_labels = True
-            warn_of_ignored_targets(output, batch)
-        lengths = _lengths(batch)
-        if len(set(lengths)) > 1:
-            self._checks_batches = False
-            unequal = ", ".join(map(str, sorted(set(lengths) - {lengths[0]})))
+    def count(self, output: Any, batch: Any, samples: int | None, loss: Tensor | None = None) -> Count:
+        """Return the number of targets behind a mean loss.
+
+        The first call may wait for the device, to look for labels that the loss ignores.
+
+        Args:
+            output: what `training_step` returned.
+            samples: number of samples that the loader dealt; None if it is unknown.
+            loss: the mean loss with its graph, which shows some means that are not over samples.
+
+        Raises:
+            UserError: the count is no number, or nothing tells how many targets there are.
+        """
+        if self.function is not None:
+            return as_count(self.function(batch))
+        if isinstance(output, Mapping) and output.get("count") is not None:
+            count = output["count"]
+            return float(count) if type(count) is int and count >= 0 else as_count(count)
+        if samples is None:
+            samples = self._guess(batch)
+        if not self._has_checked:
+            self._has_checked = True
+            warn_of_other_targets(batch, samples)
+            warn_of_other_means(loss)
+        return float(samples)
+
+    def _guess(self, batch: Any) -> int:
+        """Return the batch size as Lightning finds it, where no loader tells it."""
+        advice = "pass GradientAccumulation(count=function of the batch), or return `count` from training_step"
+        try:
+            samples = extract_batch_size(batch)
+        except MisconfigurationException as error:
+            if not self.guesses:
+                kind = type(batch).__name__
+                raise UserError(
+                    f"cannot tell how many samples a batch of type {kind} holds, which weighs its loss: {advice}"
+                ) from error
+            samples = 1
+        if not self._has_guessed:
+            self._has_guessed = True
             warn(
-                f"warning: a batch counts as {lengths[0]} samples, the length of its first tensor, and others have"
-                f' {unequal}: return {{"loss": loss, "count": number_of_samples}} from training_step, which weighs the'
-                " mean"
+                "note: the training loader does not tell how many samples it deals: a micro-batch counts as %d, the"
+                " length of its first tensor; %s, to weigh the mean",
+                samples,
+                advice,
             )
+        return samples
 
 
-def _has_count(output: Any) -> bool:
-    return isinstance(output, Mapping) and output.get("count") is not None
+def _tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch that is a tensor or a plain collection of some; foreign classes are not read."""
+    values: list[Any] = [batch]
+    if type(batch) is dict:
+        values = list(batch.values())
+    elif type(batch) in (tuple, list):
+        values = list(batch)
+    return [value for value in values if type(value) is Tensor]
 
 
-def _lengths(batch: Any) -> list[int]:
-    """Return the length of each tensor of a batch; a scalar has length 1."""
-    tensors = batch if type(batch) in (tuple, list) else [batch]
-    # Most batches are flat, and Lightning's visit of nested collections takes longer.
-    if not all(type(tensor) is Tensor for tensor in tensors):
-        tensors = []
-        apply_to_collection(batch, Tensor, tensors.append)
-    return [len(tensor) if tensor.ndim else 1 for tensor in tensors]
+def warn_of_other_targets(batch: Any, samples: int) -> None:
+    """Warn if the mean of a step without ``count`` may not be over the samples; waits for the device.
 
-
-def warn_of_ignored_targets(output: Any, batch: Any) -> None:
-    """Warn if a step without ``count`` has labels of -100, torch's `ignore_index`; waits for the device."""
-    if _has_count(output):
-        return
-    values: Any = [batch]
-    if isinstance(batch, Mapping):
-        values = batch.values()
-    elif isinstance(batch, (tuple, list)):
-        values = batch
-    labels = [value for value in values if isinstance(value, Tensor) and value.dtype == torch.int64]
+    That is so with labels of -100, torch's `ignore_index`, and where tensors have other lengths than the loader dealt.
+    """
+    tensors = _tensors(batch)
+    labels = [tensor for tensor in tensors if tensor.dtype == torch.int64]
     if any(bool((tensor == -100).any()) for tensor in labels):
         warn(
             "warning: the first batch holds labels of -100, which cross_entropy leaves out of its mean: return"
             ' {"loss": loss, "count": (labels != -100).sum()} from training_step, to weigh as a mean over the others'
         )
+    lengths = {len(tensor) for tensor in tensors if tensor.ndim}
+    if lengths and samples not in lengths:
+        listed = ", ".join(map(str, sorted(lengths)))
+        warn(
+            f"note: the loader dealt {samples} samples, and the batch has tensors of length {listed}: it counts as"
+            f" {samples}; if the loss is a mean over something else,"
+            ' return {"loss": loss, "count": number_of_targets} from training_step'
+        )
 
 
-def micro_batch_outputs(trainer: pl.Trainer, outputs: Any) -> list[dict[str, Any]]:
+_SUM = 2
+"""torch's number of ``reduction="sum"``."""
+
+
+def warn_of_other_means(loss: Tensor | None) -> None:
+    """Warn if the graph of a loss shows that it is a sum, or a mean that is weighted by class."""
+    node: Any = None if loss is None else loss.grad_fn
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        warn(
+            'warning: the loss is a sum (reduction="sum"), and an update is the mean over its targets: return the mean'
+            " from training_step"
+        )
+    elif "NllLoss" in type(node).__name__ and node._saved_weight is not None:
+        warn(
+            "warning: the loss is weighted by class, so that its mean is not over the samples: return"
+            ' {"loss": loss, "count": weight[labels].sum()} from training_step, or pass'
+            " GradientAccumulation(count=function of the batch)"
+        )
+
+
+def micro_batch_outputs(outputs: Any) -> list[dict[str, Any]]:
     """Return the outputs of `training_step` for each micro-batch of this rank.
 
     Args:
-        outputs: argument of `on_train_batch_end`. A Trainer without `UpdateLoop` has one micro-batch.
+        outputs: argument of `on_train_batch_end`. With one micro-batch it is the output itself.
     """
     if not isinstance(outputs, dict):
         return []
-    micro_batches: list[dict[str, Any]] | None = outputs.get("micro_batches")
-    if micro_batches is not None:
-        return micro_batches
-    # A Trainer that accumulates by itself has divided the loss, which is undone here.
-    divisor = trainer.accumulate_grad_batches
-    if divisor == 1 or outputs.get("loss") is None:
-        return [outputs]
-    return [{**outputs, "loss": outputs["loss"] * divisor}]
+    micro_batches: list[dict[str, Any]] = outputs.get("micro_batches", [outputs])
+    return micro_batches
+
+
+def _weighted(loss: Tensor, count: Count) -> Tensor:
+    """Return a mean loss times its count. A mean over no target may be NaN, which a product with 0 would keep."""
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, loss * count, 0.0)
+    return loss * count if count else torch.zeros_like(loss)
 
 
 def joined_outputs(outputs: list[dict[str, Any]], is_stand_in: bool) -> dict[str, Any]:
@@ -128,6 +194,6 @@ def joined_outputs(outputs: list[dict[str, Any]], is_stand_in: bool) -> dict[str
     trained = [output for output in outputs if output["loss"] is not None]
     loss = None
     if trained:
-        total = sum(output.get("count", 1) for output in trained)
-        loss = sum(output["loss"] * output.get("count", 1) for output in trained) / total
+        total = sum(output.get("count", 1.0) for output in trained)
+        loss = sum(_weighted(output["loss"], output.get("count", 1.0)) for output in trained) / total
     return {**outputs[-1], "loss": loss, "micro_batches": [] if is_stand_in else outputs}

@@ -1,29 +1,113 @@
-"""Preparation and checks of the training loaders, before Lightning asks for their length."""
+"""Wraps training loaders of any kind as loaders of updates, once, before Lightning asks for their length.
 
+This is the only place that asks what kind of loader somebody's loader is. From here on each is an `UpdateLoader`.
+"""
+
+import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DistributedSampler
 
-from callbacks.lib.lightning_internals import uses_distributed_sampler
+from callbacks.lib import lightning_internals as internals
 from datamodules.errors import UserError
+from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
 from datamodules.loading.numbered import NumberedDataLoader, can_be_numbered
+from datamodules.loading.resumable import ResumableLoader
+from datamodules.loading.updates import Update, UpdateLoader, join_updates
 
 
-def number_micro_batches(loader: Any, trainer: Any, seeds: Any) -> Any:
-    """Wrap a stock `DataLoader` so that its micro-batches have numbers; return any other loader unchanged.
+def flattened(loaders: Any) -> list[Any]:
+    """Return the loaders of a collection as a list; a single loader as a list of one."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return list(combined.flattened)
+
+
+def _mapped(loaders: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a collection with another loader in the place of each one."""
+    is_combined = isinstance(loaders, CombinedLoader)
+    combined = copy.copy(loaders) if is_combined else CombinedLoader(loaders)
+    combined.flattened = [function(loader) for loader in combined.flattened]
+    return combined if is_combined else combined.iterables
+
+
+def known_batch_size(loader: Any) -> int | None:
+    """Return the samples of an ordinary batch where the loader, its samplers or a loader within it tell.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+        >>> known_batch_size(DataLoader(range(9), batch_size=None, sampler=BatchSampler(range(9), 4, False)))
+        4
+    """
+    for owner in (loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler"))):
+        size = getattr(owner, "batch_size", None)
+        if type(size) is int:
+            return size
+    inner = [getattr(loader, name, None) for name in ("loader", "dataloader")]
+    inner += _values(getattr(loader, "loaders", None)) + _values(getattr(loader, "dataloaders", None))
+    sizes = {known_batch_size(member) for member in inner if member is not None and hasattr(member, "__iter__")}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _values(loaders: Any) -> list[Any]:
+    if isinstance(loaders, dict):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else []
+
+
+def as_update_loader(loader: Any, trainer: pl.Trainer, batch_size: int | None = None) -> UpdateLoader:
+    """Return a loader of any kind as an `UpdateLoader`; one that is wrapped already as it is."""
+    if isinstance(loader, UpdateLoader):
+        return loader
+
+    def set_epoch(epoch: int) -> None:
+        internals.set_sampler_epoch(loader, epoch)
+
+    size = known_batch_size(loader) if batch_size is None else batch_size
+    return foreign_loader(loader, size, trainer.global_rank, trainer.world_size, set_epoch=set_epoch)
+
+
+def wrap_training_loaders(loaders: Any, trainer: Any, seeds: Any) -> Any:
+    """Return the training loaders as loaders whose items are `Update` objects.
+
+    A single stock `DataLoader` gets numbers, see `can_be_numbered`. Other loaders are wrapped in a `ForeignLoader`.
 
     Args:
         seeds: the `SeedControl` of the run. Without it the order follows from ``PL_GLOBAL_SEED`` or from the seed of
             torch's generator on rank 0, and the noise of the samples from torch's generators.
     """
-    if not can_be_numbered(loader):
-        return loader
-    is_distributed = trainer.world_size == 1 or isinstance(loader.sampler, DistributedSampler)
-    if not (is_distributed or uses_distributed_sampler(trainer)):
-        return loader  # With use_distributed_sampler=False each device reads its own samples, which is left as it is.
+    members = flattened(loaders)
+    if len(members) == 1 and _gets_numbers(members[0], trainer):
+        number = _numbered(members[0], trainer, seeds)
+        loaders = _mapped(loaders, lambda _: number)
+    else:
+        loaders = _mapped(_in_order(loaders, trainer), lambda loader: _wrapped(loader, trainer))
+    for loader in update_loaders(loaders):
+        if isinstance(loader, ResumableLoader):
+            loader.keeps_order = trainer.overfit_batches > 0
+            loader.divide_updates(loader.items_of(loader.world_size))
+    saved_states = internals.unused_loader_states(trainer)
+    numbered = [loader for loader in update_loaders(loaders) if isinstance(loader, NumberedDataLoader)]
+    for loader, state in zip(numbered, saved_states):
+        loader.keep_length(state)  # Before Lightning asks for the length of the epoch.
+    return loaders
+
+
+def _gets_numbers(loader: Any, trainer: Any) -> bool:
+    # With use_distributed_sampler=False each device reads its own samples, which is left as it is.
+    return can_be_numbered(loader) and (
+        trainer.world_size == 1
+        or isinstance(loader.sampler, DistributedSampler)
+        or internals.uses_distributed_sampler(trainer)
+    )
+
+
+def _numbered(loader: Any, trainer: Any, seeds: Any) -> NumberedDataLoader:
     if seeds is not None:
         seed = seeds.seed
         noise_seed = seed
@@ -34,6 +118,53 @@ def number_micro_batches(loader: Any, trainer: Any, seeds: Any) -> Any:
         seed = trainer.strategy.broadcast(seed)
     keeps_order = trainer.overfit_batches > 0
     return NumberedDataLoader(loader, seed, trainer.global_rank, trainer.world_size, noise_seed, keeps_order)
+
+
+def _in_order(loaders: Any, trainer: Any) -> Any:
+    """Return loaders that do not shuffle where the run over-fits, which Lightning does for loaders that are its own."""
+    if not trainer.overfit_batches:
+        return loaders
+    combined = copy.copy(loaders) if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    internals.turn_off_shuffling(combined)
+    return combined if isinstance(loaders, CombinedLoader) else combined.iterables
+
+
+def _wrapped(loader: Any, trainer: Any) -> UpdateLoader:
+    if isinstance(loader, UpdateLoader):
+        return loader
+    batch_size = known_batch_size(loader)
+    # Lightning does not look into a wrapper, so it would add no `DistributedSampler` to the loader.
+    return as_update_loader(internals.process_training_loader(trainer, loader), trainer, batch_size)
+
+
+def grouped(loaders: Any, size: int, trainer: Any) -> Any:
+    """Return one loader of updates of `size` batches of loaders that do not number theirs, of several jointly."""
+    if isinstance(loaders, ForeignLoader):
+        loaders.size = size
+        return loaders
+    combined = copy.copy(loaders) if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    members = update_loaders(loaders)
+
+    def set_epoch(epoch: int) -> None:
+        for member in members:
+            member.set_epoch(epoch)
+
+    joint = JointLoader(combined, _joined)
+    return foreign_loader(joint, None, trainer.global_rank, trainer.world_size, size=size, set_epoch=set_epoch)
+
+
+def _joined(item: Any) -> Update[Any]:
+    return item if type(item) is Update else join_updates(item)
+
+
+def update_loaders(loaders: Any) -> list[UpdateLoader]:
+    """Return the wrapped training loaders of a Trainer with an `UpdateLoop`; none before it has made them."""
+    return [] if loaders is None else flattened(loaders)
+
+
+def numbered_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
+    """Return the training loaders that distribute micro-batches to the ranks by their numbers."""
+    return [loader for loader in update_loaders(loaders) if isinstance(loader, ResumableLoader)]
 
 
 def check_interval(loader: Any, trainer: Any) -> None:

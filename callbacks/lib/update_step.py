@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -16,13 +17,14 @@ from torch.optim import LBFGS, Optimizer
 from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised
 from callbacks.lib.first_micro_batch import FirstMicroBatch
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
-from callbacks.lib.hook_calls import HookCalls
+from callbacks.lib.hook_calls import HookCalls, NoTargets
+from callbacks.lib.optimizers import skip_step_on_device
 from callbacks.lib.own_gradients import refuse_kept_gradients, without_backward
 from callbacks.lib.stand_ins import uneven_micro_batch, weighted_gradients
-from callbacks.lib.targets import TargetCounter, joined_outputs
-from callbacks.lib.updates import loader_batch_size
+from callbacks.lib.targets import Count, TargetCounter, joined_outputs
 from datamodules.errors import UserError
 from datamodules.loading.updates import Update
+from datamodules.notes import warn
 
 
 def calls_closure_once(optimizer: Optimizer) -> bool:
@@ -39,6 +41,8 @@ class _MicroBatch(NamedTuple):
     is_last: bool
     is_stand_in: bool
     """Whether it is computed only for the collective calls, and nothing of it counts."""
+    samples: int | None
+    """Number of samples that the loader dealt; None if it is unknown."""
 
 
 class UpdateStep:
@@ -58,6 +62,13 @@ class UpdateStep:
         """Whether `GradientSum` replaces DDP's reduction."""
         self.has_several = False
         """Whether an update may have several micro-batches."""
+        self.count: Callable[[Any], Any] | None = None
+        """Function of the batch that returns its number of targets, if the user passed one."""
+        self.counts_targets = False
+        """Whether the outputs of the steps need their number of targets."""
+        self.is_skipped = False
+        """Whether the last update had no target, so that no step was made."""
+        self._skips_on_device = False
         self.skips_backward = False
         """Whether this epoch makes no updates: `StochasticWeightAveraging` recomputes BatchNorm statistics in it."""
         self._forget()
@@ -68,7 +79,8 @@ class UpdateStep:
         self._statistics: OrderedStatistics | None = None
         self._synchronised: list[Any] = []
         self._is_checked = False
-        self._targets = TargetCounter()
+        self._has_warned = False
+        self._targets: TargetCounter | None = None
 
     def release(self) -> None:
         """Restore the module, also after an exception in `training_step`."""
@@ -101,7 +113,12 @@ class UpdateStep:
             # Compared here, since callbacks that unfreeze layers wrap the module in a new DDP in the hooks before.
             if self._model is not self.calls.strategy.model:
                 self._attach()
-            self.calls.optimizer_step(batch_idx, closure)
+            self.is_skipped = not self.calls.optimizer_step(batch_idx, closure)
+            if self.is_skipped:
+                self._end_skipped()
+            if self._skips_on_device:
+                skip_step_on_device(self.calls.optimizers[0], None)
+                self._skips_on_device = False
         if not outputs:
             raise MisconfigurationException(
                 f"{type(self.calls.optimizers[0]).__name__}.step() has not called its closure, which computes the"
@@ -111,14 +128,28 @@ class UpdateStep:
             return outputs[0] if outputs[0]["loss"] is not None else {}
         return joined_outputs(outputs, update.is_stand_in)
 
+    def _end_skipped(self) -> None:
+        """End an update that has no target on any rank: as after one that float16 skips, nothing has changed."""
+        for parameter in self.calls.module.parameters():
+            parameter.grad = None  # They may be NaN.
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"note: update {self._loop.batch_idx} of epoch {self.trainer.current_epoch} had no target, since each"
+                " `count` was 0: such an update makes no step, and no schedule counts it"
+            )
+
     def _make_manually(self, update: Update[Any], first_batch: Any, batch_idx: int) -> Any:
         """Run the step of a module that optimizes manually, whose update is one micro-batch."""
         (number,) = update.numbers
         self._seed_micro_batch(number)
-        micro_batch = _MicroBatch(number, first_batch, is_first=True, is_last=True, is_stand_in=update.is_stand_in)
+        micro_batch = self._micro_batches(update)[0]
         with self._uneven(update, micro_batch), self._weighted(self._share_of_mean(update, micro_batch)):
             arguments = OrderedDict(self.calls.step_arguments(first_batch, batch_idx))
-            return self._loop.manual_optimization.run(arguments)
+            outputs = self._loop.manual_optimization.run(arguments)
+        if outputs.get("loss") is not None:
+            outputs = {**outputs, "count": self._count(outputs, first_batch, micro_batch.samples)}
+        return {"loss": None, "micro_batches": []} if update.is_stand_in and outputs else outputs
 
     def _attach(self) -> None:
         """Replace the reduction of the present DDP with sums in the order of micro-batch numbers."""
@@ -129,12 +160,10 @@ class UpdateStep:
             self._synchronised = [layer for layer in trainer.lightning_module.modules() if is_synchronised(layer)]
         if not self.sums_gradients or not (self.has_several or trainer.world_size > 1):
             return  # One device with one micro-batch needs no sum: gradients and statistics are PyTorch's own.
-        try:
-            expected_count = loader_batch_size(trainer.train_dataloader)
-        except UserError:
-            expected_count = 1
+        members = self._loop.loaded.members
+        expected_count = members[0].batch_size if len(members) == 1 else None
         assert self._model is not None
-        self._gradients = GradientSum(self._model, expected_count)
+        self._gradients = GradientSum(self._model, expected_count or 1)
         self._gradients.keeps_loss = not calls_closure_once(trainer.optimizers[0])
         self._statistics = OrderedStatistics(trainer.lightning_module, trainer.world_size)
         if isinstance(self._model, DistributedDataParallel):
@@ -155,15 +184,19 @@ class UpdateStep:
             gradients.begin(update.count)
         elif len(update) == 1 and not self._is_uneven(update):
             self._seed_micro_batch(update.numbers[0])
-            outputs.append(self._compute_alone(first_batch, batch_idx, optimizer))
-            return outputs[0]["loss"]  # type: ignore[no-any-return]
+            output = self._compute_alone(first_batch, batch_idx, optimizer, update.samples[0])
+            outputs.append(output)
+            if self.sums_gradients and output.get("count") == 0.0 and type(output["count"]) is float:
+                raise NoTargets
+            return output["loss"]  # type: ignore[no-any-return]
         loss = None
         for micro_batch in self._micro_batches(update):
             batch = first_batch if micro_batch.is_first else self._load(micro_batch)
             self._seed_micro_batch(micro_batch.number)
             with self._communicating(micro_batch), self._uneven(update, micro_batch):
                 if gradients is None or self.skips_backward:
-                    output = self._compute_alone(batch, batch_idx, optimizer, self._share_of_mean(update, micro_batch))
+                    share = self._share_of_mean(update, micro_batch)
+                    output = self._compute_alone(batch, batch_idx, optimizer, micro_batch.samples, share)
                 else:
                     output = self._compute_summed(batch, batch_idx, optimizer, micro_batch, self._most_of_rank(update))
             if micro_batch.is_first or not micro_batch.is_stand_in:
@@ -174,6 +207,12 @@ class UpdateStep:
             assert statistics is not None
             statistics.finish(self._most_of_rank(update))
             self.calls.hook("on_after_backward")
+            if gradients.is_empty():
+                raise NoTargets
+            flag = gradients.skips_on_device()
+            if flag is not None:
+                self._skips_on_device = True
+                skip_step_on_device(optimizer, flag)
             if gradients.keeps_loss:
                 return gradients.mean_loss()
         return loss
@@ -186,13 +225,16 @@ class UpdateStep:
         adds_stand_in = bool(self._synchronised) and len(update) < self._most_of_rank(update)
         last = len(update) - 1 + adds_stand_in
         micro_batches = [
-            _MicroBatch(number, batch, index == 0, index == last, update.is_stand_in)
+            _MicroBatch(number, batch, index == 0, index == last, update.is_stand_in, update.samples[index])
             for index, (number, batch) in enumerate(update)
         ]
         if adds_stand_in:
             number = update.numbers[0]
             batch = update.batches[0]
-            micro_batches.append(_MicroBatch(number, batch, is_first=False, is_last=True, is_stand_in=True))
+            samples = update.samples[0]
+            micro_batches.append(
+                _MicroBatch(number, batch, is_first=False, is_last=True, is_stand_in=True, samples=samples)
+            )
         return micro_batches
 
     def _load(self, micro_batch: _MicroBatch) -> Any:
@@ -202,13 +244,22 @@ class UpdateStep:
         # `log` takes the size of this batch as the weight of a mean.
         results = self._loop.results
         results.batch = batch
-        results.batch_size = None
+        results.batch_size = micro_batch.samples
         return batch
 
-    def _compute_alone(self, batch: Any, batch_idx: int, optimizer: Optimizer, share: float = 1.0) -> dict[str, Any]:
+    def _count(self, output: Any, batch: Any, samples: int | None, loss: Tensor | None = None) -> Count:
+        """Return the number of targets of a micro-batch."""
+        if self._targets is None:
+            self._targets = TargetCounter(self.count, guesses=self._gradients is None)
+        return self._targets.count(output, batch, samples, loss)
+
+    def _compute_alone(
+        self, batch: Any, batch_idx: int, optimizer: Optimizer, samples: int | None, share: float = 1.0
+    ) -> dict[str, Any]:
         """Compute the gradients of an update that is one micro-batch, as Lightning does.
 
         Args:
+            samples: number of samples that the loader dealt.
             share: factor of the loss.
         """
         if self.sums_gradients and not self._is_checked:
@@ -224,6 +275,8 @@ class UpdateStep:
                 loss = loss * share
             if loss is not None:
                 self.calls.stock_backward(loss, optimizer)
+        if self.counts_targets and loss is not None:
+            output["count"] = self._count(output, batch, samples, loss)
         return output
 
     def _compute_summed(
@@ -249,7 +302,7 @@ class UpdateStep:
         if check is not None:
             check.finish(statistics)
             self._is_checked = True
-        count: int | Tensor = 0 if loss is None else self._targets.count(output, batch)
+        count: Count = 0.0 if loss is None else self._count(output, batch, micro_batch.samples, loss)
         if micro_batch.is_first:
             self._zero_grad(batch_idx, optimizer)
             if self.calls.has_zeroing:

@@ -9,13 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import CombinedLoader
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.training_loaders import as_update_loader, flattened
 from datamodules.errors import UserError
-from datamodules.loading.resumable import ResumableLoader
-from datamodules.loading.updates import GroupedUpdates
 
 
 def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:
@@ -94,49 +92,30 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
     return duration.to_steps(_updates_of_epochs(trainer, 1), math.inf)
 
 
-def flattened(loaders: Any) -> list[Any]:
-    """Return the loaders of a collection as a list; a single loader as a list of one."""
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    return list(combined.flattened)
-
-
-def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
-    """Return the training loaders that distribute micro-batches to the ranks by their numbers."""
-    return [loader for loader in flattened(loaders) if isinstance(loader, ResumableLoader)]
-
-
-def loader_batch_size(loader: Any) -> int:
-    """Return the number of samples in a batch of a loader.
-
-    Raises:
-        UserError: neither the loader nor its batch sampler has a `batch_size`.
-    """
-    if isinstance(loader, GroupedUpdates):
-        loader = loader.loader
-    for source in (loader, getattr(loader, "batch_sampler", None)):
-        size = getattr(source, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    raise UserError(
-        f"cannot tell the batch size of the training loader, a {type(loader).__name__}, which `global_batch_size`"
-        " needs: give it an attribute `batch_size`"
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether a device computes several micro-batches per update; works from `on_train_start` on."""
+    loaders = flattened(trainer.train_dataloader)
+    return trainer.accumulate_grad_batches > 1 or any(
+        as_update_loader(loader, trainer).has_several for loader in loaders
     )
 
 
-def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether a device computes several micro-batches per update; works from `on_train_start` on."""
-    loader = trainer.train_dataloader
-    if isinstance(loader, ResumableLoader):
-        return loader.division.micro_batches > loader.world_size
-    if isinstance(loader, GroupedUpdates):
-        return loader.size > 1
-    return trainer.accumulate_grad_batches > 1
-
-
 def global_batch_size(trainer: pl.Trainer) -> int:
-    """Return the present number of samples per update; works from `on_train_start` on."""
-    loader = trainer.train_dataloader
-    if isinstance(loader, ResumableLoader):
-        return loader.samples_per_update
-    size = loader.size if isinstance(loader, GroupedUpdates) else trainer.accumulate_grad_batches
-    return loader_batch_size(loader) * trainer.world_size * size
+    """Return the present number of samples per update; works from `on_train_start` on.
+
+    Raises:
+        UserError: it is not known how many samples a batch has.
+    """
+    loader = as_update_loader(trainer.train_dataloader, trainer)
+    samples = loader.samples_per_update
+    if samples is None:
+        raise UserError(unknown_batch_size(loader.source))
+    return samples * trainer.accumulate_grad_batches
+
+
+def unknown_batch_size(loader: Any) -> str:
+    """Return the message of an error about a loader whose batch size is unknown."""
+    return (
+        f"cannot tell the batch size of the training loader, a {type(loader).__name__}: expected an attribute"
+        " `batch_size` of the loader or its sampler; give it one, or pass GradientAccumulation(steps=...)"
+    )

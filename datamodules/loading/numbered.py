@@ -6,6 +6,7 @@ function and workers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +18,16 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 from typing_extensions import override
 
+from datamodules.loading.foreign import TORCH_SAMPLERS
 from datamodules.loading.randomness import derive_seed, derive_seed_at, seed_generators
 from datamodules.loading.requests import Requests
-from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
+from datamodules.loading.resumable import InOrder, ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order
-
-_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers whose order is known when an epoch begins."""
 
 
 class _Request(NamedTuple):
@@ -87,7 +84,7 @@ def can_be_numbered(loader: Any) -> bool:
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return False
-    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in _SAMPLERS:
+    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in TORCH_SAMPLERS:
         return False
     # The state of a user's generator carries over from epoch to epoch, so the order is no function of the epoch.
     return getattr(loader.sampler, "generator", None) is None
@@ -98,6 +95,8 @@ class NumberedDataLoader(ResumableLoader[Any]):
 
     With ``shuffle=True`` the order is that of `epoch_order`. Other samplers of torch draw with a seed from
     (seed, epoch). A `DistributedSampler` gives the order only: no sample is repeated to fill up an epoch.
+    Attributes and methods that this class lacks are those of the stock loader. A resumed run keeps the number of
+    samples of an epoch, whatever ``drop_last`` and the batch size of now would leave out.
 
     Args:
         stock: the loader; see `can_be_numbered`.
@@ -132,6 +131,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
         if stock.drop_last:
             samples = samples // self.batch_size * self.batch_size
         super().__init__(samples, self.batch_size, rank, world_size)
+        self.source = stock
         self.keeps_order = keeps_order
         self._requests: Requests[_Request] = Requests()
         options: dict[str, Any] = {"pin_memory": stock.pin_memory, "timeout": stock.timeout}
@@ -154,6 +154,18 @@ class NumberedDataLoader(ResumableLoader[Any]):
             generator=self._generator,
             **options,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for names that this class lacks. A copy has no attributes at first.
+        if name == "stock" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    @property
+    @override
+    def sampler(self) -> Any:
+        """The sampler of the stock loader, or a sequential one if the loader does not shuffle."""
+        return InOrder(self) if self.keeps_order else self.stock.sampler
 
     def _number_of_samples(self, keeps_order: bool) -> int:
         """Return the samples of an epoch on all ranks."""
@@ -192,10 +204,17 @@ class NumberedDataLoader(ResumableLoader[Any]):
     @override
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        return {**state, "seed": self._seed_of(state["epoch"])}
+        return {**state, "seed": self._seed_of(state["epoch"]), "items": self._items}
+
+    def keep_length(self, state: dict[str, Any]) -> None:
+        """Set the number of samples of an epoch to that of the run that saved `state`."""
+        if state.get("data") == self.data:
+            self._items = state.get("items", self._items)
+            self.division = replace(self.division, items=self._items)
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.keep_length(state)
         super().load_state_dict(state)
         if state["consumed"]:
             self._resumed = (state["epoch"], state.get("seed", self.seed))

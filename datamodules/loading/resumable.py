@@ -1,17 +1,18 @@
 """Base class of the training loaders, which saves the epoch and the position in it and resumes from there."""
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.utils.data import SequentialSampler
+from typing_extensions import override
 
 from datamodules.errors import UserError
 from datamodules.loading.sampling import Division
-from datamodules.loading.updates import Update
+from datamodules.loading.updates import Update, UpdateLoader
 
 Batch = TypeVar("Batch")
 
@@ -19,7 +20,7 @@ Spans = Sequence[tuple[int, int]]
 """Batches as ranges of positions ``[start, stop)`` in the order of an epoch."""
 
 
-class _InOrder(SequentialSampler):
+class InOrder(SequentialSampler):
     """Sampler of a loader that does not shuffle. Lightning checks its class for over-fitting and calls `set_epoch`."""
 
     def __init__(self, loader: "ResumableLoader[Any]") -> None:
@@ -50,7 +51,7 @@ def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
     return sha256.hexdigest()[:32]
 
 
-class ResumableLoader(ABC, Generic[Batch]):
+class ResumableLoader(UpdateLoader, Generic[Batch]):
     """Iterable over the updates of an epoch, the same on any number of ranks, resumable at each update.
 
     By default an update is one micro-batch on each rank, and the loader yields the micro-batch of its rank. After
@@ -72,6 +73,7 @@ class ResumableLoader(ABC, Generic[Batch]):
         self._consumed = 0
         # Items of the epoch that the next iteration skips: the position that a checkpoint has restored.
         self._start_at = 0
+        self.source: Any = self
         self.keeps_order = False
         """Whether each epoch has the samples in the order of the data set, as for over-fitting."""
         self.divide_updates(None)
@@ -110,10 +112,28 @@ class ResumableLoader(ABC, Generic[Batch]):
                 f" {max(1, items // self.world_size)} or less"
             )
 
+    division: Division
+    batch_size: int
+
     @property
+    @override
+    def has_several(self) -> bool:
+        return self.division.micro_batches > self.world_size
+
+    @property
+    @override
     def samples_per_update(self) -> int:
         """Samples of an update on all ranks together; their mean number if batches are limited by tokens."""
         return self.division.update_size
+
+    @property
+    @override
+    def has_position(self) -> bool:
+        return True
+
+    def _samples_of(self, epoch: int, start: int, stop: int) -> int:
+        """Return the number of samples of a micro-batch, which are its items."""
+        return stop - start
 
     @abstractmethod
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Batch]:
@@ -132,7 +152,7 @@ class ResumableLoader(ABC, Generic[Batch]):
     @property
     def sampler(self) -> Any:
         """Object whose ``set_epoch`` Lightning calls: the loader, or a sequential sampler if it does not shuffle."""
-        return _InOrder(self) if self.keeps_order else self
+        return InOrder(self) if self.keeps_order else self
 
     def __len__(self) -> int:
         return self.division.updates
@@ -158,10 +178,12 @@ class ResumableLoader(ABC, Generic[Batch]):
                 self._consumed = 0
             if self.gives_updates:
                 numbers = range(share.first, share.first + len(micro_batches))
-                yield Update(micro_batches, numbers, share.total, share.is_stand_in)
+                samples = [self._samples_of(epoch, *span) for span in share.spans]
+                yield Update(micro_batches, numbers, share.total, share.is_stand_in, samples)
             else:
                 yield micro_batches[0]
 
+    @override
     def first_number(self, update: int) -> int:
         """Return the number in the epoch of this rank's first micro-batch of an update."""
         division = self.division
@@ -174,6 +196,7 @@ class ResumableLoader(ABC, Generic[Batch]):
         """Number of updates of this epoch that the next iteration skips."""
         return self._start_at // self.division.update_size
 
+    @override
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` with its first update, unless the restored position is in this epoch."""
         if epoch != self._epoch:

@@ -1,11 +1,13 @@
-"""Defines `Update`, the item of a training loader, and groups the batches of other loaders into updates."""
+"""Defines `Update`, the item of a training loader, and `UpdateLoader`, what every training loader tells."""
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from datamodules.errors import UserError
+from datamodules.loading.sampling import Division
 
 Batch = TypeVar("Batch")
 
@@ -23,6 +25,7 @@ class Update(Generic[Batch]):
         count: number of micro-batches of the update on all ranks, or None if it is not known.
         is_stand_in: whether the update has no micro-batch for this rank. The rank then computes the first micro-batch,
             since DDP needs a backward pass on each rank, and its result does not count.
+        samples: number of samples that the loader dealt for each micro-batch; None where it does not know it.
 
     Example:
         >>> list(Update(["cats", "dogs"], numbers=[6, 7], count=4))
@@ -30,12 +33,18 @@ class Update(Generic[Batch]):
     """
 
     def __init__(
-        self, batches: list[Batch], numbers: Sequence[int], count: int | None, is_stand_in: bool = False
+        self,
+        batches: list[Batch],
+        numbers: Sequence[int],
+        count: int | None,
+        is_stand_in: bool = False,
+        samples: Sequence[int | None] | None = None,
     ) -> None:
         self.batches = batches
         self.numbers = numbers
         self.count = count
         self.is_stand_in = is_stand_in
+        self.samples = [None] * len(batches) if samples is None else samples
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -73,85 +82,81 @@ def join_updates(items: Any) -> Update[Any]:
     leaves, structure = tree_flatten(items)
     updates = [leaf for leaf in leaves if isinstance(leaf, Update)]
     counts = {update.count for update in updates}
-    if len(counts) > 1:
-        listed = " and ".join(sorted(str(count) for count in counts))
+    is_known = None not in counts
+    if len(counts - {None}) > 1 or len({len(update) for update in updates}) > 1:
+        listed = " and ".join(sorted({str(update.count or len(update)) for update in updates}))
         raise UserError(
             f"the training loaders have {listed} micro-batches in one update: give them as many samples each,"
             " or accumulate nothing"
         )
+    first = updates[0]
     batches = []
-    for index in range(len(updates[0])):
+    samples: list[int | None] = []
+    for index in range(len(first)):
         batch_leaves = []
         for leaf in leaves:
             # None, of a loader that has ended, stays None.
             batch_leaves.append(leaf.batches[index] if isinstance(leaf, Update) else leaf)
         batches.append(tree_unflatten(batch_leaves, structure))
-    return Update(batches, updates[0].numbers, updates[0].count, updates[0].is_stand_in)
+        dealt = {update.samples[index] for update in updates}
+        samples.append(dealt.pop() if len(dealt) == 1 else None)
+    if not is_known:  # One of the loaders does not number its batches, so the joint ones have no numbers either.
+        return Update(batches, first.numbers, None, samples=samples)
+    return Update(batches, first.numbers, first.count, first.is_stand_in, samples)
 
 
-class GroupedUpdates:
-    """Loader that groups the batches of any other loader into updates, on each rank by itself.
+class UpdateLoader(ABC):
+    """Training loader as the callbacks see it: an iterable over `Update` objects that tells what it deals.
 
-    Another number of ranks would give these batches other numbers, so that runs agree within rounding only.
-
-    Args:
-        loader: yields this rank's batches.
-        size: batches of an update on this rank; the last update of an epoch may have fewer.
-        set_epoch: function that tells samplers which epoch begins.
+    Every training loader of a Trainer with an `UpdateLoop` is one, wrapped in `callbacks.lib.training_loaders`.
     """
 
-    def __init__(
-        self, loader: Any, size: int, rank: int, world_size: int, set_epoch: Callable[[int], None] | None = None
-    ) -> None:
-        self.loader = loader
-        self.size = size
-        self.rank = rank
-        self.world_size = world_size
-        self._set_epoch = set_epoch
-        self.sampler = self  # Lightning calls ``loader.sampler.set_epoch`` before each epoch.
+    rank: int
+    world_size: int
+    batch_size: int | None
+    """Samples of an ordinary micro-batch; None if they are unknown."""
+    division: Division | None
+    """Division of the epoch's updates among the ranks; None if micro-batches have no numbers that all ranks share."""
+    source: Any
+    """The loader as the user made it."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers of the loader which epoch begins."""
-        if self._set_epoch is not None:
-            self._set_epoch(epoch)
+    @property
+    @abstractmethod
+    def has_several(self) -> bool:
+        """Whether this rank computes several micro-batches in an update."""
 
-    def __len__(self) -> int:
-        return -(-len(self.loader) // self.size)
+    @property
+    @abstractmethod
+    def samples_per_update(self) -> int | None:
+        """Samples of an update on all ranks; None if they are unknown."""
 
-    def __iter__(self) -> Iterator[Update[Any]]:
-        batches: list[Any] = []
-        first = 0
-        for batch in self.loader:
-            batches.append(batch)
-            if len(batches) == self.size:
-                yield self._update(batches, first)
-                first += len(batches)
-                batches = []
-        if batches:
-            yield self._update(batches, first)
+    @property
+    @abstractmethod
+    def has_position(self) -> bool:
+        """Whether a run resumes within an epoch of this loader."""
 
-    def _update(self, batches: list[Any], first: int) -> Update[Any]:
-        numbers = [self.number(first + offset) for offset in range(len(batches))]
-        # The number of micro-batches on the other ranks is not known: their loaders may end earlier.
-        return Update(batches, numbers, None)
-
-    def number(self, index: int) -> int:
-        """Return the number in the epoch of this rank's batch at `index`. The ranks take batches in turn."""
-        return index * self.world_size + self.rank
-
+    @abstractmethod
     def first_number(self, update: int) -> int:
-        """Return the number in the epoch of this rank's first batch of an update."""
-        return self.number(update * self.size)
+        """Return the number in the epoch of this rank's first micro-batch of an update."""
 
+    @abstractmethod
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
 
-class StatefulGroupedUpdates(GroupedUpdates):
-    """Loader like `GroupedUpdates`, over a loader with ``state_dict`` and ``load_state_dict``."""
+    def check_data(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
+        """Check that a state was saved with the same training data, where the loader can tell.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader."""
-        state: dict[str, Any] = self.loader.state_dict()
-        return state
+        Raises:
+            UserError: the data differ.
+        """
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of the loader."""
-        self.loader.load_state_dict(state)
+    def order_state(self) -> dict[str, Any]:
+        """Return what a resume from an epoch's end needs beside the epoch: the state of the order, or its lack."""
+        return {}
+
+    def load_order_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
+        """Restore `order_state`.
+
+        Raises:
+            UserError: the order of the samples cannot be repeated.
+        """

@@ -155,6 +155,13 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     def samples_per_update(self) -> int:
         return self.division.update_size * (self.batch_size if self._bounds is not None else 1)
 
+    @override
+    def _samples_of(self, epoch: int, start: int, stop: int) -> int:
+        if self._bounds is None:
+            return stop - start
+        _, starts = self._plan(epoch, self._unit)
+        return int(starts[stop] - starts[start])
+
     def _plan(self, epoch: int, unit: int) -> tuple[Tensor, Tensor]:
         """Return the order of an epoch as positions in `rows`, and the bounds of its items in this order."""
         key = (epoch if self.shuffle and not self.keeps_order else 0, unit)

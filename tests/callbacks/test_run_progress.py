@@ -94,7 +94,6 @@ def test_every_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: in
         ({"max_epochs": 1, "limit_train_batches": 5}, "update 5/5"),
         ({"max_epochs": 1, "val_check_interval": 6}, "update 20/20"),
         ({"max_epochs": 1, "callbacks": [GradientAccumulation(4)]}, "update 5/5"),
-        ({"max_epochs": 1, "accumulate_grad_batches": 4}, "batch 20/20"),
     ],
 )
 def test_the_updates_are_those_that_the_run_will_make(

@@ -490,9 +490,9 @@ def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> 
     assert equal(weights(Install(), Inner()), weights())
 
 
-def test_a_copy_of_a_trainer_that_trains_has_a_step_of_its_own() -> None:
+def test_a_copy_of_a_trainer_has_a_step_of_its_own() -> None:
     class Copying(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_fit_start(self, trainer: Any, *_: Any) -> None:
             self.copied = copy.deepcopy(trainer)
 
     callback = Copying()

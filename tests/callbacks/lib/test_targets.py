@@ -1,44 +1,100 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader
 
 from callbacks import GradientAccumulation, TrainLoss
-from callbacks.lib.targets import TargetCounter, count_targets, warn_of_ignored_targets
+from callbacks.lib.targets import TargetCounter, as_count
+from datamodules.errors import UserError
 from tests.callbacks.test_updates import Line, assert_close, by_hand, samples, weights
 from tests.support.tables import quiet_trainer, sentences
+
+COUNTS = {
+    "an int": 3,
+    "a float": 3.0,
+    "a NumPy number": np.int32(3),
+    "an array of one": np.array([3]),
+    "a scalar tensor": torch.tensor(3),
+    "a tensor of one": torch.tensor([[3.0]], requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_a_count_of_any_shape_that_holds_one_number_is_it(kind: str) -> None:
+    assert as_count(COUNTS[kind]) == 3.0
+    assert TargetCounter().count({"loss": torch.zeros(()), "count": COUNTS[kind]}, None, samples=8) == 3.0
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(4), torch.ones(0), "3", np.ones(2), -1, torch.tensor(-1), [3], float("nan")]
+)
+def test_what_is_no_number_of_targets_is_rejected(value: Any) -> None:
+    with pytest.raises(UserError, match=r"the `count` of a micro-batch is .*: expected one number"):
+        TargetCounter().count({"loss": torch.zeros(()), "count": value}, None, samples=8)
+
+
+def test_a_function_wins_over_the_step_which_wins_over_the_loader() -> None:
+    output = {"loss": torch.zeros(()), "count": 5}
+    assert TargetCounter(len).count(output, [1, 2, 3], samples=8) == 3
+    assert TargetCounter().count(output, [1, 2, 3], samples=8) == 5
+    assert TargetCounter().count(torch.zeros(()), [1, 2, 3], samples=8) == 8
 
 
 @pytest.mark.parametrize(("count", "expected"), [(None, 1), (3, 0)])
 def test_labels_of_minus_100_without_a_count_are_warned_of(count, expected, caplog):
     output = torch.zeros(()) if count is None else {"loss": torch.zeros(()), "count": count}
-    warn_of_ignored_targets(output, sentences(4))
+    counter = TargetCounter()
+    assert [counter.count(output, sentences(4), samples=4) for _ in range(2)] == [count or 4] * 2
     assert caplog.text.count("labels of -100") == expected
-    assert count_targets(output, sentences(4)) == (count or 4)
+
+
+class Untouchable:
+    """A batch that nobody may look into."""
+
+    def __getattribute__(self, name: str) -> Any:
+        assert name == "__class__", f"the library read {name} of a foreign batch"
+        return super().__getattribute__(name)
 
 
 BATCHES = {
     "tensors": ((torch.zeros(4, 3), torch.zeros(4)), 0),
     "a mapping": ({"x": torch.zeros(4, 3), "names": ["a", "b", "c", "d"]}, 0),
-    "time first": ((torch.zeros(7, 4, 3), torch.zeros(4)), 1),
-    "a list of images": ((list(torch.zeros(4, 3, 5, 5)), torch.zeros(4)), 1),
-    "a scalar first": ({"scale": torch.ones(()), "x": torch.zeros(4, 3)}, 1),
-    "class weights": ([torch.ones(10), torch.zeros(4, 3), torch.zeros(4)], 1),
+    "time first, with labels": ((torch.zeros(7, 4, 3), torch.zeros(4)), 0),
+    "time first alone": (torch.zeros(7, 4, 3), 1),
+    "a list of images": ((list(torch.zeros(4, 3, 5, 5)), torch.zeros(4)), 0),
+    "points of all samples": ({"points": torch.zeros(90, 3), "sample": torch.zeros(90)}, 1),
+    "a class of somebody": (Untouchable(), 0),
 }
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_guessed_number_of_samples_is_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_of_other_lengths_than_were_dealt_are_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     batch, expected = BATCHES[name]
     counter = TargetCounter()
-    for _ in range(3):
-        counter.count(torch.zeros(()), batch)
-    assert caplog.text.count("a batch counts as") == expected
-    assert caplog.text.count('return {"loss": loss, "count": number_of_samples}') == expected
-    assert TargetCounter().count({"loss": torch.zeros(()), "count": 4}, batch) == 4
-    assert caplog.text.count("a batch counts as") == expected
+    assert [counter.count(torch.zeros(()), batch, samples=4) for _ in range(3)] == [4] * 3
+    assert caplog.text.count("the loader dealt 4 samples, and the batch has tensors of length") == expected
+    TargetCounter().count({"loss": torch.zeros(()), "count": 4}, batch, samples=4)
+    assert caplog.text.count("the loader dealt") == expected
+
+
+LOSSES = {
+    "weighted by class": ({"weight": torch.tensor([1.0, 20.0])}, "weighted by class"),
+    "summed": ({"reduction": "sum"}, "is a sum"),
+    "a mean": ({}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_whose_graph_shows_another_mean_is_warned_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    options, expected = LOSSES[kind]
+    logits = torch.zeros(4, 2, requires_grad=True)
+    loss = nn.functional.cross_entropy(logits, torch.tensor([0, 1, 1, 0]), **options)
+    TargetCounter().count(loss, logits, 4, loss)
+    assert (expected in caplog.text) if expected else not caplog.text
 
 
 class Images(Line):
@@ -58,28 +114,11 @@ def collate(rows: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_list_of_images_weighs_by_its_count(counts: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_of_images_weighs_by_its_samples(counts: bool, caplog: pytest.LogCaptureFixture) -> None:
     rows = list(zip(*samples(8), strict=True))
     model = Images()
     model.counts = counts
     trainer: pl.Trainer = quiet_trainer(GradientAccumulation(3), TrainLoss())
     trainer.fit(model, DataLoader(rows, 3, collate_fn=collate))  # 3, 3 and 2 samples.
-    assert caplog.text.count("a batch counts as 3 samples") == (not counts), "said for the last batch"
-    if counts:
-        assert_close(weights(model), by_hand([range(8)]))
-
-
-class Still(Line):
-    """Learns nothing."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def test_a_loss_that_a_trainer_has_divided_is_logged_whole() -> None:
-    logged = []
-    for steps in (1, 2):
-        trainer: pl.Trainer = quiet_trainer(TrainLoss(), accumulate_grad_batches=steps)
-        trainer.fit(Still(), DataLoader(TensorDataset(*samples(8)), 2))
-        logged.append(float(trainer.callback_metrics["train/loss_epoch"]))
-    assert logged[1] == pytest.approx(logged[0], rel=1e-6)
+    assert not caplog.text
+    assert_close(weights(model), by_hand([range(8)]))
