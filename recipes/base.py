@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks import TrainLoss
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.hooks import attached_trainer
-from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges

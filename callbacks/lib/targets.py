@@ -87,7 +87,8 @@ class TargetCounter:
             samples = self._guess(batch)
         if not self._has_checked:
             self._has_checked = True
-            warn_of_other_targets(batch, samples)
+            warn_of_ignored_targets(batch)
+            warn_of_other_lengths(batch, samples)
             warn_of_other_means(loss)
         return float(samples)
 
@@ -124,19 +125,19 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [value for value in values if type(value) is Tensor]
 
 
-def warn_of_other_targets(batch: Any, samples: int) -> None:
-    """Warn if the mean of a step without ``count`` may not be over the samples; waits for the device.
-
-    That is so with labels of -100, torch's `ignore_index`, and where tensors have other lengths than the loader dealt.
-    """
-    tensors = _tensors(batch)
-    labels = [tensor for tensor in tensors if tensor.dtype == torch.int64]
+def warn_of_ignored_targets(batch: Any) -> None:
+    """Warn if a step without ``count`` has labels of -100, torch's `ignore_index`; waits for the device."""
+    labels = [tensor for tensor in _tensors(batch) if tensor.dtype == torch.int64]
     if any(bool((tensor == -100).any()) for tensor in labels):
         warn(
             "warning: the first batch holds labels of -100, which cross_entropy leaves out of its mean: return"
             ' {"loss": loss, "count": (labels != -100).sum()} from training_step, to weigh as a mean over the others'
         )
-    lengths = {len(tensor) for tensor in tensors if tensor.ndim}
+
+
+def warn_of_other_lengths(batch: Any, samples: int) -> None:
+    """Note that no tensor of a batch is as long as the number of samples that the loader dealt."""
+    lengths = {len(tensor) for tensor in _tensors(batch) if tensor.ndim}
     if lengths and samples not in lengths:
         listed = ", ".join(map(str, sorted(lengths)))
         warn(

@@ -13,23 +13,6 @@ PACKAGES = ("recipes", "callbacks", "datamodules", "benchmarks", "tests")
 LIMIT = 600
 """Lines of a source file: what a reader takes in at one sitting."""
 
-LONGER = {
-    "tests/callbacks/test_update_loop.py": 555,
-    "tests/datamodules/translation/test_translation_data.py": 544,
-    "benchmarks/faults.py": 483,
-    "datamodules/translation/data_module.py": 470,
-    "tests/datamodules/images/test_mnist.py": 469,
-    "tests/datamodules/images/test_image_folder.py": 449,
-    "tests/callbacks/test_gradient_accumulation.py": 417,
-    "tests/recipes/test_resnet.py": 384,
-    "datamodules/images/image_folder.py": 366,
-    "tests/recipes/test_seq2seq_recipe.py": 366,
-    "datamodules/loading/worker_loaders.py": 361,
-    "benchmarks/harness/measurements.py": 354,
-    "tests/rehearsal/stand_in.py": 351,
-}
-"""The files that were longer when the limit was set, with their length of then: they may shrink, and none may join."""
-
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
 
 
@@ -39,10 +22,8 @@ def test_a_source_file_keeps_to_the_limit_of_lines(package: str) -> None:
         path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
         for path in sorted((ROOT / package).rglob("*.py"))
     }
-    too_long = {path: lines for path, lines in lengths.items() if lines > LONGER.get(path, LIMIT)}
-    assert not too_long, f"longer than {LIMIT} lines, or than LONGER has them; split what does two things"
-    short = [path for path, lines in lengths.items() if path in LONGER and lines <= LIMIT]
-    assert not short, "no longer above the limit; remove them from LONGER"
+    too_long = {path: lines for path, lines in lengths.items() if lines > LIMIT}
+    assert not too_long, f"longer than {LIMIT} lines; split what does two things"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

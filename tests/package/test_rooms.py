@@ -109,7 +109,11 @@ def test_the_imports_of_modules_make_no_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-CLOSURES = {"recipes.mnist.recipe": 4_000, "callbacks.train_loss": 600, "datamodules.translation.data_module": 2_300}
+CLOSURES = {
+    "recipes.mnist.recipe": 4_200,
+    "callbacks.finite_weights": 600,
+    "datamodules.translation.data_module": 2_300,
+}
 """How many lines of our code a reader of a module may have to know at most: its own and those of modules it imports.
 
 What it imports from a package, as `from datamodules import MNISTDataModule`, is known by its public name. Comments,
