@@ -122,7 +122,7 @@ def _tensors(batch: Any) -> list[Tensor]:
         values = list(batch.values())
     elif type(batch) in (tuple, list):
         values = list(batch)
-    return [value for value in values if type(value) is Tensor]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def warn_of_ignored_targets(batch: Any) -> None:
