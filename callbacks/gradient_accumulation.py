@@ -6,8 +6,6 @@ makes too small an update (#19987), and a sentence in a short batch counts more 
 
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -17,6 +15,7 @@ from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import flattened, loader_batch_size, resumable_loaders
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import CombinedLoader, pl
 from datamodules.loading.updates import GroupedUpdates, StatefulGroupedUpdates
 from datamodules.notes import warn
 

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -18,6 +17,7 @@ from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_number
 from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.targets import TargetCounter, micro_batch_outputs
 from datamodules.errors import RunFailedError
+from datamodules.lightning import pl
 
 _FOLD = 64  # Batches that are summed at once, since a sum takes several kernels, whatever their number.
 

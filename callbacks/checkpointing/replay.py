@@ -12,11 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -28,6 +24,15 @@ from callbacks.lib.lightning_internals import unused_loader_states
 from callbacks.lib.optimizers import optimizer_layers
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import (
+    BaseFinetuning,
+    CombinedLoader,
+    EarlyStopping,
+    EarlyStoppingReason,
+    StochasticWeightAveraging,
+    WeightAveraging,
+    pl,
+)
 from datamodules.loading.resumable import ResumableLoader
 from datamodules.notes import warn
 

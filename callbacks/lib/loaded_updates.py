@@ -6,10 +6,9 @@ Like `lightning_internals`, this file uses private names of Lightning.
 import copy
 from typing import Any
 
-import lightning.pytorch as pl
-
 from callbacks.lib.updates import flattened
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.sampling import Division
 from datamodules.loading.updates import Update, join_updates

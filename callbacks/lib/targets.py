@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from datamodules.lightning import MisconfigurationException, extract_batch_size, pl
 from datamodules.notes import warn
 
 

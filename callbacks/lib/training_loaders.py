@@ -4,11 +4,11 @@ import os
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DistributedSampler
 
 from callbacks.lib.lightning_internals import uses_distributed_sampler
 from datamodules.errors import UserError
+from datamodules.lightning import sized_len
 from datamodules.loading.numbered import NumberedDataLoader, can_be_numbered
 
 

@@ -5,10 +5,7 @@ import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -22,6 +19,7 @@ from callbacks.lib.stand_ins import uneven_micro_batch, weighted_gradients
 from callbacks.lib.targets import TargetCounter, joined_outputs
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
+from datamodules.lightning import ClosureResult, MisconfigurationException, pl
 from datamodules.loading.updates import Update
 
 

@@ -7,13 +7,10 @@ import math
 from itertools import repeat
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import CombinedLoader
-
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
 from datamodules.errors import UserError
+from datamodules.lightning import CombinedLoader, GradientAccumulationScheduler, pl
 from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.updates import GroupedUpdates
 
