@@ -2,6 +2,4 @@
 
 from lazy_loader import attach_stub
 
-import datamodules.lightning_package  # noqa: F401 - before any module that imports Lightning
-
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
@@ -17,6 +16,7 @@ from typing_extensions import override
 from callbacks.lib.training_loaders import flattened, numbered_loaders
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.loading.updates import micro_batches
 from datamodules.notes import warn
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from callbacks.lib.hooks import log_interval
 from datamodules.errors import RunFailedError, UserError
+from datamodules.lightning import pl
 
 
 def first_not_finite(module: nn.Module) -> str | None:

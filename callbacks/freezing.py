@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -19,6 +18,7 @@ from callbacks.lib.freezing import FrozenLayers, check_freezing, frozen_objects,
 from callbacks.lib.layers import find_name, module_names, parameter_names
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.notes import inform, warn
 
 

@@ -7,7 +7,6 @@ makes too small an update (#19987), and a sentence in a short batch counts more 
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -18,6 +17,7 @@ from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import unknown_batch_size
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.notes import warn
 
 

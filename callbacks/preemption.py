@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
 from typing_extensions import override
 
 from callbacks.checkpointing.stopping_points import (
@@ -28,6 +26,7 @@ from callbacks.lib.lightning_internals import collective_timeout, keep_signal_ha
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
 from callbacks.update_loop import UpdateLoop, install_update_loop
+from datamodules.lightning import LambdaCallback, ModelCheckpoint, WeightAveraging, pl
 from datamodules.notes import warn
 
 _CHILDREN_EXIT = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.

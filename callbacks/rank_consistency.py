@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +17,7 @@ from typing_extensions import override
 from callbacks.lib.exchange import gather
 from callbacks.lib.training_loaders import numbered_loaders
 from datamodules.errors import RunFailedError, UserError
+from datamodules.lightning import pl
 from datamodules.notes import warn
 
 # Elements of 8 bytes are read as halves. As one int64, the bits of 2.0 and 4.0 differ by 2**52, so that exchanging them

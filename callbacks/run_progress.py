@@ -10,8 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
 from callbacks.lib.hooks import callbacks_of
@@ -20,6 +18,7 @@ from callbacks.lib.status_line import StatusLine, columns
 from callbacks.lib.targets import micro_batch_outputs
 from callbacks.preemption import evaluation_batches
 from callbacks.train_loss import TrainLoss
+from datamodules.lightning import ProgressBar, pl
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
 
 _FIRST_LINE = 5.0

@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
 from callbacks.lib.update_step import UpdateStep
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 from datamodules.loading.randomness import seed_generators as seed_generators
 from datamodules.notes import warn

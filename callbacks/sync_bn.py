@@ -7,7 +7,6 @@ was frozen. Without it each rank normalises alone, and checkpoints hold the stat
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from callbacks.lib.batch_norm import (
 )
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 
 
 class _SynchronisedFunction(torch.autograd.Function):

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -19,6 +18,7 @@ from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.targets import micro_batch_outputs
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import RunFailedError
+from datamodules.lightning import pl
 
 _FOLD = 64  # Batches that are summed at once, since a sum takes several kernels, whatever their number.
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +14,7 @@ from typing_extensions import override
 
 from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.updates import updates_made
+from datamodules.lightning import pl
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -11,10 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from callbacks.lib.hook_calls import HookCalls
@@ -24,6 +20,7 @@ from callbacks.lib.training_loaders import check_interval, numbered_loaders, wra
 from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep
 from datamodules.errors import UserError
+from datamodules.lightning import GradientAccumulationScheduler, SIGTERMException, _TrainingEpochLoop, pl
 
 
 class UpdateLoop(_TrainingEpochLoop):

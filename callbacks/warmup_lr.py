@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.rates import UpdateSchedule, schedule_of
 from callbacks.lib.updates import duration_to_updates, global_batch_size, total_updates, updates_made
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.notes import warn
 
 Scale = Literal["linear", "sqrt"]

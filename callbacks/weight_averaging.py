@@ -8,11 +8,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +19,8 @@ from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.optimizers import stepping_optimizer
 from datamodules.errors import UserError
+from datamodules.lightning import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging, is_overridden, pl
+from datamodules.lightning import WeightAveraging as LightningWeightAveraging
 from datamodules.ranges import Range, check_ranges
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
 from datamodules.contract import DataContract
+from datamodules.lightning import pl
 from datamodules.notes import inform
 
 

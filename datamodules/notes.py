@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning.pytorch.utilities import rank_zero_only
+from datamodules.lightning import rank_zero_only
 
 log = logging.getLogger("lightning_recipes")
 

@@ -6,6 +6,4 @@ from recipes.neighbours import refuse_shadows
 
 refuse_shadows()
 
-import datamodules.lightning_package  # noqa: E402, F401 - before any module that imports Lightning
-
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -5,9 +5,7 @@ from collections.abc import Collection, Sequence
 from io import IOBase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -16,6 +14,7 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.hooks import attached_trainer
 from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
+from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
+
+from datamodules.lightning import apply_to_collection
 
 
 def call_network(network: nn.Module, inputs: Any) -> Any:

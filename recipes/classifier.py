@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
 from datamodules.contract import Free, Rare, data_contract
 from datamodules.errors import RunFailedError, UserError
+from datamodules.lightning import pl
 from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
 from recipes.calls import call_network

@@ -3,7 +3,6 @@
 import functools
 from typing import Any, Literal, get_args
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -11,6 +10,7 @@ from typing_extensions import override
 
 from callbacks.lib.updates import accumulates
 from datamodules.errors import RunFailedError, UserError, first_line
+from datamodules.lightning import pl
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """The modes of torch.compile."""

@@ -3,12 +3,11 @@
 import inspect
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from datamodules.contract import OneCall, data_contract, marked_parameters
+from datamodules.lightning import apply_to_collection, pl
 from recipes.base import Recipe
 
 

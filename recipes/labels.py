@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +11,7 @@ from callbacks.lib.hooks import is_training
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
+from datamodules.lightning import pl
 from datamodules.loading.updates import micro_batches
 
 _BATCHES_BETWEEN_CHECKS = 50  # On a GPU, where each check waits for the device.

@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
 from callbacks.lib.rates import schedule_of
 from callbacks.lib.updates import total_updates, updates_made
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.notes import warn
 from recipes.optim import optimizer_class
 from recipes.schedules import ENDS_AT_0, settings_of

@@ -6,13 +6,13 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from callbacks.lib.hooks import attached_trainer
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.loading.loaders import sample_numbers
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
@@ -21,6 +19,7 @@ from callbacks.lib.hooks import attached_trainer
 from callbacks.lib.rates import UpdateSchedule
 from callbacks.lib.updates import duration_to_updates, total_updates
 from datamodules.errors import UserError
+from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import NATURAL, Range, check_ranges
 
 ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "plateau"]

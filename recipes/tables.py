@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.exchange import gather
 from datamodules.contract import data_contract
+from datamodules.lightning import pl
 from datamodules.loading.loaders import EvaluationSampling, sample_numbers
 from recipes.figures.images import Picture
 from recipes.figures.plots import confusion_plot

@@ -11,13 +11,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.lib.layers import inside, matching_names, module_names
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.notes import warn
 from recipes.weights_file import read_weights_file
 

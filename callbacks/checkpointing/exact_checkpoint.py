@@ -11,10 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
@@ -31,6 +28,7 @@ from callbacks.lib.exchange import gather
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import DoublePrecision, ModelCheckpoint, pl
 
 # Entries of a checkpoint.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.

@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -27,6 +24,14 @@ from callbacks.lib.optimizers import optimizer_layers
 from callbacks.lib.training_loaders import update_loaders
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
+from datamodules.lightning import (
+    BaseFinetuning,
+    EarlyStopping,
+    EarlyStoppingReason,
+    StochasticWeightAveraging,
+    WeightAveraging,
+    pl,
+)
 from datamodules.loading.updates import UpdateLoader
 from datamodules.notes import warn
 

@@ -7,9 +7,8 @@ checkpoint.
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import lightning.pytorch as pl
-
 from callbacks.lib.updates import may_hold_gradients
+from datamodules.lightning import pl
 
 Place = str
 """A key of `RULES`."""

@@ -18,16 +18,15 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
 from callbacks.lib.writing import atomic_write
 from datamodules.errors import RunFailedError, UserError
+from datamodules.lightning import TorchCheckpointIO, pl
 
 log = logging.getLogger("lightning_recipes.checkpoints")
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
 from callbacks.lib.training_loaders import update_loaders
+from datamodules.lightning import is_overridden
 from datamodules.notes import warn
 
 

@@ -12,18 +12,24 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from callbacks.lib.hooks import is_idle
 from callbacks.lib.lightning_internals import RUNNING_HOOK
 from callbacks.lib.optimizers import has_plain_zeroing
+from datamodules.lightning import (
+    DDPStrategy,
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    PassThroughProfiler,
+    Precision,
+    Strategy,
+    call,
+    is_param_in_hook_signature,
+    move_data_to_device,
+    pl,
+)
 
 _UPDATE = ("optimizer_step",)
 _STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step", "batch_to_device", "post_training_step")

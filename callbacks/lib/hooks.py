@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage
+from datamodules.lightning import RunningStage, pl
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -9,16 +9,22 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors import checkpoint_connector
-from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _resolve_overfit_batches
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+
+from datamodules.lightning import (
+    CombinedLoader,
+    CSVLogger,
+    ModelCheckpoint,
+    RunningStage,
+    Strategy,
+    TensorBoardLogger,
+    TrainerFn,
+    _process_dataloader,
+    _resolve_overfit_batches,
+    _set_sampler_epoch,
+    checkpoint_connector,
+    pl,
+)
 
 # Hooks
 

@@ -6,10 +6,9 @@ Like `lightning_internals`, this file uses private names of Lightning.
 import copy
 from typing import Any
 
-import lightning.pytorch as pl
-
 from callbacks.lib.training_loaders import update_loaders
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.loading.sampling import Division
 from datamodules.loading.updates import Update, UpdateLoader, join_updates
 

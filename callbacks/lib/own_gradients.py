@@ -6,11 +6,11 @@ Lightning loses them as well in an update of one micro-batch, since it zeroes gr
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 
 Result = TypeVar("Result")
 

@@ -3,12 +3,10 @@
 import math
 import time
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Timer
-
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.updates import total_updates, updates_made
 from datamodules.errors import UserError
+from datamodules.lightning import Timer, pl
 
 
 def format_seconds(seconds: float) -> str:

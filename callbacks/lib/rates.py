@@ -7,7 +7,6 @@ the previous rate, is wrong after a resume, a skipped step or a change of the ru
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +15,7 @@ from typing_extensions import override
 from callbacks.lib.hooks import attached_trainer
 from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.updates import updates_made
+from datamodules.lightning import pl
 
 Rate: TypeAlias = float | Tensor
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.lightning import MisconfigurationException, extract_batch_size
 from datamodules.notes import warn
 
 Count = float | Tensor

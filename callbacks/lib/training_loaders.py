@@ -8,14 +8,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DistributedSampler
 
 from callbacks.lib import lightning_internals as internals
 from datamodules.errors import UserError
+from datamodules.lightning import CombinedLoader, pl, sized_len
 from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
 from datamodules.loading.numbered import NumberedDataLoader, can_be_numbered
 from datamodules.loading.resumable import ResumableLoader

@@ -9,13 +9,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from datamodules.lightning import _ResultCollection, pl
 
 _NEUTRAL = {"max": -math.inf, "min": math.inf}
 """Neutral element of each reduction; 0 for sums and means."""

@@ -6,10 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -23,6 +20,7 @@ from callbacks.lib.own_gradients import refuse_kept_gradients, without_backward
 from callbacks.lib.stand_ins import uneven_micro_batch, weighted_gradients
 from callbacks.lib.targets import Count, TargetCounter, joined_outputs
 from datamodules.errors import UserError
+from datamodules.lightning import ClosureResult, MisconfigurationException, pl
 from datamodules.loading.updates import Update
 from datamodules.notes import warn
 

@@ -7,13 +7,11 @@ import math
 from itertools import repeat
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.training_loaders import as_update_loader, flattened
 from datamodules.errors import UserError
+from datamodules.lightning import GradientAccumulationScheduler, pl
 
 
 def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:

@@ -3,9 +3,8 @@
 import hashlib
 from collections.abc import Hashable, Mapping
 
-from lightning.pytorch.utilities import rank_zero_only
-
 from datamodules.images.source import Samples
+from datamodules.lightning import rank_zero_only
 from datamodules.loading.file_table import FileTable
 
 # Limits of the check: the number of files whose size is read, and the bytes of files of equal size that are read. Both

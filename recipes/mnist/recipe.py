@@ -12,11 +12,11 @@ val/macro_f1 and the accuracy of each class; the test logs the same under test/.
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
 from datamodules import MNISTDataModule
+from datamodules.lightning import OptimizerLRScheduler
 from recipes.classifier import Classifier
 from recipes.labels import count_correct, mean_cross_entropy
 from recipes.mnist.network import NETWORKS, NetworkName

@@ -5,7 +5,6 @@ Frozen layers need no backward pass. The cache also saves their forward pass, an
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from callbacks.lib.layers import evaluating
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.images.image_folder import ImageFolderDataModule
+from datamodules.lightning import pl
 from datamodules.notes import inform, warn
 from recipes.resnet.layers import layers_of, random_images
 

@@ -13,9 +13,7 @@ val/macro_f1 and the accuracy of each class; the test logs the same under test/.
 
 from typing import Any, ClassVar, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -25,6 +23,7 @@ from datamodules.contract import Free, data_contract
 from datamodules.errors import UserError
 from datamodules.images.crop import crop_pct
 from datamodules.images.decoding import is_small
+from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
-
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -17,6 +15,7 @@ from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.errors import UserError
+from datamodules.lightning import Callback, Checkpoint, ProgressBar
 from recipes.base import Recipe
 from recipes.optim import learning_rate_scale
 from recipes.runner.console import prints_progress

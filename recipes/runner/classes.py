@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import Callback
 
 from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
+from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
 from recipes.runner.flags import FlagGroup, FlagParser
 from recipes.runner.launch import LaunchSettings

@@ -1,9 +1,7 @@
 """Carry out a command: fit, validate, test, predict, verify or export."""
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from datamodules.errors import UserError
+from datamodules.lightning import MisconfigurationException, is_overridden
 from recipes.export import export
 from recipes.runner.evaluation import evaluate
 from recipes.runner.experiment import Experiment, as_user_errors

@@ -12,9 +12,11 @@ from typing import Any
 
 from typing_extensions import override
 
+from datamodules.lightning import pl
 from recipes.runner.command import as_flags
 from recipes.runner.printing import is_rank_zero
 
+_LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 
 
@@ -71,9 +73,9 @@ def configure_logging(flags: Container[str] = ()) -> None:
     Args:
         flags: the names of settings that messages spell as flags.
     """
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+    for name in _LIGHTNING:
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name in ("lightning.pytorch.profilers", "lightning.pytorch.callbacks.model_summary", "lightning_recipes"):
+    for name in (f"{pl.__name__}.profilers", f"{pl.__name__}.callbacks.model_summary", "lightning_recipes"):
         logger = logging.getLogger(name)
         logger.setLevel(_level.get())
         logger.handlers = [_OneLine(flags)]
@@ -91,7 +93,7 @@ def configure_logging(flags: Container[str] = ()) -> None:
 
     show_ours.default = default_showwarning  # type: ignore[attr-defined]
     warnings.showwarning = show_ours
-    for module in ("joblib", "lightning", "torch", "tensorboard", "torchmetrics"):
+    for module in ("joblib", *_LIGHTNING, "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     # Pillow warns of large images; the data modules refuse images by their own limit.
     warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, EarlyStopping
 from typing_extensions import override
 
 from datamodules.errors import RunFailedError
+from datamodules.lightning import Callback, EarlyStopping, pl
 
 
 class PatientStopping(EarlyStopping):

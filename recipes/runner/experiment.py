@@ -15,15 +15,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.seed_control import SeedControl
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from datamodules.lightning import Callback, MisconfigurationException, is_overridden, pl
 from recipes.base import Recipe
 from recipes.runner.callbacks_of_run import callbacks_maker
 from recipes.runner.classes import Classes, free_parameters

@@ -8,13 +8,12 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from signal import SIGINT
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
 from recipes.finding import recipe_class
 from recipes.runner.classes import Classes

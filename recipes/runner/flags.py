@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
 
-import lightning.pytorch as pl
 from jsonargparse import ArgumentParser, set_parsing_settings
 from typing_extensions import override
 
 from datamodules.contract import marked_parameters
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from recipes.runner.command import as_flags, flag_of
 from recipes.runner.flag_types import allows_none, flag_type, is_switch, switch_values, takes_list, type_name
 from recipes.runner.hints import OTHER_NAMES, OTHER_PLACES, flag_meant, nearest

@@ -18,7 +18,7 @@ from multiprocessing import forkserver
 _MODULES = "LIGHTNING_RECIPES_PRELOAD"
 _MODULES_OF_EVERY_RUN = (
     *("torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "torch.utils.tensorboard"),
-    *("torch.distributed.elastic.multiprocessing", "torchmetrics", "lightning.pytorch.loggers"),
+    *("torch.distributed.elastic.multiprocessing", "torchmetrics", "datamodules.lightning"),
     *("recipes.runner.run", "recipes.runner.worker"),
 )
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import lightning.pytorch as pl
-
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory
+from datamodules.lightning import pl
 from recipes.runner.experiment import Experiment
 from recipes.runner.failures import exit_now
 from recipes.runner.printing import is_rank_zero, rank_zero_print

@@ -11,12 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only
 
 from datamodules.errors import UserError, first_line
+from datamodules.lightning import pl, rank_zero_only
 from datamodules.notes import warn
 from recipes.runner.command import Command
 from recipes.runner.launch import Launch, LaunchSettings

@@ -10,14 +10,13 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from PIL.Image import Image
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
 from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.errors import UserError
+from datamodules.lightning import CSVLogger, ExperimentWriter, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import write_rows
 from recipes.runner.saved_run import read_run

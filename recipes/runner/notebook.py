@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from callbacks.lib.pace import batches_left
 from callbacks.lib.updates import updates_made
 from callbacks.run_progress import RunProgress
+from datamodules.lightning import CSVLogger, pl
 from recipes.figures.drawing import Figure
 from recipes.runner.curves import run_curves
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from lightning.pytorch.utilities import rank_zero_only
+from datamodules.lightning import rank_zero_only
 
 
 def is_rank_zero() -> bool:

@@ -7,14 +7,12 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
+from datamodules.lightning import TensorBoardLogger, is_overridden, pl
 from recipes.runner.classes import takes_inputs
 from recipes.runner.curves import run_curves
 from recipes.runner.experiment import Experiment

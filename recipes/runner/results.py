@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from typing_extensions import override
 
 from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError
+from datamodules.lightning import CombinedLoader, pl
 from recipes.version import __version__
 
 RESULTS = "results.json"

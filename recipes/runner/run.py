@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError, system_failure
+from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
 from recipes.runner.classes import Classes, free_parameters, marks_of
 from recipes.runner.command import Command, as_flags, errors_with_flags, flag_of

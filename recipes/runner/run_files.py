@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.writing import atomic_write, best_effort
+from datamodules.lightning import pl
 from datamodules.loading.updates import micro_batches
 from recipes.figures.images import Picture
 from recipes.runner.loggers import LoggedImage, log_images

@@ -4,9 +4,9 @@ import html
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
+from datamodules.lightning import pl
 from recipes.base import Recipe
 from recipes.figures.images import Picture
 from recipes.runner.curves import run_curves

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
+from datamodules.lightning import MisconfigurationException, Timer, pl
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 from recipes.runner.flag_types import type_name
 from recipes.runner.hints import OTHER_PLACES, nearest

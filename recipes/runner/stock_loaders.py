@@ -10,11 +10,9 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, SequentialSampler
 
+from datamodules.lightning import CombinedLoader, is_overridden, pl
 from datamodules.notes import warn
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import broadcast_tensors, exempt_from_broadcast, running_buffers
 from datamodules.errors import UserError
+from datamodules.lightning import DDPStrategy
 
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 

@@ -5,14 +5,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.lightning_internals import set_collective_timeout
+from datamodules.lightning import (
+    Callback,
+    ClusterEnvironment,
+    LightningEnvironment,
+    MisconfigurationException,
+    TorchElasticEnvironment,
+    pl,
+)
 from recipes.runner.console import prints_progress
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.launch import Launch

@@ -6,13 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.writing import forget_failures
+from datamodules.lightning import Callback, is_overridden, pl
 from recipes.figures.images import Picture
 from recipes.runner.callbacks_of_run import checkpoint_callbacks
 from recipes.runner.early_stopping import why_stopped

@@ -5,13 +5,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from datamodules.errors import RunFailedError, UserError
+from datamodules.lightning import DummyLogger, pl
 from recipes.runner.callbacks_of_run import checkpoint_callbacks
 from recipes.runner.experiment import Experiment
 from recipes.runner.report import print_pairs, relative_path

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -21,6 +20,7 @@ from typing_extensions import override
 from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.lib.writing import best_effort
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from recipes.runner.loggers import run_ids
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.results import differences, environment, write_text

@@ -71,7 +71,7 @@ def work(program: Program) -> None:
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # The worker inherits from the fork server that they are ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from lightning.pytorch.utilities import rank_zero_only
+    from datamodules.lightning import rank_zero_only
 
     rank_zero_only.rank = int(os.environ["RANK"])  # type: ignore[attr-defined]
     sys.argv = list(program.args)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError
+from datamodules.lightning import pl
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import AnyVocabulary
 from datamodules.translation.text import EOS, PAD, SOS

@@ -15,16 +15,15 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, ClassVar, Literal, get_args
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
 from datamodules import TranslationDataModule
 from datamodules.contract import Free, OneCall, data_contract
 from datamodules.errors import UserError
+from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from callbacks.lib.exchange import gather
+from datamodules.lightning import Strategy
 from datamodules.loading.randomness import uniform
 from datamodules.translation.data_module import TranslationDataModule
 from recipes.scores import MeanOverTargets

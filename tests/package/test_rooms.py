@@ -19,8 +19,10 @@ PACKAGES = ("datamodules", "callbacks", "recipes")
 _NO_CODE = {*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)}
 
 LEVELS = (
+    "datamodules.errors",
     "datamodules.lightning_package",
-    "datamodules.errors datamodules.notes",
+    "datamodules.lightning",
+    "datamodules.notes",
     "datamodules.contract datamodules.ranges",
     "datamodules.loading",
     "callbacks.lib",
