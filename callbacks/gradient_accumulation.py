@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from callbacks.freezing import rewrap_ddp
 from callbacks.lib.lightning_internals import process_training_loader, set_sampler_epoch
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import flattened, loader_batch_size, resumable_loaders
 from callbacks.update_loop import UpdateLoop, install_update_loop
@@ -44,7 +45,7 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
     )
 
 
-class GradientAccumulation(pl.Callback):
+class GradientAccumulation(OneLightningCallback):
     """Makes each update the mean over all its targets, bit-identical on any number of devices and nodes.
 
     Runs on: `setup`, where it sets the size of an update in `UpdateLoop`.
@@ -103,6 +104,7 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self._items = None
