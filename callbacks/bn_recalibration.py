@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 from typing_extensions import override
 
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.training_loaders import flattened, numbered_loaders
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
@@ -21,7 +22,7 @@ from datamodules.loading.updates import micro_batches
 from datamodules.notes import warn
 
 
-class BNRecalibration(pl.Callback):
+class BNRecalibration(OneLightningCallback):
     """Recomputes the running statistics of BatchNorm for the final weights, in one pass over the training data.
 
     It calls `torch.optim.swa_utils.update_bn` when the fit ends, after `WeightAveraging` has put the average into the
@@ -47,6 +48,7 @@ class BNRecalibration(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             install_update_loop(trainer)
             self._has_ended = False

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.lib.hooks import log_interval
+from callbacks.lib.one_lightning import OneLightningCallback
 from datamodules.errors import RunFailedError, UserError
 from datamodules.lightning import pl
 
@@ -69,7 +70,7 @@ def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> No
         )
 
 
-class FiniteWeights(pl.Callback):
+class FiniteWeights(OneLightningCallback):
     """Stops a run whose weights are no longer finite, and keeps them out of its checkpoints.
 
     Weights and running statistics decide, not the loss: a single NaN in the loss does no harm if GradScaler skips the

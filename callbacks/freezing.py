@@ -16,6 +16,7 @@ from typing_extensions import override
 from callbacks.lib.durations import Duration
 from callbacks.lib.freezing import FrozenLayers, check_freezing, frozen_objects, init_momentum_buffers, names_before
 from callbacks.lib.layers import find_name, module_names, parameter_names
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
 from datamodules.lightning import pl
@@ -73,7 +74,7 @@ class _Fit:
     unfrozen: set[str] | None = None
 
 
-class FreezeLayers(pl.Callback):
+class FreezeLayers(OneLightningCallback):
     """Keeps layers bit-identical, for the whole run or until a given epoch or update.
 
     Frozen layers are those of `freeze_layers`, and get no momentum and no weight decay. The optimiser holds all

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.freezing import rewrap_ddp
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.training_loaders import flattened, grouped, numbered_loaders, update_loaders
 from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import unknown_batch_size
@@ -45,7 +46,7 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
     )
 
 
-class GradientAccumulation(pl.Callback):
+class GradientAccumulation(OneLightningCallback):
     """Makes each update the mean over all its targets, bit-identical on any number of devices and nodes.
 
     Runs on: `setup`, where it sets the size of an update in `UpdateLoop`.
@@ -112,6 +113,7 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self._items = None

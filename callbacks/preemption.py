@@ -23,6 +23,7 @@ from callbacks.checkpointing.stopping_points import (
 from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.hooks import callbacks_of, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers, save_last
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
 from callbacks.update_loop import UpdateLoop, install_update_loop
@@ -104,7 +105,7 @@ def _disable_sigterm_broadcast(loop: UpdateLoop) -> Callable[[], None]:
     return undo
 
 
-class Preemption(pl.Callback):
+class Preemption(OneLightningCallback):
     """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
     A signal only sets a flag. The ranks all-reduce the flag at the end of each update; on several ranks its result
@@ -141,6 +142,7 @@ class Preemption(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self._release()
         what = "saving after this update" if stage == "fit" else "ending after this batch"
         self._flag.on_interrupt = f"Ctrl-C: {what}; press it again to end at once" if trainer.is_global_zero else ""

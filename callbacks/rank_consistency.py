@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.exchange import gather
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.training_loaders import numbered_loaders
 from datamodules.errors import RunFailedError, UserError
 from datamodules.lightning import pl
@@ -79,7 +80,7 @@ def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
     return f"{names[differing[0]]} (the first of {len(differing)} of {len(names)}): ranks {groups}"
 
 
-class RankConsistency(pl.Callback):
+class RankConsistency(OneLightningCallback):
     """Stops a run whose ranks hold different weights, and names the first parameter that differs.
 
     It compares a checksum of the bits of each parameter: one pass over the weights and one all-gather of a number for

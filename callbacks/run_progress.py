@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.pace import Pace, batches_left, format_seconds, limited_by_time, unit_of_batches
 from callbacks.lib.status_line import StatusLine, columns
 from callbacks.lib.targets import micro_batch_outputs
@@ -76,7 +77,7 @@ def fitting(parts: Sequence[tuple[int, str]], width: int) -> str:
     return "  ".join(text for _, text in shown)
 
 
-class RunProgress(ProgressBar):
+class RunProgress(OneLightningCallback, ProgressBar):
     """Keeps one line up to date on a terminal, or prints lines into a log file, and prints one after each epoch.
 
     The line shows the epoch, its updates, and the time left of the epoch and of the run. With a `TrainLoss` it shows

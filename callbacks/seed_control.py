@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.update_step import UpdateStep
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
@@ -62,7 +63,7 @@ def _seed_updates(step: UpdateStep, seeds: "SeedControl") -> Callable[[], None]:
     return undo
 
 
-class SeedControl(pl.Callback):
+class SeedControl(OneLightningCallback):
     """Makes random numbers a function of the seed and the position in the run: equal on a rerun and on other devices.
 
     - The constructor seeds all generators. Build the callback before the module, and the initial weights repeat. It
@@ -101,6 +102,7 @@ class SeedControl(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self._device = trainer.strategy.root_device
         self._restore_settings()
         if stage == "fit":

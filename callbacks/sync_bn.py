@@ -22,6 +22,7 @@ from callbacks.lib.batch_norm import (
     own_batch_layers,
     running_statistics,
 )
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import pl
@@ -239,7 +240,7 @@ def restore_batchnorm(module: nn.Module) -> None:
             untyped.__class__ = layer.original
 
 
-class SyncBN(pl.Callback):
+class SyncBN(OneLightningCallback):
     """Normalises over the samples of all processes, so splitting a batch over devices changes nothing.
 
     Every BatchNorm1d, 2d and 3d, and timm's BatchNormAct2d, computes mean and variance over the samples of all ranks:
@@ -262,6 +263,7 @@ class SyncBN(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.world_size > 1:
             # The update loop adds stand-ins, so that each rank calls the layers equally often.
             install_update_loop(trainer)

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 from callbacks.lib.hooks import log_after_update, log_interval
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.targets import micro_batch_outputs
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import RunFailedError
@@ -76,7 +77,7 @@ class _Interval:
     since: float = field(default_factory=time.monotonic)
 
 
-class TrainLoss(pl.Callback):
+class TrainLoss(OneLightningCallback):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
     It also logs the accuracy, if `training_step` returns the number of correct targets, and the targets per second of
@@ -109,6 +110,7 @@ class TrainLoss(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             # The loop counts the samples that the loaders deal.
             install_update_loop(trainer).step.counts_targets = True

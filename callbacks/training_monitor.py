@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.hooks import log_after_update, log_interval
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.updates import updates_made
 from datamodules.lightning import pl
 
@@ -35,7 +36,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return total
 
 
-class TrainingMonitor(pl.Callback):
+class TrainingMonitor(OneLightningCallback):
     """Logs the norm of the gradients as "monitor/gradient_norm".
 
     The norm is over the whole update, all micro-batches and ranks, unscaled and before clipping. Only parameters with

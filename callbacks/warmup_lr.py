@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import log_after_update, log_interval
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.rates import UpdateSchedule, schedule_of
 from callbacks.lib.updates import duration_to_updates, global_batch_size, total_updates, updates_made
@@ -179,7 +180,7 @@ class _Fit:
     logged_step: int | None = None
 
 
-class WarmupLR(pl.Callback):
+class WarmupLR(OneLightningCallback):
     """Warms up the learning rate, on top of any schedule of the module or none.
 
     Runs on: each optimizer step that is not skipped, through the optimizer's own hooks.
@@ -244,6 +245,7 @@ class WarmupLR(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.global_step == 0:
             self._updates = []
             self._fit = _Fit()

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
 from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.optimizers import stepping_optimizer
 from datamodules.errors import UserError
 from datamodules.lightning import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging, is_overridden, pl
@@ -103,7 +104,7 @@ def _changes_weights_last(module: pl.LightningModule) -> bool:
     return is_overridden("on_train_batch_end", module) and not is_overridden("on_validation_model_eval", module)
 
 
-class WeightAveraging(pl.Callback):
+class WeightAveraging(OneLightningCallback):
     """Evaluates and saves an exponential moving average of the weights, while the weights themselves train on.
 
     From the first update on validation, best checkpoint, test and export use the averaged weights. The ``state_dict``
@@ -148,6 +149,7 @@ class WeightAveraging(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self._forget()

@@ -8,10 +8,11 @@ from typing_extensions import override
 
 from datamodules.contract import DataContract
 from datamodules.lightning import pl
+from datamodules.lightning_package import OneLightning
 from datamodules.notes import inform
 
 
-class BaseDataModule(pl.LightningDataModule, DataContract):
+class BaseDataModule(OneLightning, pl.LightningDataModule, DataContract):
     """Base class of the data modules. Without a Trainer it acts as rank 0 of 1 on the CPU, for a plain PyTorch loop."""
 
     hparams: Any  # Lightning's annotation has no attribute access, its object does.

@@ -15,6 +15,7 @@ from callbacks.lib.hooks import attached_trainer
 from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
 from datamodules.lightning import OptimizerLRScheduler, pl
+from datamodules.lightning_package import OneLightning
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
@@ -48,7 +49,7 @@ def _position_in_signature(parameter: inspect.Parameter) -> tuple[int, bool]:
     return int(parameter.kind), has_default
 
 
-class Recipe(pl.LightningModule):
+class Recipe(OneLightning, pl.LightningModule):
     """Base class of every recipe: a recipe adds `build_network`, `training_step` and `configure_optimizers`.
 
     `training_step` returns ``{"loss": mean, "count": number of targets}``, and may add ``correct``, the number of

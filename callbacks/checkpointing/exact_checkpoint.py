@@ -26,6 +26,7 @@ from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import gather
 from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import DoublePrecision, ModelCheckpoint, pl
@@ -77,7 +78,7 @@ def save_interval(text: str) -> dict[str, Any]:
     return {"every_n_train_steps" if duration.unit == "steps" else "every_n_epochs": int(duration.value)}
 
 
-class ExactCheckpoint(ModelCheckpoint):
+class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, saved only after complete updates and at the end of an epoch.
 
     Of equal scores the later one is the best. If the weights have changed since the last validation, a save by score
@@ -124,6 +125,7 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if self.save_on_exception:
             raise UserError(
                 f"save_on_exception=True saves {RULES['within batch'].reason}, from where nothing resumes exactly:"

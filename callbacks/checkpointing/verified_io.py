@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
+from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.writing import atomic_write
 from datamodules.errors import RunFailedError, UserError
 from datamodules.lightning import TorchCheckpointIO, pl
@@ -256,7 +257,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-class CheckpointGuard(pl.Callback):
+class CheckpointGuard(OneLightningCallback):
     """Rejects ranks that resume from different checkpoints, and fails a run whose last save failed.
 
     Runs on: `setup`, where it compares the checkpoint of all ranks; `on_train_end`.
@@ -274,6 +275,7 @@ class CheckpointGuard(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage != "fit" or trainer.world_size == 1:
             return
         expected = trainer.strategy.broadcast(self.resumed)

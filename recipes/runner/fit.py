@@ -14,6 +14,7 @@ from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.lightning import Callback, pl
+from datamodules.lightning_package import check_package, lightning_package
 from recipes.base import Recipe
 from recipes.finding import recipe_class
 from recipes.runner.classes import Classes
@@ -109,6 +110,8 @@ def fit(
         >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
         (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])
     """
+    for value in (data, callbacks):
+        check_package(lightning_package(), value)
     recipe_type = recipe_class(recipe) if isinstance(recipe, str) else recipe
     data_source, arguments, samples = _data_of(recipe_type, data)
     if isinstance(recipe, Recipe):
@@ -123,7 +126,10 @@ def fit(
     callback_list = [callbacks] if isinstance(callbacks, Callback) else callbacks
 
     def make_callbacks() -> Sequence[Callback]:
-        return callback_list() if callable(callback_list) else callback_list
+        made = callback_list() if callable(callback_list) else callback_list
+        for callback in made:
+            check_package(lightning_package(), callback)
+        return made
 
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
     typed = Command(program, call=_call(recipe, settings))

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import forkserver
 
+from datamodules.lightning_package import VARIABLE, lightning_package
+
 _MODULES = "LIGHTNING_RECIPES_PRELOAD"
 _MODULES_OF_EVERY_RUN = (
     *("torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "torch.utils.tensorboard"),
@@ -39,7 +41,9 @@ def start_fork_server(modules: Iterable[str]) -> None:
     multiprocessing.set_forkserver_preload([__name__])
     # NumPy's OpenBLAS starts threads on import unless it is limited to one. The limit does not reach the workers, which
     # get the environment of this process.
-    with _environment({_MODULES: " ".join([*modules, *_MODULES_OF_EVERY_RUN]), "OPENBLAS_NUM_THREADS": "1"}):
+    modules_to_import = " ".join([*modules, *_MODULES_OF_EVERY_RUN])
+    # The server imports nothing of the program, which may have imported the other package of Lightning.
+    with _environment({_MODULES: modules_to_import, VARIABLE: lightning_package(), "OPENBLAS_NUM_THREADS": "1"}):
         forkserver.ensure_running()
 
 

@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from datamodules.lightning_package import VARIABLE
+from callbacks.lib.one_lightning import OneLightningCallback
+from datamodules.errors import UserError
+from datamodules.lightning_package import VARIABLE, lightning_package
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -56,6 +59,59 @@ print(json.dumps([found, sorted(loaded & {"lightning", "lightning_fabric", "pyto
 """
 
 
+MIXED = """
+import json, tempfile
+from callbacks import ExactCheckpoint
+from datamodules import MNISTDataModule, bundled_digits
+from recipes import MNISTClassifier, fit
+from tables import CALLBACKS
+import lightning.pytorch as pl
+import torch
+
+class Tiny(pl.LightningModule):
+    layer = torch.nn.Linear(25, 5)
+    def training_step(self, batch, _):
+        return self.layer(batch[0]).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+class Theirs(pl.Callback):
+    pass
+
+def trainer(*callbacks):
+    return pl.Trainer(max_steps=1, callbacks=[*callbacks], logger=False, enable_checkpointing=False)
+
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 25)))
+folder = tempfile.mkdtemp()
+makers = {**CALLBACKS, "ExactCheckpoint": lambda: ExactCheckpoint(folder, "1 steps")}
+runs = {name: lambda make=make: trainer(make()).fit(Tiny(), loader) for name, make in makers.items()}
+runs["MNISTClassifier"] = lambda: trainer().fit(MNISTClassifier())
+runs["MNISTDataModule"] = lambda: trainer().fit(Tiny(), datamodule=MNISTDataModule(dataset="digits"))
+runs["Theirs"] = lambda: fit("mnist", bundled_digits(), callbacks=Theirs(), run_dir=folder)
+found = {}
+for name, run in runs.items():
+    try:
+        run()
+        found[name] = "no error"
+    except Exception as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+FORKED = """
+import sys
+import pytorch_lightning
+from recipes.runner.fork_server import start_fork_server, start_method
+from multiprocessing import get_context
+
+if __name__ == "__main__":
+    start_fork_server([])
+    pool = get_context(start_method()).Pool(1)
+    print(pool.apply(eval, ("__import__('datamodules.lightning').lightning.pl.__name__",)))
+"""
+
+
 def as_users_of(package: str, source: str) -> str:
     """A program that names `lightning.pytorch`, as users of a package write it."""
     return source if package == "lightning.pytorch" else source.replace("lightning.pytorch", package)
@@ -96,6 +152,7 @@ def test_every_callback_trains_to_equal_weights_under_both_packages(tmp_path: Pa
         ("import pytorch_lightning\nimport ours", "pytorch_lightning"),
         ("import lightning\nimport ours", "lightning"),
         ("import lightning, pytorch_lightning\nimport ours", "lightning"),
+        ("try:\n    import lightning\nexcept ImportError:\n    import pytorch_lightning\nimport ours", "lightning"),
         ("import os\nos.environ[NAME] = 'pytorch_lightning'\nimport lightning\nimport ours", "pytorch_lightning"),
         ("import os\nos.environ[NAME] = 'lightning'\nimport pytorch_lightning\nimport ours", "lightning"),
     ],
@@ -111,6 +168,43 @@ def test_the_package_is_the_one_that_the_program_uses(program: str, package: str
     assert python(tmp_path / "program.py", path=tmp_path).strip() == package
 
 
+def test_a_package_of_another_name_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "pytorch-lightning")
+    with pytest.raises(UserError, match=f"{VARIABLE}=pytorch-lightning: expected lightning or pytorch_lightning"):
+        lightning_package.__wrapped__()
+
+
+@pytest.mark.parametrize(("package", "of_trainer"), [PACKAGES, PACKAGES[::-1]])
+def test_a_trainer_of_the_other_package_is_one_line(
+    package: str, of_trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = package.partition(".")[0], of_trainer.partition(".")[0]
+    monkeypatch.setenv(VARIABLE, ours)
+    (tmp_path / "tables.py").write_text(as_users_of(package, (ROOT / "tests/support/tables.py").read_text()))
+    (tmp_path / "mixed.py").write_text(as_users_of(of_trainer, MIXED))
+    errors = json.loads(python(tmp_path / "mixed.py", path=tmp_path).splitlines()[-1])
+    ways = f"set {VARIABLE}={theirs}, or import {theirs} before callbacks, datamodules and recipes, and before whatever"
+    for name, error in errors.items():
+        # Our own run has a Trainer of our package: there, the callback is the one of the other package.
+        trainer, value = (ours, theirs) if name == "Theirs" else (theirs, ours)
+        kind = name.partition(",")[0]
+        expected = f"UserError: a Trainer of {trainer} got {kind}, which is of {value}: {ways} imports {ours}"
+        assert error == expected
+
+
+def test_every_callback_knows_its_lightning() -> None:
+    module = import_module("callbacks")
+    classes = [value for value in (getattr(module, name) for name in dir(module)) if isinstance(value, type)]
+    callbacks = [value for value in classes if any(base.__name__ == "Callback" for base in value.__mro__)]
+    assert callbacks != []
+    assert [value for value in callbacks if not issubclass(value, OneLightningCallback)] == []
+
+
+def test_workers_are_given_the_package_of_their_program(tmp_path: Path) -> None:
+    (tmp_path / "forked.py").write_text(FORKED)
+    assert python(tmp_path / "forked.py").splitlines()[-1] == "pytorch_lightning"
+
+
 def test_our_modules_name_lightning_in_one_place_only() -> None:
     packages = [ROOT / package for package in ("callbacks", "datamodules", "recipes")]
     for path in (path for package in packages for path in package.rglob("*.py") if path.name != "lightning.py"):
@@ -122,7 +216,9 @@ def test_our_modules_name_lightning_in_one_place_only() -> None:
                 names = [alias.name for alias in node.names]
             for name in names:
                 first = (name or "").partition(".")[0]
-                assert not first.startswith(("lightning", "pytorch_lightning")), f"{path}:{node.lineno}: {name}"
+                assert first not in ("lightning", "pytorch_lightning", "lightning_fabric"), (
+                    f"{path}:{node.lineno}: {name}"
+                )
 
 
 def test_every_name_is_listed_for_both_packages() -> None:

@@ -33,6 +33,7 @@ from tests.support.tables import Tiny, image_network, noisy_images, quiet_traine
 ROOT = Path(__file__).parents[3]
 FENCE = [
     ROOT / "datamodules/lightning.py",
+    ROOT / "datamodules/lightning_package.py",
     ROOT / "callbacks/lib/lightning_internals.py",
     ROOT / "callbacks/lib/hook_calls.py",
     ROOT / "callbacks/lib/loaded_updates.py",
