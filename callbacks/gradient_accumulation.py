@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from callbacks.freezing import rewrap_ddp
 from callbacks.lib.lightning_internals import process_training_loader, set_sampler_epoch
+from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import flattened, loader_batch_size, resumable_loaders
 from callbacks.update_loop import UpdateLoop, install_update_loop
@@ -100,6 +101,7 @@ class GradientAccumulation(pl.Callback):
         self._is_restored = False
         """Whether `_items` and `_samples` are those of the checkpoint. Otherwise they follow from the loaders."""
         self._loop: UpdateLoop | None = None
+        self._threads = ThreadsBeforeLaunch()
         self._divided_loaders: list[Any] = []
 
     @override
@@ -116,6 +118,7 @@ class GradientAccumulation(pl.Callback):
                 " GradientAccumulation, or set automatic_optimization = True"
             )
         self._loop = install_update_loop(trainer)
+        self._loop.threads.begin(self._threads)
         self._step.sums_gradients = True
         self._step.has_several = False
 
