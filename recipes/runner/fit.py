@@ -9,7 +9,6 @@ from signal import SIGINT
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
@@ -46,9 +45,8 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
 
 @contextmanager
 def _one_run_of_a_program() -> Iterator[None]:
-    """Turn the end by Ctrl-C into a KeyboardInterrupt, and restore environment and threads after the run."""
+    """Turn the end by Ctrl-C into a KeyboardInterrupt, and restore the environment after the run."""
     variables = dict(os.environ)
-    threads = torch.get_num_threads()
     try:
         with ending_on_signals(*SIGNALS):
             yield
@@ -61,7 +59,6 @@ def _one_run_of_a_program() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
-        torch.set_num_threads(threads)
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
         os.environ.update(variables)
