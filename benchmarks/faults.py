@@ -273,13 +273,14 @@ class Run:
     folder: Path
     world_size: int = 1
     manual_launch: bool = False
+    threads: int = 1
 
     def command(self, *more: str) -> list[str]:
         """Return the command line."""
         devices = 1 if self.manual_launch else self.world_size
         flags = "--limit-train-batches 21 --limit-test-batches 4 --max-epochs 2 --global-batch-size 64"
         flags += f" --batch-size {64 // self.world_size} --devices {devices} --name faulty --resume auto --logger csv"
-        flags += " --accelerator cpu --precision 32-true --enable-progress-bar false"
+        flags += f" --threads {self.threads} --accelerator cpu --precision 32-true --enable-progress-bar false"
         run_flags = ["--save-every", f"{SAVE_EVERY} steps", "--run-dir", str(self.folder / "runs")]
         program = [sys.executable, "-W", "ignore", "-m", "benchmarks.faults"]
         return [*program, *TINY_RECIPES[self.recipe].flags, *flags.split(), *run_flags, *more]
@@ -288,7 +289,7 @@ class Run:
         """Start the processes of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         fault = {"folder": str(self.folder), "recipe": self.recipe, **fault}
-        environment = os.environ | {"FAULT": json.dumps(fault), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"FAULT": json.dumps(fault), "PYTHONPATH": str(ROOT)}
         commands = [self.command(*more)]
         if self.manual_launch:
             nodes = ["--num-nodes", str(self.world_size), "--master-addr", "127.0.0.1"]
@@ -424,6 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="default: each fault's own number")
     parser.add_argument("--random", type=int, metavar="N", default=0, help="runs of N random settings in their place")
     parser.add_argument("--seed", type=int, metavar="N", default=1, help="of the random settings")
+    parser.add_argument("--threads", type=int, metavar="N", default=1, help="of torch in each process")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the seconds, after each row")
     args = parser.parse_args(argv)
     cases = [(name, case) for name, case in FAULTS.items() if any(text in name for text in args.only)]
@@ -443,9 +445,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 how = recipe, case.world_size, case.manual_launch
                 if how not in references:
                     folder = Path(root, "-".join(map(str, how)))
-                    references[how] = undisturbed(Run(recipe, folder, case.world_size, case.manual_launch))
+                    references[how] = undisturbed(
+                        Run(recipe, folder, case.world_size, case.manual_launch, args.threads)
+                    )
                 folder = Path(root, f"{recipe}-{case.world_size}-{re.sub(r'[^a-z0-9]+', '-', name.lower())}")
-                run = Run(recipe, folder, case.world_size, case.manual_launch)
+                run = Run(recipe, folder, case.world_size, case.manual_launch, args.threads)
                 outcome_of_case = run_case(case, run, references[how])
                 failed = failed or bool(outcome_of_case.wrong)
                 outcomes[name, recipe, case.world_size] = outcome_of_case

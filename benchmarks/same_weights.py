@@ -1,12 +1,17 @@
 """The picture on the first page: one training on 1, 2 and 4 processes, by stock Lightning and with our callbacks.
 
-    python -m benchmarks.same_weights           # trains, writes results/same-weights.json and docs/same-weights.svg
-    python -m benchmarks.same_weights --draw    # draws the measured figures again
+    python -m benchmarks.same_weights              # trains and prints a hash for each run; writes nothing
+    python -m benchmarks.same_weights --threads 2  # the same on two threads in each process
+    python -m benchmarks.same_weights --write      # also writes results/same-weights.json and docs/same-weights.svg
+    python -m benchmarks.same_weights --draw       # draws the measured figures again
 
 Each program trains a small convolutional network with BatchNorm and dropout on the bundled digits, in updates of 128
 samples: four micro-batches of 32. The fourth run of each is stopped in mid-epoch on 2 processes and resumed on 4. The
 data set, the network, its initial weights, the optimizer, the stock `DataLoader` and the Trainer are the same in both.
 Stock Lightning has what it offers: `seed_everything(1, workers=True)`, `accumulate_grad_batches`, `ModelCheckpoint`.
+
+Lightning starts the processes, and OMP_NUM_THREADS is not set: both programs call `torch.set_num_threads`, and
+Lightning's launcher then sets cores // processes in each process.
 """
 
 import argparse
@@ -34,12 +39,13 @@ RUNS = {"1 process": (1, None), "2 processes": (2, None), "4 processes": (4, Non
 """Number of processes of each run, and of its resumption."""
 
 
-def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) -> dict[str, Any]:
+def train(ours: bool, processes: int, threads: int, folder: Path, stop: bool, resume: bool) -> dict[str, Any]:
     """Train on this rank, and return the held-out loss after each update and the SHA-256 of weights and buffers.
 
     Args:
         ours: whether to use our callbacks instead of stock Lightning.
         processes: number of processes.
+        threads: number of threads that the program sets.
         folder: folder of the checkpoint.
         stop: whether to stop after `STOP` updates, with a checkpoint.
         resume: whether to resume from that checkpoint.
@@ -84,7 +90,7 @@ def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) ->
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     options: dict[str, Any] = {}
     callbacks: list[pl.Callback] = []
     saving: pl.Callback
@@ -118,16 +124,14 @@ def train(ours: bool, processes: int, folder: Path, stop: bool, resume: bool) ->
     return {"losses": model.losses, "sha256": hashlib.sha256(weights).hexdigest(), "rank": trainer.global_rank}
 
 
-def _launched(ours: bool, processes: int, folder: Path, *options: str) -> dict[str, Any]:
+def _launched(ours: bool, processes: int, threads: int, folder: Path, *options: str) -> dict[str, Any]:
     """Run the training on several processes, and return the output of rank 0."""
-    program = ["-m", "benchmarks.same_weights", "--train", str(processes), "--folder", str(folder), *options]
-    if processes > 1:
-        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *program]
-    result: dict[str, Any] = answer_of(*program, *(["--ours"] if ours else []), OMP_NUM_THREADS="1")
+    program = ["-m", "benchmarks.same_weights", "--train", str(processes), "--threads", str(threads)]
+    result: dict[str, Any] = answer_of(*program, "--folder", str(folder), *options, *(["--ours"] if ours else []))
     return result
 
 
-def measure() -> dict[str, Any]:
+def measure(threads: int) -> dict[str, Any]:
     """Train all runs of both programs, and return losses and hashes."""
     import lightning.pytorch as pl
     import torch
@@ -138,18 +142,21 @@ def measure() -> dict[str, Any]:
         for name, (processes, then) in RUNS.items():
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
-                run = _launched(ours, processes, folder, *(["--stop"] if then else []))
+                run = _launched(ours, processes, threads, folder, *(["--stop"] if then else []))
                 if then:
-                    resumed = _launched(ours, then, folder, "--resume")
+                    resumed = _launched(ours, then, threads, folder, "--resume")
                     run = {"losses": run["losses"][:STOP] + resumed["losses"], "sha256": resumed["sha256"]}
             measured[program][name] = {"sha256": run["sha256"], "losses": [round(loss, 5) for loss in run["losses"]]}
-            print(program, name, run["sha256"][:12], f"{run['losses'][-1]:.4f}", len(run["losses"]), flush=True)
-    machine = f"torch {torch.__version__.partition('+')[0]}, lightning {pl.__version__}, one thread in each process"
+            print(f"{program:18}{name:20}{run['sha256'][:12]}  loss {run['losses'][-1]:.4f}", flush=True)
+    text = "one thread" if threads == 1 else f"{threads} threads"
+    machine = f"torch {torch.__version__.partition('+')[0]}, lightning {pl.__version__}, {text} in each process"
     return {"date": datetime.date.today().isoformat(), "machine": machine, "stop": STOP, "programs": measured}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch in each process")
+    parser.add_argument("--write", action="store_true", help="write the figures and the picture of the first page")
     parser.add_argument("--draw", action="store_true", help="draw the measured figures again")
     parser.add_argument("--train", type=int, metavar="PROCESSES", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -157,13 +164,16 @@ def main() -> None:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        result = train(args.ours, args.train, args.folder, args.stop, args.resume)
+        result = train(args.ours, args.train, args.threads, args.folder, args.stop, args.resume)
         if result.pop("rank") == 0:
             sys.stdout.write(json.dumps(result) + "\n")
         return
     if not args.draw:
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
-    PICTURE.write_text(picture(json.loads(RESULTS.read_text())))
+        measured = measure(args.threads)
+    if args.write:
+        RESULTS.write_text(json.dumps(measured, indent=1) + "\n")
+    if args.write or args.draw:
+        PICTURE.write_text(picture(json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from callbacks.freezing import rewrap_ddp
 from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.training_loaders import flattened, grouped, numbered_loaders, update_loaders
 from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import unknown_batch_size
@@ -110,6 +111,7 @@ class GradientAccumulation(OneLightningCallback):
         self._is_restored = False
         """Whether `_items` and `_samples` are those of the checkpoint. Otherwise they follow from the loaders."""
         self._loop: UpdateLoop | None = None
+        self._threads = ThreadsBeforeLaunch()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -126,6 +128,7 @@ class GradientAccumulation(OneLightningCallback):
                 " GradientAccumulation, or set automatic_optimization = True"
             )
         self._loop = install_update_loop(trainer)
+        self._loop.threads.begin(self._threads)
         self._step.sums_gradients = True
         self._step.counts_targets = True
         self._step.has_several = False

@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.update_step import UpdateStep
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
@@ -97,6 +98,7 @@ class SeedControl(OneLightningCallback):
             raise UserError(f"seed={seed} is negative: pass 0 or greater")
         self.seed = seed
         self._device = torch.device("cpu")
+        self._threads = ThreadsBeforeLaunch()
         self._undo: list[Callable[[], None]] = []
         self._seed_initial_weights()
 
@@ -106,7 +108,9 @@ class SeedControl(OneLightningCallback):
         self._device = trainer.strategy.root_device
         self._restore_settings()
         if stage == "fit":
-            self._undo.append(_seed_updates(install_update_loop(trainer).step, self))
+            loop = install_update_loop(trainer)
+            loop.threads.begin(self._threads)
+            self._undo.append(_seed_updates(loop.step, self))
         self._undo.append(_set_environment(self.seed))
         self._seed_initial_weights()
 

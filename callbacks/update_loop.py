@@ -16,6 +16,7 @@ from typing_extensions import override
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates
+from callbacks.lib.threads import RunThreads
 from callbacks.lib.training_loaders import check_interval, numbered_loaders, wrap_training_loaders
 from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep
@@ -45,6 +46,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self._results = self.results
         self.calls = HookCalls(self.trainer)
         self.step = UpdateStep(self.trainer, self.calls)
+        self.threads = RunThreads(self.trainer)
         self.source: Any = self.trainer.fit_loop._data_source
         self.prepare_loaders: Callable[[Any], Any] | None = None
         """Function by which `GradientAccumulation` turns the training loaders into loaders of updates."""
@@ -95,6 +97,7 @@ class UpdateLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         self.loaded.inspect_loaders(self.trainer.train_dataloader)
         self.loaded.set_epoch(self.trainer.current_epoch)
+        self.threads.report()
         if self.step.seeds is not None:
             # Below, the loader's iterator is made, which may draw the order of the epoch. Without seeding, that order
             # would depend on the numbers that the module's `on_train_epoch_start` has drawn.
@@ -274,8 +277,18 @@ class UpdateLoop(_TrainingEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
     @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        return {**super().on_save_checkpoint(), **self.threads.state()}
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self.threads.resume(state_dict)
+
+    @override
     def teardown(self) -> None:
         super().teardown()
+        self.threads.end()
         for loader in numbered_loaders(self.trainer.train_dataloader):
             loader.keeps_order = False
             loader.divide_updates(None)

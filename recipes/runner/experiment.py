@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from callbacks.lib.threads import set_threads, threads_of_program
 from callbacks.seed_control import SeedControl
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
@@ -29,12 +30,12 @@ from recipes.runner.flags import FlagParser
 from recipes.runner.join import share
 from recipes.runner.launch import Launch
 from recipes.runner.limits import micro_batches_of_update
-from recipes.runner.machine import default_threads
+from recipes.runner.machine import detect_machine, shared_cores
 from recipes.runner.merging import as_plain, fill, is_auto
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.processes import on_devices_of
 from recipes.runner.resume import ResumePoint
-from recipes.runner.saved_run import read_run
+from recipes.runner.saved_run import SavedRun, read_run
 from recipes.runner.settings import RunSettings, TrainerSettings
 
 
@@ -107,13 +108,35 @@ class Experiment:
         return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
-def _set_threads(command: str, requested: int | None, launch: Launch) -> int:
-    """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0."""
-    default = default_threads(os.environ, launch.devices)
-    threads = int(requested or share(lambda: default))
-    if threads > default and command not in ("predict", "export"):
-        rank_zero_print(f"threads: {threads} in each process, and {default} would be the default here")
-    torch.set_num_threads(threads)
+def _settle_threads(
+    command: str, run: RunSettings, saved: SavedRun | None, launch: Launch, *, on_cpu: bool, in_program: bool
+) -> int:
+    """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0.
+
+    On a CPU the bits depend on it, so a line says where it is not what one device would have.
+    """
+    of_program = threads_of_program()
+    default = of_program or shared_cores(os.environ, launch.devices, torch.get_num_threads())
+    threads = int(run.threads or share(lambda: default))
+    set_threads(threads)
+    if not on_cpu or command in ("predict", "export"):
+        return threads
+
+    def flag(number: int) -> str:
+        return f"threads={number}" if in_program else f"--threads {number}"
+
+    line = ""
+    if threads > default:
+        line = f"threads: {threads} in each process, and {default} would be the default here"
+        if saved and saved.config.get("threads") == threads:
+            line += f"; they are those of the run, and {flag(default)} would change them and the bits"
+    elif run.threads is None and of_program is None and launch.world_size > 1:
+        line = (
+            f"threads: {threads} in each process, the default, on which the bits depend; one device ends with the same"
+            f" weights with {flag(threads)}"
+        )
+    if line:
+        rank_zero_print(line)
     return threads
 
 
@@ -204,7 +227,9 @@ def build_experiment(
     auto_settings = [name for name, value in config.items() if is_auto(value)]
     if saved_run and saved_run.auto_settings is not None:
         auto_settings = list(saved_run.auto_settings)
-    run = replace(run, threads=_set_threads(command, run.threads, launch))
+    on_cpu = detect_machine(trainer.accelerator).kind == "cpu"
+    threads = _settle_threads(command, run, saved_run, launch, on_cpu=on_cpu, in_program=typed.in_program)
+    run = replace(run, threads=threads)
     with as_user_errors(MisconfigurationException):
         # Before the recipe is built: SeedControl seeds the initial weights.
         seeds = SeedControl(run.seed)

@@ -8,8 +8,6 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from signal import SIGINT
 from typing import Any
 
-import torch
-
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
@@ -46,9 +44,8 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
 
 @contextmanager
 def _one_run_of_a_program() -> Iterator[None]:
-    """Turn the end by Ctrl-C into a KeyboardInterrupt, and restore environment and threads after the run."""
+    """Turn the end by Ctrl-C into a KeyboardInterrupt, and restore the environment after the run."""
     variables = dict(os.environ)
-    threads = torch.get_num_threads()
     try:
         with ending_on_signals(*SIGNALS):
             yield
@@ -61,7 +58,6 @@ def _one_run_of_a_program() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
-        torch.set_num_threads(threads)
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
         os.environ.update(variables)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from callbacks.lib.threads import available_cores
 from datamodules.errors import UserError
 from recipes.runner.command import Command
 
@@ -106,7 +107,7 @@ def check_cores(processes: int, requested_devices: Any, command: Command) -> Non
             f"devices={requested_devices} names devices by number, and the processes of a CPU have none:"
             f" {command.using(devices=processes)}"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     if processes > _MAX_PROCESSES_PER_CORE * cores:
         raise UserError(
             f"devices={processes} starts {processes} processes on {cores} cores, and each of them needs"
@@ -148,15 +149,18 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
     return "32-true", "no fast bf16 here"
 
 
-def default_threads(env: Mapping[str, str], processes: int) -> int:
-    """Return the threads of one process: OMP_NUM_THREADS, or the node's cores shared by its processes.
+def shared_cores(env: Mapping[str, str], processes: int, cores: int) -> int:
+    """Return the threads of one process where nobody has set a number: the node's cores shared by its processes.
 
-    PyTorch finds the physical cores of the process's affinity. torchrun sets OMP_NUM_THREADS to 1 for several processes
-    where it is not set. Slurm may bind each task to cores of its own, as many as SLURM_CPUS_PER_TASK.
+    Args:
+        env: the environment variables. Slurm may bind each task to cores of its own, as many as SLURM_CPUS_PER_TASK.
+        processes: processes on this node.
+        cores: threads that torch would use by itself: the physical cores of the process's affinity.
+
+    Example:
+        >>> [shared_cores({}, processes, cores=8) for processes in (1, 3, 16)]
+        [8, 2, 1]
     """
-    cores = torch.get_num_threads()
-    if "OMP_NUM_THREADS" in env:
-        return cores
     cores_of_task = env.get("SLURM_CPUS_PER_TASK", "")
     if cores_of_task.isdigit():
         return min(cores, int(cores_of_task))

@@ -87,7 +87,8 @@ def _best(result: RunResult) -> dict[str, Any] | None:
 def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, result: RunResult) -> dict[str, Any]:
     """Return the entries of ``results.json``.
 
-    `scores` belong to the checkpoint `best`, which was saved in `epoch`, counted from 1, after `step` updates.
+    `weights_sha256` is the hash of the weights at the end of the training, by which two runs are compared. `scores`
+    belong to the checkpoint `best`, which was saved in `epoch`, counted from 1, after `step` updates.
     `seconds` has "start_up", "train" without validation, and "total", each of the program that writes the file: seconds
     before a resume are not added, while `epochs` counts all. `devices` are those of one node, and `peak_memory_bytes`
     those of rank 0.
@@ -115,6 +116,7 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
         "best": _best(result),
         "seconds": seconds,
         "epochs": result.epochs,
+        "weights_sha256": result.weights_sha256,
         "samples_per_second": stopwatch.epochs * sizes.get("train", 0) / max(1e-9, seconds["train"]),
         "peak_memory_bytes": {
             "host": peak_memory(torch.device("cpu")),
@@ -143,6 +145,8 @@ def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, 
         "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
         "peak memory": ", ".join(f"{size:.2f} GB {device_kind}" for device_kind, size in memory.items()),
     }
+    if results["weights_sha256"]:
+        rows["weights"] = f"SHA-256 {results['weights_sha256']}"
     if results["stopped_early"]:
         rows["stopped early"] = results["stopped_early"]
     return rows

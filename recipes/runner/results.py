@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from callbacks.lib.threads import counted_threads
 from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError
 from datamodules.lightning import CombinedLoader, pl
@@ -88,11 +89,10 @@ def _device(trainer: pl.Trainer) -> str:
 
 def hardware(trainer: pl.Trainer) -> str:
     """Return number and name of the devices, and on CPUs the threads of each process."""
-    threads = torch.get_num_threads()
     description = f"{trainer.world_size} x {_device(trainer)}"
     if trainer.strategy.root_device.type == "cuda":
         return description
-    return f"{description} with {threads} thread{'s' if threads > 1 else ''}"
+    return f"{description} with {counted_threads(torch.get_num_threads())}"
 
 
 def _processor() -> str:
@@ -105,11 +105,12 @@ def _processor() -> str:
 
 
 def environment(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what may change the bits of a run, and how the run was split, which does not."""
+    """Return what may change the bits of a run, and how the run was split, which does not; call it in the run."""
+    on_cpu = trainer.strategy.root_device.type == "cpu"
     return {
         "device": _device(trainer),
         "processor": _processor(),
-        "threads": torch.get_num_threads(),
+        **({"threads": torch.get_num_threads()} if on_cpu else {}),
         "precision": str(trainer.precision),
         **{name: version for name, version in versions().items() if name != "python"},
         "devices": trainer.num_devices,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
+from callbacks.lib.threads import threads_restored
 from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
@@ -130,10 +131,11 @@ class Run:
         """
         configure_logging(() if self.typed.in_program else self.parser.flags)
         try:
-            if request.command == "verify":
-                self._verify(request)
-                return None
-            return self._find_and_start(request)
+            with threads_restored():
+                if request.command == "verify":
+                    self._verify(request)
+                    return None
+                return self._find_and_start(request)
         except (MemoryError, OSError, RuntimeError, TypeError) as error:
             problem = system_failure(error)
             if problem:
@@ -225,7 +227,8 @@ class Run:
         """Refuse settings of another experiment than the one to resume."""
         saved = read_run(checkpoint)
         config = self._config(settings)
-        free = self._marks.free | {name for name in self._marks.null_ends if config[name] is None}
+        # Other threads round otherwise, as another precision does, and a line of the run says so.
+        free = self._marks.free | {"threads"} | {name for name in self._marks.null_ends if config[name] is None}
         differences = describe_differences(saved.config, config, free, saved.auto_settings)
         if differences:
             raise UserError(

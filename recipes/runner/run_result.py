@@ -27,6 +27,8 @@ class RunResult:
         data: the data module of the training; None where the run had finished before.
         epochs: all completed epochs, those before a resume included.
         stopped_early: the reason of early stopping; else empty.
+        weights_sha256: the hash of the weights and buffers at the end of the training, see
+            `recipes.runner.weights_record.weights_hash`; None where the run has not ended.
         tables: tables of the validation and the test after training, by the name of their file.
         figures: the pictures of ``report.html`` except the curves, by name.
     """
@@ -38,6 +40,7 @@ class RunResult:
     data: pl.LightningDataModule | None = None
     epochs: int = 0
     stopped_early: str = ""
+    weights_sha256: str | None = None
     tables: dict[str, Table] = field(default_factory=dict)
     figures: dict[str, Picture] = field(default_factory=dict)
 
@@ -76,4 +79,5 @@ def read_result(folder: Path, recipe: type[Recipe]) -> RunResult:
         checkpoint=best,
         epochs=results["epochs"],
         stopped_early=results["stopped_early"] or "",
+        weights_sha256=results.get("weights_sha256"),  # None in a file of an earlier version.
     )

@@ -144,8 +144,8 @@ class RunSettings:
         format: format of the file that export writes.
         seed: seed of all random numbers.
         deterministic: stop at operations without a deterministic implementation.
-        threads: of PyTorch in each process; on a processor the bits of a run depend on them, so a resume keeps them.
-            By default OMP_NUM_THREADS, else the cores shared by the processes of a node. With a GPU, the host's.
+        threads: of PyTorch in each process; on a processor the bits of a run depend on them, so a resume keeps them
+            unless it is given others. By default OMP_NUM_THREADS, else the cores shared by the processes of a node.
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; the number of micro-batches follows from it.
         accumulate: micro-batches per update on each device.

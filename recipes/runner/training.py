@@ -26,7 +26,7 @@ from recipes.runner.run_files import RunFiles, figures_of, tables_of
 from recipes.runner.run_result import RunResult
 from recipes.runner.saved_run import read_run
 from recipes.runner.trainer import build_trainer
-from recipes.runner.weights_record import WeightsRecorder
+from recipes.runner.weights_record import WeightsRecorder, weights_hash
 from recipes.tables import Table
 
 
@@ -146,6 +146,8 @@ def _train_and_test(
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     stopped_early = why_stopped(callbacks_of(trainer))
     epochs = trainer.current_epoch
+    # Before the best checkpoint is loaded.
+    weights_sha256 = weights_hash(recipe.state_dict()) if trainer.is_global_zero else None
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
     last_logged = _last_logged(trainer)
@@ -177,6 +179,7 @@ def _train_and_test(
         data=data,
         epochs=epochs,
         stopped_early=stopped_early,
+        weights_sha256=weights_sha256,
         tables=tables,
         figures=figures,
     )

@@ -71,6 +71,11 @@ class _EndOfInterval(pl.Callback):
 
     def __init__(self, io: _Repeats) -> None:
         self.io = io
+        self.environment: dict[str, Any] = {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.environment = environment(trainer)
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Save, if the update is the interval's last."""
@@ -130,14 +135,14 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         monitor = recipe.monitor if experiment.validates else None
         # The callbacks of the run, so that checkpoints are saved at the same moments; `io` writes none of them.
         saves = checkpoint_callbacks(Path(empty), monitor, recipe, experiment.run)
-        trainer = build_trainer(experiment, experiment.callbacks(saves, [_EndOfInterval(io)]), checkpoint_io=io)
+        end = _EndOfInterval(io)
+        trainer = build_trainer(experiment, experiment.callbacks(saves, [end]), checkpoint_io=io)
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.
-        environment_now = environment(trainer)
         with suppress(StopTraining):
             trainer.fit(recipe, experiment.data, ckpt_path=experiment.point.checkpoint, weights_only=True)
     if not trainer.is_global_zero:
         return
-    changed = differences(interval.start.environment, environment_now)
+    changed = differences(interval.start.environment, end.environment)
     begin = relative_path(interval.checkpoint) if interval.checkpoint else "the beginning"
     trained = f"{begin}, {interval.from_step:,} updates, to {interval.step:,} updates (epoch {interval.epoch})"
     if io.equal:

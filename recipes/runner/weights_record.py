@@ -107,7 +107,8 @@ class WeightsRecorder(CheckpointGuard):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._start = replace(self._start, environment=environment(trainer))
-            before = self._resumed.environment if self._resumed else {}
+            before = dict(self._resumed.environment) if self._resumed else {}
+            before.pop("threads", None)  # `UpdateLoop` reports other threads.
             changed = differences(before, self._start.environment) if before else ""
             if changed:
                 rank_zero_print(f"bits may differ from here on: {changed}")

@@ -10,7 +10,7 @@ do not use, sentences of unequal length, a fused optimiser, and an update whose 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,8 +154,15 @@ def checkpoint_name(row: Row, world_size: int) -> str:
     return f"{row.task}-{row.precision}-{row.micro_batches}-{world_size}"
 
 
-def first_life(world_size: int, rows: Sequence[Row], folder: Path) -> dict[Row, tuple[str, str]]:
+def set_threads(threads: int | None) -> None:
+    """Set the number of threads as a program of a user does; None leaves the one thread of `run_ranks`."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def first_life(world_size: int, rows: Sequence[Row], threads: int | None, folder: Path) -> dict[Row, tuple[str, str]]:
     """Each row undisturbed, by ours and of all rows by stock Lightning; and a part of it, which leaves a checkpoint."""
+    set_threads(threads)
     found = {}
     for row in rows:
         found[row] = train(row, world_size), train(row, world_size, ours=False) if rows == ROWS else ""
@@ -164,8 +171,9 @@ def first_life(world_size: int, rows: Sequence[Row], folder: Path) -> dict[Row, 
     return found
 
 
-def second_life(world_size: int, before: int, rows: Sequence[Row], folder: Path) -> dict[Row, str]:
+def second_life(world_size: int, before: int, rows: Sequence[Row], threads: int | None, folder: Path) -> dict[Row, str]:
     """Each row from the checkpoint of another number of processes."""
+    set_threads(threads)
     saves = ExactCheckpoint(folder / "second")
     paths = {row: folder / f"{checkpoint_name(row, before)}.ckpt" for row in rows}
     return {row: train(row, world_size, saves, ckpt_path=path) for row, path in paths.items()}
@@ -173,17 +181,25 @@ def second_life(world_size: int, before: int, rows: Sequence[Row], folder: Path)
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("rows", "others"),
-    [(FEW, {1: 2, 2: 4, 4: 1}), pytest.param(ROWS, {1: 3, 2: 4, 3: 2, 4: 1}, marks=pytest.mark.slow)],
-    ids=["few", "all"],
+    ("rows", "others", "threads"),
+    [
+        (FEW, {1: 2, 2: 4, 4: 1}, None),
+        (FEW[:2], {1: 2, 2: 1}, 2),
+        pytest.param(ROWS, {1: 3, 2: 4, 3: 2, 4: 1}, None, marks=pytest.mark.slow),
+    ],
+    ids=["few", "2 threads", "all"],
 )
-def test_a_run_has_one_hash_on_any_number_of_devices_interrupted_or_not(rows, others, tmp_path) -> None:
-    """`others` has the number of processes of a first life by that of the second."""
-    whole = {world: run_ranks(first_life, world, world, rows, tmp_path, timeout=600) for world in others}
-    resumed = {
-        world: run_ranks(second_life, world, world, before, rows, tmp_path, timeout=600)
-        for world, before in others.items()
-    }
+def test_a_run_has_one_hash_on_any_number_of_devices_interrupted_or_not(rows, others, threads, tmp_path) -> None:
+    """`others` has the number of processes of a first life by that of the second.
+
+    Where the program sets the threads, OMP_NUM_THREADS does not exist, and Lightning's launcher would set others.
+    """
+
+    def run_each(life: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        return run_ranks(life, world, world, *args, rows, threads, tmp_path, timeout=600, sets_threads=threads is None)
+
+    whole = {world: run_each(first_life, world) for world in others}
+    resumed = {world: run_each(second_life, world, before) for world, before in others.items()}
     print(f"\nSHA-256 after {EPOCHS} epochs on 1 to 4 processes, resumed or not; then stock Lightning's on each")
     wrong = []
     for row in rows:

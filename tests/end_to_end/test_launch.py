@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from callbacks.lib.threads import available_cores
 from tests.support.agents import Agent, children_of, is_fork_server, lives, wait_until, weights_of
 from tests.support.nodes import Ended, start
 from tests.support.ranks import free_port
@@ -130,6 +131,43 @@ def test_a_killed_process_is_started_again_and_the_run_ends_with_the_same_weight
     assert "resuming from" in ended.out
     whole, killed = (tmp_path / name / "runs/failing/run/checkpoints/last.ckpt" for name in ("whole", "killed"))
     assert weights_of(whole) == weights_of(killed)
+
+
+def test_threads_of_the_flag_hold_however_the_processes_are_started(tmp_path):
+    """`python -m`, our agent, torchrun's variables, Slurm's, and variables that a script has set."""
+    port = free_port()
+    by_hand = [
+        {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in "01"
+    ]
+    starts = {
+        "alone": ("", [{}]),
+        "agent": ("--devices 2", [{}]),
+        "torchrun": ("", by_torchrun(free_port())),
+        "slurm": ("", by_slurm(free_job())),
+        "by-hand": ("", by_hand),
+    }
+    hashes = set()
+    for name, (args, environments) in starts.items():
+        line = f"--name run --threads 2 --global-batch-size 16 {args}".split()
+        folder = tmp_path / name
+        folder.mkdir()
+        all_ended = start(folder, [(line, env | {"OMP_NUM_THREADS": ""}) for env in environments])
+        assert [ended.status for ended in all_ended] == [0] * len(environments), all_ended
+        assert "cpu with 2 threads" in all_ended[0].out
+        record = (folder / "runs/failing/run/weights.jsonl").read_text().splitlines()
+        assert json.loads(record[0])["start"]["environment"]["threads"] == 2, name
+        hashes.add(json.loads(record[-1])["save"]["sha256"])
+    assert len(hashes) == 1
+
+
+def test_the_default_of_several_processes_says_what_one_would_type(tmp_path):
+    (ended,) = start(tmp_path, [(["--name", "run", "--devices", "2"], {"OMP_NUM_THREADS": ""})])
+    threads = max(1, available_cores() // 2)
+    assert ended.status == 0, ended
+    assert f"threads: {threads} in each process, the default, on which the bits depend; one device ends" in ended.out
+    assert f"--threads {threads}\n" in ended.out
+    assert "note:" not in ended.err, "the callbacks print no second line"
 
 
 def test_an_error_that_the_user_has_to_correct_is_not_tried_again(tmp_path):

@@ -36,7 +36,10 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(env)
-    torch.set_num_threads(1)
+    if env.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
+    else:
+        os.environ.pop("OMP_NUM_THREADS")
     # This process has imported everything, like the server that an agent forks its workers from.
     agent.start_method = lambda: "fork"  # type: ignore[assignment]
     agent.start_fork_server = list  # type: ignore[assignment]
@@ -45,7 +48,7 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
 
 
 class Shell:
-    """A command line that runs."""
+    """A command line that runs, on one thread; with an empty OMP_NUM_THREADS nobody has set a number."""
 
     def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str]) -> None:
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)

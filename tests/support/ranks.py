@@ -41,13 +41,21 @@ def free_port() -> int:
 
 
 def _child(
-    pipe: Connection, function: Callable, args: tuple, kwargs: Mapping[str, Any], env: Mapping[str, str]
+    pipe: Connection,
+    function: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    env: Mapping[str, str],
+    sets_threads: bool,
 ) -> None:
     # Workers of loaders are started as in a process of a launcher, and not by another server.
     multiprocessing.set_start_method(None, force=True)
     os.environ.update(env)
     faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
+    if sets_threads:
+        torch.set_num_threads(1)
+    else:
+        os.environ.pop("OMP_NUM_THREADS", None)
     try:
         answer: tuple[bool, Any] = (True, function(*args, **kwargs))
     except BaseException:
@@ -66,12 +74,14 @@ def run_ranks(
     *args: Any,
     env: Mapping[str, str] | None = None,
     timeout: float = 600.0,
+    sets_threads: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
     """Call a function of a test module in `world_size` fresh processes and return what each returned, by rank.
 
     The environment holds what torchrun sets, so ``Trainer(accelerator="cpu", strategy="ddp", devices=world_size)`` and
     ``torch.distributed.init_process_group("gloo")`` both join their processes. With one process no rendezvous is set.
+    Each has one thread, unless `sets_threads` is false: then nobody has set a number, as in a user's shell.
 
     Raises:
         AssertionError: a rank raised (its traceback is the message) or died; the others are killed.
@@ -80,7 +90,9 @@ def run_ranks(
     port = free_port()
     processes, pipes = [], {}
     for rank in range(world_size):
-        variables = {"OMP_NUM_THREADS": "1", "PL_DISABLE_FORK": "1", "CUDA_VISIBLE_DEVICES": ""}
+        variables = {"PL_DISABLE_FORK": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if sets_threads:
+            variables["OMP_NUM_THREADS"] = "1"
         if world_size > 1:
             variables |= {
                 "MASTER_ADDR": "127.0.0.1",
@@ -92,7 +104,8 @@ def run_ranks(
                 "NODE_RANK": "0",
             }
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(sender, function, args, kwargs, variables | dict(env or {})))
+        arguments = (sender, function, args, kwargs, variables | dict(env or {}), sets_threads)
+        process = context.Process(target=_child, args=arguments)
         process.start()
         sender.close()
         processes.append(process)

@@ -1,8 +1,9 @@
 """Settings that were left open are completed from the data and the recipe, and saved as they were used."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -77,7 +78,7 @@ class Points3(TrainedClassifier):
         return found | {"lr": data_contract(data).sizes["train"] * settings["max_epochs"] / 1000}
 
 
-def _typed(args: list[str], folder: str) -> tuple[int, int]:
+def _typed(args: list[str], folder: str, callbacks: Sequence[pl.Callback] = ()) -> tuple[int, int]:
     import os
 
     from recipes import run
@@ -86,18 +87,38 @@ def _typed(args: list[str], folder: str) -> tuple[int, int]:
     status, Points.built = 0, 0
     common = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false"]
     try:
-        run(Points3, Points, args=[*args[:1], *common, *args[1:]] if args[:1] == ["validate"] else [*common, *args])
+        run(
+            Points3,
+            Points,
+            lambda: callbacks,
+            args=[*args[:1], *common, *args[1:]] if args[:1] == ["validate"] else [*common, *args],
+        )
     except SystemExit as end:
         status = int(end.code or 0)
     return status, Points.built
 
 
-def _typed_with(own: list[int], args: list[str], folder: str) -> tuple[int, int]:
-    """On ranks whose own numbers of threads are these; returns the status, and the number in the end."""
+class _Threads(pl.Callback):
+    """Keeps the number of threads of each batch."""
+
+    seen: ClassVar[set[int]] = set()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.add(torch.get_num_threads())
+
+    on_validation_batch_start = on_train_batch_start
+
+
+def _typed_with(own: list[int], args: list[str], folder: str) -> tuple[int, set[int]]:
+    """On ranks that set these numbers of threads, if any; returns the status, and the numbers of the batches."""
     import os
 
-    torch.set_num_threads(own[int(os.environ.get("RANK", "0"))])
-    return _typed(args, folder)[0], torch.get_num_threads()
+    if own:
+        torch.set_num_threads(own[int(os.environ.get("RANK", "0"))])
+    before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    status, _ = _typed(args, folder, [_Threads()])
+    assert (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")) == before
+    return status, _Threads.seen
 
 
 def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_use_it(tmp_path: Path) -> None:
@@ -141,13 +162,28 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
 
 def test_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_path: Path) -> None:
     line = ["--name", "run", "--resume", "auto"]
-    assert run_ranks(_typed_with, 2, [3, 2], line, str(tmp_path)) == [(0, 3), (0, 3)]
+
+    def typed(own: list[int], args: list[str]) -> list[tuple[int, set[int]]]:
+        found: list[tuple[int, set[int]]] = run_ranks(
+            _typed_with, max(1, len(own)), own, args, str(tmp_path), sets_threads=False
+        )
+        return found
+
+    assert typed([3, 2], line) == [(0, {3}), (0, {3})]
     run = tmp_path / "runs/points/run"
     assert yaml.safe_load((run / "config.yaml").read_text())["threads"] == 3
-    assert run_ranks(_typed_with, 1, [2], [*line, "--max-epochs", "2"], str(tmp_path)) == [(0, 3)]
-    scored = ["validate", "--ckpt", str(run / "checkpoints/last.ckpt")]
-    assert run_ranks(_typed_with, 1, [4], scored, str(tmp_path)) == [(0, 3)]
+    assert typed([2], [*line, "--max-epochs", "2"]) == [(0, {3})]
+    assert typed([], ["validate", "--ckpt", str(run / "checkpoints/last.ckpt")]) == [(0, {3})]
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
+
+
+def test_threads_of_the_flag_hold_in_each_process(tmp_path: Path) -> None:
+    for world_size in (1, 2):
+        line = ["--name", f"on-{world_size}", "--threads", "3"]
+        ended = run_ranks(_typed_with, world_size, [], line, str(tmp_path), sets_threads=False)
+        assert ended == [(0, {3})] * world_size
+        record = (tmp_path / f"runs/points/on-{world_size}/weights.jsonl").read_text().splitlines()
+        assert json.loads(record[0])["start"]["environment"]["threads"] == 3
 
 
 @pytest.mark.parametrize(

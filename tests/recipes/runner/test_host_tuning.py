@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from recipes.runner.machine import default_threads, stop_gpu_search
+from recipes.runner.machine import shared_cores, stop_gpu_search
 from tests.support.ranks import run_ranks
 
 
@@ -27,9 +27,6 @@ def test_without_a_gpu_adam_no_longer_searches_for_one_in_each_step() -> None:
     assert run_ranks(_opened_by_a_step, 1, env=env) == [([], "0")]
 
 
-def test_processes_share_the_cores_unless_the_user_or_slurm_has_said_how() -> None:
-    before, cases = torch.get_num_threads(), [({}, 1), ({}, 3), ({}, 16), ({"OMP_NUM_THREADS": "8"}, 2)]
-    torch.set_num_threads(8)
-    found = [default_threads(*case) for case in (*cases, ({"SLURM_CPUS_PER_TASK": "3"}, 2))]
-    torch.set_num_threads(before)
-    assert found == [8, 2, 1, 8, 3]
+def test_processes_share_the_cores_unless_slurm_has_said_how() -> None:
+    cases: list[tuple[dict[str, str], int]] = [({}, 1), ({}, 3), ({}, 16), ({"SLURM_CPUS_PER_TASK": "3"}, 2)]
+    assert [shared_cores(*case, cores=8) for case in cases] == [8, 2, 1, 3]

@@ -81,8 +81,19 @@ def test_results_describe_the_best_checkpoint_and_where_it_comes_from(run: Any) 
     assert set(results) == {
         *("recipe", "command", "started_at", "ended_at", "host", "hardware", "devices", "num_nodes", "versions"),
         *("scores", "headline", "best", "seconds", "epochs", "samples_per_second", "peak_memory_bytes"),
+        "weights_sha256",
         *("stopped_early", "parameters", "trainable_parameters", "data", "config"),
     }
+
+
+def test_the_last_table_has_the_hash_of_the_weights_after_training(run: Any) -> None:
+    folder, out, results, longer = run
+    lines = map(json.loads, (folder / "weights.jsonl").read_text().splitlines())
+    hashes = {line["save"]["epoch"]: line["save"]["sha256"] for line in lines if "save" in line}
+    assert results["weights_sha256"] == hashes[3]
+    assert longer["weights_sha256"] == hashes[4]
+    assert f" weights SHA-256 {hashes[3]} " in " ".join(out.split())
+    assert results["best"]["epoch"] < 3, "the best checkpoint has other weights"
 
 
 def test_the_evaluation_of_the_best_checkpoint_adds_no_point_to_the_curves(run: Any) -> None:

@@ -121,14 +121,33 @@ def test_an_interval_from_the_beginning_is_repeated_on_the_devices_of_the_run(tr
     assert "the run began on 2 devices, and is repeated from there: pass --devices 2" in refused.err
 
 
-def test_a_resume_with_other_threads_is_refused_and_one_elsewhere_says_what_differs(trained, tmp_path):
+def test_a_resume_elsewhere_says_what_differs(trained: Path, tmp_path: Path) -> None:
     last = _copy(trained, tmp_path, "run") / "checkpoints" / "last.ckpt"
     saved = torch.load(last, weights_only=True)
     saved["environment"] |= {"torch": "1.0", "devices": 8}
     write_checkpoint(saved, last)
-    other, same = typed(tmp_path, f"--resume {last} --threads 1", f"--resume {last} --max-epochs 3")
-    assert (other.status, same.status) == (2, 0), same.err
-    assert "is of another experiment: --threads is 1, and 2 in the checkpoint" in other.err
-    assert "cpu with 2 threads" in same.out
-    assert "threads: 2 in each process, and 1 would be the default here" in same.out
+    (same,) = typed(tmp_path, f"--resume {last} --max-epochs 3")
+    assert same.status == 0, same.err
     assert f"bits may differ from here on: torch {torch.__version__}, and 1.0 in the run\n" in same.out
+
+
+def test_a_resume_keeps_the_threads_unless_it_is_given_others(trained: Path, tmp_path: Path) -> None:
+    run = _copy(trained, tmp_path, "run")
+    last = run / "checkpoints" / "last.ckpt"
+    kept, other, nothing = typed(
+        tmp_path,
+        f"--resume {last} --max-epochs 3",
+        f"--resume {last} --max-epochs 4 --threads 1",
+        f"--resume {last} --max-epochs 5 --threads null",
+    )
+    assert kept.status == other.status == nothing.status == 0, other.err
+    assert "cpu with 2 threads" in kept.out
+    assert (
+        "threads: 2 in each process, and 1 would be the default here; they are those of the run, and --threads 1"
+        in kept.out
+    )
+    assert "bits may differ from here on: 1 thread in each process, and 2 in the checkpoint; set 2" in other.err
+    assert "bits may differ" not in kept.out + kept.err + other.out, "one line, where they may"
+    assert "cpu with 1 thread," in nothing.out
+    record = [json.loads(line) for line in (run / "weights.jsonl").read_text().splitlines()]
+    assert [line["start"]["environment"]["threads"] for line in record if "start" in line] == [2, 2, 1, 1]
