@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from callbacks.lib.evaluation_loop import share_evaluations
 from callbacks.lib.update_step import UpdateStep
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
@@ -105,6 +106,7 @@ class SeedControl(pl.Callback):
         self._restore_settings()
         if stage == "fit":
             self._undo.append(_seed_updates(install_update_loop(trainer).step, self))
+        share_evaluations(trainer)
         self._undo.append(_set_environment(self.seed))
         self._seed_initial_weights()
 

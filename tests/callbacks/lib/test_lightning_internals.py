@@ -33,6 +33,7 @@ from tests.support.tables import Tiny, image_network, noisy_images, quiet_traine
 ROOT = Path(__file__).parents[3]
 FENCE = [
     ROOT / "callbacks/lib/lightning_internals.py",
+    ROOT / "callbacks/lib/evaluation_loop.py",
     ROOT / "callbacks/lib/hook_calls.py",
     ROOT / "callbacks/lib/loaded_updates.py",
     ROOT / "callbacks/lib/update_results.py",
