@@ -6,7 +6,7 @@ that bypasses DDP, each rank trains its own model. The loss looks good, and rank
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from callbacks.lib.decisions import deciders
 from callbacks.lib.exchange import gather
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.training_loaders import numbered_loaders
@@ -80,6 +81,72 @@ def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
     return f"{names[differing[0]]} (the first of {len(differing)} of {len(names)}): ranks {groups}"
 
 
+class Evidence(NamedTuple):
+    """What one rank knows of the first parameter that differs."""
+
+    rates: list[float]
+    """Learning rates of all groups of all optimizers."""
+    metrics: dict[str, str]
+    """Values of the metrics that callbacks and schedulers can read."""
+    has_optimizer: bool
+    """Whether an optimizer has the parameter."""
+    requires_grad: bool
+    gradient: int | None
+    """Checksum of the gradient of the last update; None without a gradient."""
+
+
+def first_differing(by_rank: Sequence[Any]) -> int:
+    """Return the first rank whose value is not that of rank 0; 0 if all are equal.
+
+    Example:
+        >>> first_differing(["a", "a", "b"])
+        2
+    """
+    return next((rank for rank, value in enumerate(by_rank) if value != by_rank[0]), 0)
+
+
+def describe_cause(evidence: Sequence[Evidence], monitored: Iterable[str] = ()) -> str:
+    """Return why the ranks hold different weights, and what to change.
+
+    Args:
+        evidence: that of each rank.
+        monitored: names of the metrics that decide.
+    """
+    first = evidence[0]
+    rank = first_differing([known.rates for known in evidence])
+    if rank:
+        rate, other_rate = next(pair for pair in zip(first.rates, evidence[rank].rates) if pair[0] != pair[1])
+        differing = [name for name, value in first.metrics.items() if evidence[rank].metrics.get(name) != value]
+        differing.sort(key=lambda name: name not in set(monitored))
+        metric = ""
+        if differing:
+            name = differing[0]
+            value = evidence[rank].metrics.get(name, "missing")
+            metric = f", as {name} is {first.metrics[name]} on rank 0 and {value} on rank {rank}"
+        return (
+            f"The learning rate is {rate:g} on rank 0 and {other_rate:g} on rank {rank}: a schedule has decided by a"
+            f" value of one rank{metric}; log what it reads with sync_dist=True"
+        )
+    rank = first_differing([known.requires_grad for known in evidence])
+    if rank:
+        frozen_rank, trained_rank = (rank, 0) if first.requires_grad else (0, rank)
+        return (
+            f"It is frozen on rank {frozen_rank} and not on rank {trained_rank}: freeze and unfreeze layers on all"
+            " ranks in the same update, as FreezeLayers does"
+        )
+    if not first.has_optimizer:
+        return "No optimizer has it, so other code writes to it: write the same values on each rank, once per update"
+    if first_differing([known.gradient for known in evidence]):
+        return (
+            "Its gradient was not reduced over the ranks: look for layers unfrozen without FreezeLayers, and for a"
+            " network called otherwise than in training_step"
+        )
+    return (
+        "Its last gradient is the same on all ranks, so the optimizer or other code has changed it otherwise: look for"
+        " code that writes to weights, and for random numbers in hooks or in the optimizer's step"
+    )
+
+
 class RankConsistency(OneLightningCallback):
     """Stops a run whose ranks hold different weights, and names the first parameter that differs.
 
@@ -137,13 +204,28 @@ class RankConsistency(OneLightningCallback):
         rank_checksums = checksums(parameters, pl_module.device)
         by_rank: list[Any] = [torch.empty_like(rank_checksums) for _ in range(trainer.world_size)]
         dist.all_gather(by_rank, rank_checksums)
-        difference = describe_difference(torch.stack(by_rank).cpu(), names)
+        rank_checksums_on_cpu = torch.stack(by_rank).cpu()
+        difference = describe_difference(rank_checksums_on_cpu, names)
         if difference:
+            index = int((rank_checksums_on_cpu != rank_checksums_on_cpu[0]).any(0).nonzero()[0])
+            evidence = gather(self._evidence(trainer, parameters[index]))
             raise RunFailedError(
                 f"the ranks hold different weights after update {trainer.global_step}: {difference} agree among"
-                " themselves. Its gradient was not reduced, or it was changed outside the optimiser: look for"
-                " layers unfrozen without FreezeLayers, for a network called otherwise than in training_step, and for"
-                " code that writes to weights; expected were the same bits on every rank"
+                f" themselves. {describe_cause(evidence, deciders(trainer))}"
             )
+
+    @staticmethod
+    def _evidence(trainer: pl.Trainer, parameter: Tensor) -> Evidence:
+        metrics = {
+            name: value for name, value in trainer.callback_metrics.items() if torch.as_tensor(value).numel() == 1
+        }
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        return Evidence(
+            rates=[float(group["lr"]) for group in groups if "lr" in group],
+            metrics={name: f"{float(value):.9g}" for name, value in metrics.items() if value.numel() == 1},
+            has_optimizer=any(parameter is trained for group in groups for trained in group["params"]),
+            requires_grad=parameter.requires_grad,
+            gradient=None if parameter.grad is None else int(checksum(parameter.grad)),
+        )
 
     on_train_epoch_end = on_train_end = _compare

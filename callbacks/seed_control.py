@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from callbacks.lib.evaluation_loop import share_evaluations
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.update_step import UpdateStep
@@ -111,6 +112,7 @@ class SeedControl(OneLightningCallback):
             loop = install_update_loop(trainer)
             loop.threads.begin(self._threads)
             self._undo.append(_seed_updates(loop.step, self))
+        share_evaluations(trainer)
         self._undo.append(_set_environment(self.seed))
         self._seed_initial_weights()
 

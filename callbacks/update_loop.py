@@ -13,15 +13,19 @@ from typing import Any
 
 from typing_extensions import override
 
+from callbacks.lib.decisions import check_decision
+from callbacks.lib.evaluation_loop import SharedEvaluationLoop
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates
+from callbacks.lib.stand_ins import uneven_micro_batch
 from callbacks.lib.threads import RunThreads
 from callbacks.lib.training_loaders import check_interval, numbered_loaders, wrap_training_loaders
 from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep
 from datamodules.errors import UserError
 from datamodules.lightning import GradientAccumulationScheduler, SIGTERMException, _TrainingEpochLoop, pl
+from datamodules.loading.updates import Update
 
 
 class UpdateLoop(_TrainingEpochLoop):
@@ -42,8 +46,9 @@ class UpdateLoop(_TrainingEpochLoop):
         # `fit` gives the validation loop its loaders before it calls `setup` of callbacks, which install this loop. So
         # the attributes of the replaced loop are taken over: counters, results and validation loop.
         vars(self).update(vars(stock))
-        self.results = UpdateResults()
+        self.results = UpdateResults(stock.trainer)
         self._results = self.results
+        self.val_loop = SharedEvaluationLoop(stock.val_loop)
         self.calls = HookCalls(self.trainer)
         self.step = UpdateStep(self.trainer, self.calls)
         self.threads = RunThreads(self.trainer)
@@ -108,6 +113,7 @@ class UpdateLoop(_TrainingEpochLoop):
             self.loaded.restart_iterators(data_fetcher)
         super().on_run_start(data_fetcher)
         self.calls.begin_epoch()
+        self.results.begin_epoch()
         self.step.skips_backward = self.automatic_optimization._skip_backward
         configs = self.trainer.lr_scheduler_configs
         self._has_schedules = bool(configs)
@@ -118,6 +124,11 @@ class UpdateLoop(_TrainingEpochLoop):
         # Otherwise the interval is a time, or counts the updates of the whole run: then each update asks Lightning.
         is_within_epoch = type(interval) is int and self.trainer.check_val_every_n_epoch is not None
         self._validates_every = interval if is_within_epoch else 1
+
+    @override
+    def run(self, data_fetcher: Any) -> None:
+        super().run(data_fetcher)
+        self.results.share()
 
     @override
     def advance(self, data_fetcher: Any) -> None:
@@ -151,13 +162,15 @@ class UpdateLoop(_TrainingEpochLoop):
         if all(batch is None for batch in update.batches):
             warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...", stacklevel=2)
         else:
-            stops = self.calls.hook("on_train_batch_start", hook_batch, batch_idx) == -1
+            stops = self._hook(update, "on_train_batch_start", hook_batch, batch_idx) == -1
             self.calls.strategy_hook("on_train_batch_start", hook_batch, batch_idx)
             if stops:
                 progress.increment_by(0, is_last_batch=True)
             else:
                 progress.increment_started()
+                results.begin_update()
                 outputs = self.calls.profile("run_training_batch", self.step.make, update, first_batch, batch_idx)
+                results.end_update()
         progress.increment_processed()
         if self._has_schedules:
             if self.calls.module.automatic_optimization and not self.step.is_skipped:
@@ -166,13 +179,20 @@ class UpdateLoop(_TrainingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stops:
             raise StopIteration
-        self.calls.hook("on_train_batch_end", outputs, hook_batch, batch_idx)
+        self._hook(update, "on_train_batch_end", outputs, hook_batch, batch_idx)
         if results:
             connector.on_batch_end()
         results.batch = results.batch_size = None
         progress.increment_completed()
         if results:
             connector.update_train_step_metrics()
+
+    def _hook(self, update: Update[Any], name: str, *args: Any) -> Any:
+        """Call a hook of an update; on a rank with a stand-in, what the hook logs does not count."""
+        if not update.is_stand_in:
+            return self.calls.hook(name, *args)
+        with uneven_micro_batch(self.calls.module, self.results, (), is_stand_in=True):
+            return self.calls.hook(name, *args)
 
     def _resumes_in_validation(self, data_fetcher: Any) -> bool:
         """Whether the resumed run was interrupted in a validation, which comes before the next update."""
@@ -266,7 +286,17 @@ class UpdateLoop(_TrainingEpochLoop):
             if self._plateaus_stepped:
                 return
             self._plateaus_stepped = True
+        if update_plateau_schedulers and self.trainer.world_size > 1:
+            self._check_plateaus(interval)
         super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _check_plateaus(self, interval: str) -> None:
+        """Check that all ranks step the due ReduceLROnPlateau schedulers by one value."""
+        periods = 1 + (self.batch_idx if interval == "step" else self.trainer.current_epoch)
+        for config in self.trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == interval and periods % config.frequency == 0:
+                name: Any = config.monitor
+                check_decision(name, self.trainer.callback_metrics.get(name), type(config.scheduler).__name__)
 
     def step_plateaus_of_epoch(self) -> None:
         """Step ReduceLROnPlateau at an epoch's end now, so that the checkpoint of the epoch holds the new rates.

@@ -30,6 +30,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from lightning.pytorch.loggers.csv_logs import ExperimentWriter
     from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
     from lightning.pytorch.loops.optimization.automatic import ClosureResult
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -40,7 +41,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.connectors import checkpoint_connector
     from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _resolve_overfit_batches
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric, _Sync
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
     from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
     from lightning.pytorch.utilities.data import extract_batch_size
@@ -70,6 +71,7 @@ else:
     from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from pytorch_lightning.loggers.csv_logs import ExperimentWriter
     from pytorch_lightning.loggers.logger import DummyLogger
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
     from pytorch_lightning.loops.optimization.automatic import ClosureResult
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
     from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -80,7 +82,7 @@ else:
     from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors import checkpoint_connector
     from pytorch_lightning.trainer.connectors.data_connector import _process_dataloader, _resolve_overfit_batches
-    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric, _Sync
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
     from pytorch_lightning.utilities.data import extract_batch_size

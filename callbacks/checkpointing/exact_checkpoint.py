@@ -23,7 +23,9 @@ from callbacks.checkpointing.stopping_points import (
     trains,
 )
 from callbacks.lib import lightning_internals as internals
+from callbacks.lib.decisions import check_decision
 from callbacks.lib.durations import Duration
+from callbacks.lib.evaluation_loop import share_evaluations
 from callbacks.lib.exchange import gather
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.one_lightning import OneLightningCallback
@@ -141,6 +143,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             if isinstance(trainer.precision_plugin, DoublePrecision):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)
+        share_evaluations(trainer)
         super().setup(trainer, pl_module, stage)
         internals.resume_max_steps_at_epoch_end(trainer)
 
@@ -235,6 +238,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
                 " its optimizers step in another hook than training_step: nothing would be saved; step in training_step"
             )
         loop = install_update_loop(trainer)
+        loop.results.share()  # What the module's own hook has logged, in the same place on all ranks.
         loop.step_plateaus_of_epoch()
         self._save_at_interval(trainer)
         if self._has_validated:
@@ -278,7 +282,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         if self.monitor in scores and update != trainer.global_step:
             internals.save_after_validation(self)
             return False
-        # The score is the same on all ranks, so all of them decide alike without a collective call.
+        if trainer.world_size > 1 and self.monitor is not None:
+            check_decision(self.monitor, current, type(self).__name__)
         is_equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         return is_equal or super().check_monitor_top_k(trainer, current)
 

@@ -92,12 +92,13 @@ def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def means_of_epoch(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Return the values of ``log(on_epoch=True)`` for the epoch so far; a collective call."""
+    """Return the values of ``log(on_epoch=True)`` for the epoch that is over; a collective call."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    results.share()
     means = {}
     for _, metric in _epoch_metrics(trainer):
         if metric.is_tensor:
-            means[str(metric.meta.forked_name(on_step=False))] = metric.compute()
-            metric._computed = None  # Otherwise Lightning would return this cached value at the epoch's end.
+            means[str(metric.meta.forked_name(on_step=False))] = results._get_cache(metric, on_step=False)
     return means
 
 

@@ -24,8 +24,8 @@ def uneven_micro_batch(
         synchronised_layers: the BatchNorm layers that wait for all ranks in each forward pass.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(results.uneven(is_stand_in))
         if is_stand_in:
+            stack.enter_context(results.stand_in())
             stack.enter_context(stand_in(synchronised_layers))
             stack.enter_context(kept_metrics(module))
         yield

@@ -100,6 +100,7 @@ class UpdateStep:
 
         def closure() -> Tensor | None:
             outputs.clear()  # LBFGS and SAM call the closure several times in a step.
+            self._loop.results.begin_update()
             if torch.is_grad_enabled():
                 return self._compute_gradients(update, first_batch, batch_idx, outputs)
             with torch.enable_grad():

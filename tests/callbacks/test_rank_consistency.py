@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.rank_consistency import RankConsistency, checksum, checksums
+from callbacks.rank_consistency import Evidence, RankConsistency, checksum, checksums, describe_cause
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
@@ -111,3 +111,67 @@ def test_ranks_with_equal_weights_continue_though_plain_ddp_lets_their_running_s
     first, second = run_ranks(fit, 2, 2, "nothing")
     assert first[:2] == second[:2] == ("", 3)
     assert first[2] != second[2], "if buffers were equal they could be compared"
+
+
+class Drift(pl.Callback):
+    """Lets the weights of the ranks differ, as a run with this mistake does."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        weight = pl_module.network[1].weight
+        if self.kind == "unfrozen":
+            weight.requires_grad_(False)
+        elif self.kind == "teacher":
+            make = pl_module.make_optimizer
+            others = [parameter for parameter in pl_module.parameters() if parameter is not weight]
+            pl_module.make_optimizer = lambda: type(make())(others, lr=0.1)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.kind == "unfrozen":
+            pl_module.network[1].weight.requires_grad_(True)  # DDP has not registered it.
+
+    @override
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        weight = pl_module.network[1].weight
+        if self.kind == "rates" and trainer.global_rank == 1:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.05
+        elif self.kind == "frozen" and trainer.global_rank == 1 and trainer.is_last_batch:
+            weight.requires_grad_(False)
+            weight.mul_(2)
+        elif self.kind in ("teacher", "written"):
+            weight.add_(trainer.global_rank)
+
+
+CAUSES = {
+    "rates": "The learning rate is 0.1 on rank 0 and 0.05 on rank 1: a schedule has decided by a value of one rank;",
+    "frozen": "It is frozen on rank 1 and not on rank 0: freeze and unfreeze layers on all ranks in the same update",
+    "teacher": "No optimizer has it, so other code writes to it: write the same values on each rank, once per update",
+    "unfrozen": "Its gradient was not reduced over the ranks: look for layers unfrozen without FreezeLayers",
+    "written": "Its last gradient is the same on all ranks, so the optimizer or other code has changed it otherwise",
+}
+
+
+def _drift(world_size: int, kind: str) -> str:
+    trainer = quiet_trainer(RankConsistency(), Drift(kind), world_size=world_size)
+    loader = TrainLoader(*noisy_images(16), torch.arange(16), 4, 1, trainer.global_rank, world_size)
+    with pytest.raises(RunFailedError) as raised:
+        trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), loader)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_the_line_names_the_cause_that_fits(kind: str) -> None:
+    for raised in run_ranks(_drift, 2, 2, kind):
+        assert f"agree among themselves. {CAUSES[kind]}" in raised
+
+
+def test_rates_that_differ_name_the_metric_that_decides() -> None:
+    ranks = [Evidence([0.1], {"a": "1", "loss": value}, True, True, 7) for value in ("0.5", "0.25")]
+    ranks[1] = ranks[1]._replace(rates=[0.01], metrics={"a": "2", "loss": "0.25"})
+    assert "as loss is 0.5 on rank 0 and 0.25 on rank 1; log what it reads" in describe_cause(ranks, ["loss"])
+    assert "as a is 1 on rank 0 and 2 on rank 1; log what it reads" in describe_cause(ranks)

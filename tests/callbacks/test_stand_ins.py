@@ -6,11 +6,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, Metric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN
 from callbacks.lib.stand_ins import weighted_gradients
+from datamodules import Update
 from datamodules.loading.loaders import TrainLoader
 from tests.callbacks.test_updates import LR, Line, Logging, Normalised, samples, weights
 from tests.support.ranks import run_ranks
@@ -48,6 +49,32 @@ def _log_of_stand_ins(world_size: int) -> float:
 def test_a_rank_of_stand_ins_only_keeps_no_other_waiting() -> None:
     wanted = pytest.approx(_log_of_stand_ins(1), rel=1e-12)
     assert run_ranks(_log_of_stand_ins, 2, 2, timeout=60) == [wanted, wanted]
+
+
+class AtTheEnd(Line):
+    """Logs and measures in a hook of the update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for _, micro_batch in batch if isinstance(batch, Update) else [(0, batch)]:
+            self.mean.update(micro_batch[1].mean())
+            self.log("sum", micro_batch[1].sum(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
+def _at_the_end(world_size: int) -> dict[str, float]:
+    """Of an epoch of 4 micro-batches in updates of 3: two of three ranks end it with a stand-in."""
+    trainer = quiet_trainer(GradientAccumulation(global_batch_size=6), world_size=world_size)
+    loader = TrainLoader(*samples(8), torch.arange(8), 2, 1, trainer.global_rank, world_size, shuffle=False)
+    trainer.fit(AtTheEnd(), loader)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_stand_in_counts_in_no_hook_after_the_update() -> None:
+    assert run_ranks(_at_the_end, 3, 3) == [pytest.approx(_at_the_end(1), rel=1e-6)] * 3
 
 
 class InPlace(Metric):

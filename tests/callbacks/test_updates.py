@@ -199,27 +199,6 @@ class Logging(Line):
         return loss
 
 
-def _logs_by_step(rank_count: int) -> list[str]:
-    """What becomes of logs that wait at each step: in updates of 3 micro-batches, and of 4."""
-    found = []
-    for steps in (6, 8):
-        model = Logging(on_step=True, sync_dist=True, on_epoch=False)
-        options: dict[str, Any] = {"world_size": rank_count, "use_distributed_sampler": True}
-        try:
-            train(model, GradientAccumulation(global_batch_size=steps), **options)
-        except UserError as error:
-            found.append(str(error))
-        else:
-            found.append("")
-    return found
-
-
-def test_a_log_that_waits_in_an_uneven_update_is_refused() -> None:
-    for uneven, even in run_ranks(_logs_by_step, 2, 2):
-        assert "self.log(on_step=True, sync_dist=True) waits for all devices" in uneven
-        assert even == ""
-
-
 class Noisy(Line):
     """BatchNorm and noise, in float32."""
 

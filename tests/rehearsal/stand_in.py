@@ -72,7 +72,7 @@ class Wait:
         if self.phase:
             return
         depth = len(self.frames)
-        if owner == "_EvaluationLoop":
+        if owner in ("_EvaluationLoop", "SharedEvaluationLoop"):
             # Its `run` makes the loaders and the end of the epoch, too.
             if function in ("_evaluation_step", "run"):
                 self.phase = "validation step" if function == "_evaluation_step" else "elsewhere"
