@@ -27,8 +27,8 @@ from datamodules.notes import warn
 
 
 @functools.cache
-def _step_key(seed: int) -> int:
-    return derive_seed(seed, "step")
+def _key(seed: int, purpose: str) -> int:
+    return derive_seed(seed, purpose)
 
 
 @functools.lru_cache(maxsize=4)  # Each seed is used twice: to load a batch, and to compute it.
@@ -38,7 +38,7 @@ def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
     Args:
         number: number of the micro-batch in its epoch, counted over all ranks.
     """
-    return derive_seed_at(_step_key(seed), epoch, number)
+    return derive_seed_at(_key(seed, "step"), epoch, number)
 
 
 def _set_environment(seed: int) -> Callable[[], None]:
@@ -71,16 +71,21 @@ class SeedControl(OneLightningCallback):
     - The constructor seeds all generators. Build the callback before the module, and the initial weights repeat. It
       seeds them again in ``setup``, before ``configure_model``, with the same seed on all ranks.
     - The seed of each micro-batch is a function of (seed, epoch, number of the micro-batch in the epoch). It holds for
-      loading and computing it, and for the generators of torch, NumPy and Python. The numbers are the same on any
-      number of devices with a `DataLoader` over a data set with a length and a sampler of torch, and with the loaders
-      of `datamodules`. If an optimizer calls its closure again, the same numbers are drawn again.
+      loading it, for moving it to the device and for computing it, and for the generators of torch, NumPy and Python.
+      The numbers are the same on any number of devices with a `DataLoader` over a data set with a length and a sampler
+      of torch, and with the loaders of `datamodules`. If an optimizer calls its closure again, the same numbers are
+      drawn again.
+    - The seed of what follows the gradients is a function of (seed, epoch, number of the update), equal on all ranks.
+      It holds for hooks that change gradients, optimizers that are not torch's, and the ends of updates and epochs.
     - The seed of each evaluation batch is a function of (seed, loader, number of the batch over all ranks). Evaluation
       does not change the numbers of training.
     - At the start of each epoch the generators have the same seed on all ranks, for samplers of loaders without
       numbers. The workers of such loaders get a seed for each epoch, rank and worker, unless they persist.
 
-    Runs on: construction, `setup`, the starts of fit and epochs, the start of each evaluation batch, and before
-    `UpdateLoop` loads and computes a micro-batch. `teardown` and `on_exception` restore the environment.
+    Runs on: construction, `setup`, the starts of fit and epochs, the end of epochs, the start of each evaluation batch,
+    and before `UpdateLoop` loads and computes a micro-batch. It seeds transfers, hooks and optimizers only where code
+    runs that may draw: neither torch's, nor Lightning's, nor of this project. `teardown` and `on_exception` restore the
+    environment.
 
     Args:
         seed: 0 or greater, the same on all ranks.
@@ -157,14 +162,42 @@ class SeedControl(OneLightningCallback):
         else:
             self.seed_epoch(trainer)
 
+    # Loading, moving and computing a micro-batch have three seeds: equal noise of samples and layers would correlate.
+
     def seed_loading(self, trainer: pl.Trainer, number: int) -> None:
-        """Seed the generators for loading a micro-batch and moving it to the device."""
-        # Another seed than for computing it: the noise of samples must not equal that of layers.
+        """Seed the generators for loading a micro-batch."""
         seed_generators(micro_batch_seed(self.seed, trainer.current_epoch, number) ^ 1, self._device)
 
-    def seed_micro_batch(self, trainer: pl.Trainer, number: int) -> None:
-        """Seed the generators for computing a micro-batch."""
-        seed_generators(micro_batch_seed(self.seed, trainer.current_epoch, number), self._device)
+    def seed_transfer(self, trainer: pl.Trainer, number: int) -> None:
+        """Seed the generators for moving a micro-batch to the device, and for its `on_train_batch_start`."""
+        seed_generators(micro_batch_seed(self.seed, trainer.current_epoch, number) ^ 2, self._device)
+
+    def seed_micro_batch(self, trainer: pl.Trainer, number: int, use: int = 0) -> None:
+        """Seed the generators for computing a micro-batch.
+
+        Args:
+            use: number of times that they were seeded for it before, as between two steps of a manual optimization.
+        """
+        seed = micro_batch_seed(self.seed, trainer.current_epoch, number)
+        seed_generators(derive_seed_at(seed, use) if use else seed, self._device)
+
+    def seed_update(self, trainer: pl.Trainer, purpose: str, *numbers: int) -> None:
+        """Seed the generators on all ranks alike, for what an update does after its gradients are summed.
+
+        Args:
+            numbers: number of the update in the epoch, and how often its generators were seeded for the purpose.
+        """
+        seed_generators(derive_seed_at(_key(self.seed, purpose), trainer.current_epoch, *numbers), self._device)
+
+    # The last batch, of training or of validation, was another on each rank, and with it the state of the generators.
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seed("epoch end", trainer.current_epoch)
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seed("validation end", trainer.global_step)
 
     on_sanity_check_end = on_train_epoch_start = seed_epoch
 

@@ -5,6 +5,7 @@ which each rank computes a range. So `batch_idx`, limits, intervals, checkpoints
 any number of devices.
 """
 
+import contextlib
 import inspect
 import time
 import warnings
@@ -34,9 +35,9 @@ class UpdateLoop(_TrainingEpochLoop):
     The gradient of an update is the mean over all its targets; with `GradientAccumulation` it has the same bits on any
     number of ranks. `install_update_loop` puts the loop into a Trainer.
 
-    Hooks are called in Lightning's order and once per update. Only `on_before_backward` is called for each micro-batch.
-    In `on_after_backward` the gradients are those of the whole update. `on_train_batch_start` and `on_train_batch_end`
-    get the batch if the update is one micro-batch, and an `Update` if it has several. Callbacks may define
+    Hooks are called in Lightning's order. Those of a batch, `on_train_batch_start` and `on_before_backward`, are called
+    for each micro-batch; those of an update, from `on_after_backward` to `on_train_batch_end`, once, when its gradients
+    are summed. `on_train_batch_end` gets this rank's last micro-batch. Callbacks may define
     ``on_update_end(trainer, pl_module)``. The loop calls it after an update, its validation and its schedules; a
     checkpoint saved there resumes with the next update.
     """
@@ -143,15 +144,16 @@ class UpdateLoop(_TrainingEpochLoop):
             self._broadcast_sigterm_tensor()
         batch_idx = self.batch_idx + 1
         number = self.loaded.first_number(batch_idx)
+        if self.step.seeds is None:
+            self.step.watch_generators()
         # A loader without numbers draws the order of the epoch with its first batch: that keeps the epoch's seed.
-        if self.step.seeds is not None and (batch_idx > 0 or self.loaded.division is not None):
-            self.step.seed_loading(number)
+        elif batch_idx > 0 or self.loaded.division is not None:
+            self.step.seeds.seed_loading(trainer, number)
         self.loaded.keep_position(data_fetcher)
         item, _, _ = next(data_fetcher)
         progress.is_last_batch = data_fetcher.done
         update = self.loaded.as_update(item, number, self.calls.world_size)
-        first_batch = self.calls.to_device(update.batches[0])
-        hook_batch = first_batch if len(update) == 1 else update
+        first_batch = self.step.begin(update)
         progress.increment_ready()
         connector = trainer._logger_connector
         results = self.results
@@ -162,14 +164,14 @@ class UpdateLoop(_TrainingEpochLoop):
         if all(batch is None for batch in update.batches):
             warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...", stacklevel=2)
         else:
-            stops = self._hook(update, "on_train_batch_start", hook_batch, batch_idx) == -1
-            self.calls.strategy_hook("on_train_batch_start", hook_batch, batch_idx)
+            with self._logs_of(update):
+                stops = self.calls.start_batch(first_batch, batch_idx)
             if stops:
                 progress.increment_by(0, is_last_batch=True)
             else:
                 progress.increment_started()
                 results.begin_update()
-                outputs = self.calls.profile("run_training_batch", self.step.make, update, first_batch, batch_idx)
+                outputs = self.calls.profile("run_training_batch", self.step.make, update, batch_idx)
                 results.end_update()
         progress.increment_processed()
         if self._has_schedules:
@@ -179,7 +181,8 @@ class UpdateLoop(_TrainingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stops:
             raise StopIteration
-        self._hook(update, "on_train_batch_end", outputs, hook_batch, batch_idx)
+        with self._logs_of(update):
+            self.calls.hook("on_train_batch_end", outputs, self.step.end(batch_idx), batch_idx)
         if results:
             connector.on_batch_end()
         results.batch = results.batch_size = None
@@ -187,12 +190,11 @@ class UpdateLoop(_TrainingEpochLoop):
         if results:
             connector.update_train_step_metrics()
 
-    def _hook(self, update: Update[Any], name: str, *args: Any) -> Any:
-        """Call a hook of an update; on a rank with a stand-in, what the hook logs does not count."""
+    def _logs_of(self, update: Update[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of the hooks of an update; on a rank with a stand-in, what they log does not count."""
         if not update.is_stand_in:
-            return self.calls.hook(name, *args)
-        with uneven_micro_batch(self.calls.module, self.results, (), is_stand_in=True):
-            return self.calls.hook(name, *args)
+            return contextlib.nullcontext()
+        return uneven_micro_batch(self.calls.module, self.results, (), is_stand_in=True)
 
     def _resumes_in_validation(self, data_fetcher: Any) -> bool:
         """Whether the resumed run was interrupted in a validation, which comes before the next update."""

@@ -12,7 +12,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
 from datamodules.lightning import pl
-from datamodules.loading.updates import micro_batches
 
 _BATCHES_BETWEEN_CHECKS = 50  # On a GPU, where each check waits for the device.
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -269,8 +268,8 @@ class CheckLabels(pl.Callback):
         stage = "test" if trainer.testing else "validate"
         if is_training(trainer):
             stage = "train"
-        for _, labels, *_ in micro_batches(batch):
-            self.checks[stage].check_batch(labels)
+        _, labels, *_ = batch
+        self.checks[stage].check_batch(labels)
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
 

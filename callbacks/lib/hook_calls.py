@@ -7,16 +7,19 @@ this file uses private names of Lightning.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from callbacks.lib.hooks import is_idle
 from callbacks.lib.lightning_internals import RUNNING_HOOK
-from callbacks.lib.optimizers import has_plain_zeroing
+from callbacks.lib.optimizers import has_plain_zeroing, is_torchs
+from datamodules.errors import UserError
 from datamodules.lightning import (
     DDPStrategy,
     DoublePrecision,
@@ -71,6 +74,25 @@ class NoTargets(Exception):
     """Ends the step of an optimizer whose update has no target on any rank."""
 
 
+def _as_prefix(folder: Path) -> str:
+    return f"{folder}{os.sep}"
+
+
+_LIGHTNING = _as_prefix(Path(pl.__file__).parent)
+_PROJECT = tuple(_as_prefix(Path(__file__).parents[2] / name) for name in ("callbacks", "datamodules", "recipes"))
+
+
+def _file_of(function: Any) -> str:
+    """Return the file with the code of a function; "" for a callable without code in Python."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else str(code.co_filename)
+
+
+def _is_foreign(function: Any) -> bool:
+    """Whether a function may draw random numbers: it is neither Lightning's nor of this project, which draw none."""
+    return not _file_of(function).startswith((_LIGHTNING, *_PROJECT))
+
+
 class HookCalls:
     """Caller of hooks in Lightning's order, with Lightning's contexts.
 
@@ -101,6 +123,14 @@ class HookCalls:
         """Hooks that callbacks override, by name, with the index of each callback."""
         self.module_hooks: set[str] = set()
         """Names of the hooks that the module's class overrides."""
+        self.batch_hooks: list[tuple[str, Callable[..., Any]]] = []
+        """The `on_train_batch_start` of callbacks that see each micro-batch, with its name in a profile."""
+        self.draws_in_transfer = False
+        self.draws_in_step = False
+        self.draws_after_gradients = False
+        self.draws_at_end = False
+        """Whether foreign code that may draw random numbers runs between the loading of a micro-batch and its forward
+        pass, in the optimizer's step, between the gradients and the weights, and after the update."""
         self.attributes: dict[str, Any] = {}
         """The module's ``__dict__``, which is read and written without torch's `__setattr__`."""
         self.schedulers: list[Any] = []
@@ -170,6 +200,28 @@ class HookCalls:
             ]
             self.hooked[name] = [(index, hook) for index, hook in hooks if callable(hook)]
         self.module_hooks = {name for name in _HOOKS if not is_idle(self.module, name, pl.LightningModule)}
+        # Lightning's own callbacks look at no batch: they count updates, or log once in each.
+        self.batch_hooks = [
+            (f"[Callback]{self.callbacks[index].state_key}.on_train_batch_start", hook)
+            for index, hook in self.hooked["on_train_batch_start"]
+            if not _file_of(hook).startswith(_LIGHTNING)
+        ]
+        self._find_foreign_hooks()
+
+    def _find_foreign_hooks(self) -> None:
+        """Find where foreign code runs that may draw random numbers."""
+        module = self.module
+        names = {name for name, hooks in self.hooked.items() if any(_is_foreign(hook) for _, hook in hooks)}
+        names |= {name for name in self.module_hooks if _is_foreign(getattr(module, name))}
+        names |= {name for name in (*_UPDATE, *_CLIPPING, *_TRANSFERS) if _is_foreign(getattr(module, name))}
+        data = self.trainer.datamodule
+        if data is not None:
+            names |= {name for name in _TRANSFERS if _is_foreign(getattr(data, name))}
+        self.draws_in_transfer = not names.isdisjoint((*_TRANSFERS, "on_train_batch_start"))
+        self.draws_in_step = "optimizer_step" in names or not all(map(is_torchs, self.optimizers))
+        is_hooked = not names.isdisjoint(("on_after_backward", "on_before_optimizer_step", *_CLIPPING))
+        self.draws_after_gradients = self.draws_in_step or is_hooked
+        self.draws_at_end = "on_train_batch_end" in names or any(map(_is_foreign, self.after_update))
 
     def hook(self, name: str, *args: Any) -> Any:
         """Call a hook of all callbacks and then of the module, and return the module's result."""
@@ -197,6 +249,33 @@ class HookCalls:
         result = _call_hook(module, name, *args) if has_module_hook else None
         attributes[RUNNING_HOOK] = outer_hook
         return result
+
+    def start_batch(self, batch: Any, batch_idx: int) -> bool:
+        """Call `on_train_batch_start` for an update's first micro-batch, and return whether the epoch ends there."""
+        stops: bool = self.hook("on_train_batch_start", batch, batch_idx) == -1
+        self.strategy_hook("on_train_batch_start", batch, batch_idx)
+        return stops
+
+    def start_next_batch(self, batch: Any, batch_idx: int) -> None:
+        """Call `on_train_batch_start` for another micro-batch of an update, except that of Lightning's own callbacks.
+
+        Raises:
+            UserError: the module asks to skip the rest of the epoch.
+        """
+        name = "on_train_batch_start"
+        module = self.module
+        if self.trainer.callbacks != self.callbacks:
+            self._find_hooks()
+        for action, hook in self.batch_hooks:
+            self.profile(action, self.named, name, hook, self.trainer, module, batch, batch_idx)
+        if name not in self.module_hooks and name not in self.attributes:
+            return
+        action = f"[LightningModule]{type(module).__name__}.{name}"
+        if self.profile(action, self.named, name, _call_hook, module, name, batch, batch_idx) == -1:
+            raise UserError(
+                f"{type(module).__name__}.on_train_batch_start returned -1 within an update, which is then half done:"
+                " return it by batch_idx, so that it comes with the update's first micro-batch"
+            )
 
     def named(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function as the running hook of this name, which decides how `log` logs."""

@@ -4,9 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from datamodules.errors import UserError
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the class of an optimizer is one of torch's, which draw no random numbers."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def calls_closure_once(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to call its closure once per step."""
+    return is_torchs(optimizer) and not isinstance(optimizer, LBFGS)
 
 
 def optimizer_layers(optimizer: Optimizer) -> Sequence[Optimizer]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from datamodules.errors import UserError
 from datamodules.lightning import pl
@@ -15,57 +14,30 @@ from datamodules.lightning import pl
 Result = TypeVar("Result")
 
 
-def _gradient_versions(parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the identity and version of each gradient, of which any backward pass changes one."""
-    gradients = [parameter.grad for parameter in parameters]
-    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
-
-
 def without_backward(
-    trainer: pl.Trainer, parameters: Sequence[Tensor], is_first: bool, step: Callable[..., Result], *args: Any
+    module: pl.LightningModule, parameters: Sequence[Tensor], step: Callable[..., Result], *args: Any
 ) -> Result:
-    """Call a function that runs `training_step`, and check that it runs no backward pass.
+    """Call a function that runs `training_step`, and check that it computes no gradient of the parameters.
 
-    Args:
-        is_first: whether this is the first step of the fit. Under DDP only that step is checked.
+    Meanwhile ``.grad`` is None, on any number of devices: `zero_grad` and clipping find nothing to change, and what is
+    there afterwards was computed. The gradients of the last update are put back for `on_before_zero_grad`.
 
     Raises:
-        UserError: the function has computed gradients of the parameters.
+        UserError: the function has computed gradients.
     """
-    if isinstance(trainer.strategy.model, DistributedDataParallel):
-        # DDP's forward pass itself replaces gradients with views of its buckets, so versions do not tell. Hooks do, but
-        # registering them takes longer than a small step.
-        if is_first:
-            return _checked_by_hooks(trainer, parameters, step, *args)
-        return step(*args)
-    versions_before = _gradient_versions(parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     result = step(*args)
-    if _gradient_versions(parameters) != versions_before:
-        _refuse(trainer.lightning_module)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is not None:
+            raise UserError(
+                f"{type(module).__name__}.training_step calls backward() itself, and an update is the mean of the"
+                " losses that it returns: add that loss to the one it returns, take gradients of inputs by"
+                " torch.autograd.grad, or set automatic_optimization = False"
+            )
+        parameter.grad = gradient
     return result
-
-
-def _checked_by_hooks(
-    trainer: pl.Trainer, parameters: Sequence[Tensor], step: Callable[..., Result], *args: Any
-) -> Result:
-    computed: list[Tensor] = []
-    hooks = [p.register_post_accumulate_grad_hook(computed.append) for p in parameters if p.requires_grad]
-    try:
-        result = step(*args)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if computed:
-        _refuse(trainer.lightning_module)
-    return result
-
-
-def _refuse(module: pl.LightningModule) -> None:
-    raise UserError(
-        f"{type(module).__name__}.training_step calls backward() itself, and an update is the mean of the losses that"
-        " it returns: add that loss to the one it returns, take gradients of inputs by torch.autograd.grad, or set"
-        " automatic_optimization = False"
-    )
 
 
 def refuse_kept_gradients(module: pl.LightningModule, parameters: Sequence[Tensor]) -> None:

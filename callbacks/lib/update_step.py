@@ -1,21 +1,23 @@
 """One optimizer update: mean gradient over all its targets, BatchNorm statistics, and the optimizer's step."""
 
 import contextlib
+import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised
-from callbacks.lib.first_micro_batch import FirstMicroBatch
+from callbacks.lib.first_update import DrawnNumbers, FirstUpdate
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank
 from callbacks.lib.hook_calls import HookCalls, NoTargets
-from callbacks.lib.optimizers import skip_step_on_device
+from callbacks.lib.optimizers import calls_closure_once, is_torchs, skip_step_on_device
 from callbacks.lib.own_gradients import refuse_kept_gradients, without_backward
 from callbacks.lib.stand_ins import uneven_micro_batch, weighted_gradients
 from callbacks.lib.targets import Count, TargetCounter, joined_outputs
@@ -25,16 +27,12 @@ from datamodules.loading.updates import Update
 from datamodules.notes import warn
 
 
-def calls_closure_once(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to call its closure once per step."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-
-
 class _MicroBatch(NamedTuple):
     """Micro-batch that this rank computes; `is_first` and `is_last` are its position among those of this rank."""
 
     number: int
-    batch: Any
+    position: int
+    """Index in the update's batches; that of a stand-in is 0, since it computes the first one again."""
     is_first: bool
     is_last: bool
     is_stand_in: bool
@@ -76,9 +74,22 @@ class UpdateStep:
         self._gradients: GradientSum | None = None
         self._statistics: OrderedStatistics | None = None
         self._synchronised: list[Any] = []
+        self._repeats = False
+        """Whether the optimizer may call its closure again."""
+        self._first_update: FirstUpdate | None = None
         self._is_checked = False
+        self._drawn: DrawnNumbers | None = None
+        self._is_watched = False
+        self._forget_update()
         self._has_warned = False
         self._targets: TargetCounter | None = None
+
+    def _forget_update(self) -> None:
+        self._batches: list[Any] = []
+        """Micro-batches of the update that are on the device and may be needed again."""
+        self._last_batch: Any = None
+        self._passes = 0
+        """Number of calls of the closure so far in the update."""
 
     def release(self) -> None:
         """Restore the module, also after an exception in `training_step`."""
@@ -92,19 +103,38 @@ class UpdateStep:
     def _loop(self) -> Any:
         return self.trainer.fit_loop.epoch_loop
 
-    def make(self, update: Update[Any], first_batch: Any, batch_idx: int) -> Any:
-        """Make an update, and return the outputs for `on_train_batch_end`."""
+    def begin(self, update: Update[Any]) -> Any:
+        """Begin an update, and return its first micro-batch on the device."""
+        first_batch = self._to_device(update, 0)
+        self._batches = [first_batch]
+        self._last_batch = first_batch
+        return first_batch
+
+    def end(self, batch_idx: int) -> Any:
+        """End an update before its `on_train_batch_end`, and return this rank's last micro-batch, which that gets."""
+        last_batch = self._last_batch
+        self._forget_update()
+        if self._drawn is not None:
+            self._drawn.finish()
+            self._drawn = None
+        if self.seeds is not None and self.calls.draws_at_end:
+            self.seeds.seed_update(self.trainer, "end", batch_idx)
+        return last_batch
+
+    def make(self, update: Update[Any], batch_idx: int) -> Any:
+        """Make an update that has begun, and return the outputs for `on_train_batch_end`."""
         if not self.calls.module.automatic_optimization:
-            return self._make_manually(update, first_batch, batch_idx)
+            return self._make_manually(update, batch_idx)
         outputs: list[dict[str, Any]] = []
 
         def closure() -> Tensor | None:
             outputs.clear()  # LBFGS and SAM call the closure several times in a step.
             self._loop.results.begin_update()
+            self._passes += 1
             if torch.is_grad_enabled():
-                return self._compute_gradients(update, first_batch, batch_idx, outputs)
+                return self._compute_gradients(update, batch_idx, outputs)
             with torch.enable_grad():
-                return self._compute_gradients(update, first_batch, batch_idx, outputs)
+                return self._compute_gradients(update, batch_idx, outputs)
 
         if self.skips_backward:
             closure()  # Forward passes alone, which update the BatchNorm statistics.
@@ -112,6 +142,8 @@ class UpdateStep:
             # Compared here, since callbacks that unfreeze layers wrap the module in a new DDP in the hooks before.
             if self._model is not self.calls.strategy.model:
                 self._attach()
+            if self.seeds is not None and self.calls.draws_in_step:
+                self.seeds.seed_update(self.trainer, "optimizer", batch_idx, 0)
             self.is_skipped = not self.calls.optimizer_step(batch_idx, closure)
             if self.is_skipped:
                 self._end_skipped()
@@ -138,21 +170,62 @@ class UpdateStep:
                 " `count` was 0: such an update makes no step, and no schedule counts it"
             )
 
-    def _make_manually(self, update: Update[Any], first_batch: Any, batch_idx: int) -> Any:
+    def _make_manually(self, update: Update[Any], batch_idx: int) -> Any:
         """Run the step of a module that optimizes manually, whose update is one micro-batch."""
         (number,) = update.numbers
+        (batch,) = self._batches
         self._seed_micro_batch(number)
         micro_batch = self._micro_batches(update)[0]
         with self._uneven(update, micro_batch), self._weighted(self._share_of_mean(update, micro_batch)):
-            arguments = OrderedDict(self.calls.step_arguments(first_batch, batch_idx))
-            outputs = self._loop.manual_optimization.run(arguments)
+            arguments = OrderedDict(self.calls.step_arguments(batch, batch_idx))
+            if self.seeds is None or all(map(is_torchs, self.calls.optimizers)):
+                outputs = self._loop.manual_optimization.run(arguments)
+            else:
+                with self._addressed_steps(number, batch_idx):
+                    outputs = self._loop.manual_optimization.run(arguments)
         if outputs.get("loss") is not None:
-            outputs = {**outputs, "count": self._count(outputs, first_batch, micro_batch.samples)}
+            outputs = {**outputs, "count": self._count(outputs, batch, micro_batch.samples)}
         return {"loss": None, "micro_batches": []} if update.is_stand_in and outputs else outputs
+
+    @contextlib.contextmanager
+    def _addressed_steps(self, number: int, batch_idx: int) -> Iterator[None]:
+        """Give the noise of foreign optimizers, whose steps `training_step` calls, the address of the update.
+
+        The noise of what comes after a step, and of its closure, keeps the address of the micro-batch.
+        """
+        trainer = self.trainer
+        seeds = self.seeds
+        # Each seed is used once: a second step, and a second call of a closure, draw other numbers than the first.
+        uses = itertools.count(1)
+
+        def addressed(closure: Callable[[], Any]) -> Any:
+            seeds.seed_micro_batch(trainer, number, next(uses))
+            loss = closure()
+            seeds.seed_update(trainer, "optimizer", batch_idx, next(uses))
+            return loss
+
+        def begin(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            seeds.seed_update(trainer, "optimizer", batch_idx, next(uses))
+            if options.get("closure") is not None:
+                return args, {**options, "closure": partial(addressed, options["closure"])}
+            if len(args) > 1 and callable(args[1]):
+                return (args[0], partial(addressed, args[1]), *args[2:]), options
+            return None
+
+        def end(*_: Any) -> None:
+            seeds.seed_micro_batch(trainer, number, next(uses))
+
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.calls.optimizers:
+                if not is_torchs(optimizer):
+                    stack.callback(optimizer.register_step_pre_hook(begin).remove)
+                    stack.callback(optimizer.register_step_post_hook(end).remove)
+            yield
 
     def _attach(self) -> None:
         """Replace the reduction of the present DDP with sums in the order of micro-batch numbers."""
         trainer = self.trainer
+        self._repeats = not calls_closure_once(trainer.optimizers[0])
         self._model = self.calls.strategy.model
         self._gradients = self._statistics = None
         if trainer.world_size > 1:
@@ -163,14 +236,12 @@ class UpdateStep:
         expected_count = members[0].batch_size if len(members) == 1 else None
         assert self._model is not None
         self._gradients = GradientSum(self._model, expected_count or 1)
-        self._gradients.keeps_loss = not calls_closure_once(trainer.optimizers[0])
+        self._gradients.keeps_loss = self._repeats
         self._statistics = OrderedStatistics(trainer.lightning_module, trainer.world_size)
         if isinstance(self._model, DistributedDataParallel):
             exempt_from_broadcast(self._model)
 
-    def _compute_gradients(
-        self, update: Update[Any], first_batch: Any, batch_idx: int, outputs: list[dict[str, Any]]
-    ) -> Tensor | None:
+    def _compute_gradients(self, update: Update[Any], batch_idx: int, outputs: list[dict[str, Any]]) -> Tensor | None:
         """Compute the mean gradient over all targets of an update into ``.grad``.
 
         Returns:
@@ -183,14 +254,14 @@ class UpdateStep:
             gradients.begin(update.count)
         elif len(update) == 1 and not self._is_uneven(update):
             self._seed_micro_batch(update.numbers[0])
-            output = self._compute_alone(first_batch, batch_idx, optimizer, update.samples[0])
+            output = self._compute_alone(self._batches[0], batch_idx, optimizer, update.samples[0])
             outputs.append(output)
             if self.sums_gradients and output.get("count") == 0.0 and type(output["count"]) is float:
                 raise NoTargets
             return output["loss"]  # type: ignore[no-any-return]
         loss = None
         for micro_batch in self._micro_batches(update):
-            batch = first_batch if micro_batch.is_first else self._load(micro_batch)
+            batch = self._batch(update, micro_batch, batch_idx)
             self._seed_micro_batch(micro_batch.number)
             with self._communicating(micro_batch), self._uneven(update, micro_batch):
                 if gradients is None or self.skips_backward:
@@ -205,6 +276,7 @@ class UpdateStep:
         if gradients is not None and not self.skips_backward:
             assert statistics is not None
             statistics.finish(self._most_of_rank(update))
+            self._seed_after_gradients(batch_idx)
             self.calls.hook("on_after_backward")
             if gradients.is_empty():
                 raise NoTargets
@@ -224,27 +296,40 @@ class UpdateStep:
         adds_stand_in = bool(self._synchronised) and len(update) < self._most_of_rank(update)
         last = len(update) - 1 + adds_stand_in
         micro_batches = [
-            _MicroBatch(number, batch, index == 0, index == last, update.is_stand_in, update.samples[index])
-            for index, (number, batch) in enumerate(update)
+            _MicroBatch(number, index, index == 0, index == last, update.is_stand_in, update.samples[index])
+            for index, number in enumerate(update.numbers)
         ]
         if adds_stand_in:
-            number = update.numbers[0]
-            batch = update.batches[0]
-            samples = update.samples[0]
             micro_batches.append(
-                _MicroBatch(number, batch, is_first=False, is_last=True, is_stand_in=True, samples=samples)
+                _MicroBatch(
+                    update.numbers[0], 0, is_first=False, is_last=True, is_stand_in=True, samples=update.samples[0]
+                )
             )
         return micro_batches
 
-    def _load(self, micro_batch: _MicroBatch) -> Any:
-        """Move a micro-batch to the device."""
-        self.seed_loading(micro_batch.number)
-        batch = self.calls.to_device(micro_batch.batch)
+    def _batch(self, update: Update[Any], micro_batch: _MicroBatch, batch_idx: int) -> Any:
+        """Return a micro-batch on the device, where it arrives once, and is shown to `on_train_batch_start` once.
+
+        That hook may change it in place, and a repeated closure or a stand-in must not change it a second time.
+        """
+        is_new = micro_batch.position >= len(self._batches)
+        batch = self._to_device(update, micro_batch.position) if is_new else self._batches[micro_batch.position]
         # `log` takes the size of this batch as the weight of a mean.
         results = self._loop.results
         results.batch = batch
         results.batch_size = micro_batch.samples
+        if is_new:
+            self._last_batch = batch
+            if batch is not None:
+                self.calls.start_next_batch(batch, batch_idx)
+            if self._repeats:
+                self._batches.append(batch)
         return batch
+
+    def _to_device(self, update: Update[Any], index: int) -> Any:
+        if self.seeds is not None and self.calls.draws_in_transfer:
+            self.seeds.seed_transfer(self.trainer, update.numbers[index])
+        return self.calls.to_device(update.batches[index])
 
     def _count(self, output: Any, batch: Any, samples: int | None, loss: Tensor | None = None) -> Count:
         """Return the number of targets of a micro-batch."""
@@ -264,8 +349,8 @@ class UpdateStep:
         if self.sums_gradients and not self._is_checked:
             # Checked in the first update only: in each one it would take longer than the rest of this method.
             self._is_checked = batch is not None
-            parameters = list(self.calls.module.parameters())
-            loss, output = without_backward(self.trainer, parameters, True, self._training_step, batch, batch_idx)
+            module = self.calls.module
+            loss, output = without_backward(module, list(module.parameters()), self._training_step, batch, batch_idx)
         else:
             loss, output = self._training_step(batch, batch_idx)
         if not self.skips_backward:
@@ -273,6 +358,8 @@ class UpdateStep:
             if loss is not None and share != 1.0:
                 loss = loss * share
             if loss is not None:
+                # Lightning calls `on_after_backward` within its backward pass.
+                self._seed_after_gradients(batch_idx)
                 self.calls.stock_backward(loss, optimizer)
         if self.counts_targets and loss is not None:
             output["count"] = self._count(output, batch, samples, loss)
@@ -290,17 +377,18 @@ class UpdateStep:
         statistics = self._statistics
         assert gradients is not None
         assert statistics is not None
-        check = None if self._is_checked or batch is None else FirstMicroBatch(self.trainer)
+        if not self._is_checked and self._first_update is None and batch is not None:
+            self._first_update = FirstUpdate(self.trainer)
         statistics.begin()
-        is_first = check is not None
-        loss, output = without_backward(
-            self.trainer, gradients.parameters, is_first, self._training_step, batch, batch_idx
-        )
+        loss, output = without_backward(self.calls.module, gradients.parameters, self._training_step, batch, batch_idx)
         if batch is not None and not micro_batch.is_stand_in:
             statistics.collect()
-        if check is not None:
-            check.finish(statistics)
-            self._is_checked = True
+        if self._first_update is not None:
+            self._first_update.check_forward(statistics)
+            if micro_batch.is_last:
+                self._first_update.check_changes()
+                self._first_update = None
+                self._is_checked = True
         count: Count = 0.0 if loss is None else self._count(output, batch, micro_batch.samples, loss)
         if micro_batch.is_first:
             self._zero_grad(batch_idx, optimizer)
@@ -357,14 +445,24 @@ class UpdateStep:
 
     # Seeds and contexts of a micro-batch
 
-    def seed_loading(self, number: int) -> None:
-        """Seed the generators for loading a micro-batch, where the run seeds them."""
-        if self.seeds is not None:
-            self.seeds.seed_loading(self.trainer, number)
+    def watch_generators(self) -> None:
+        """Begin to watch in the first update of a fit whether random numbers are drawn that another run has to repeat.
+
+        That is a run that resumes or trains on several devices, and has no `SeedControl`.
+        """
+        if not self._is_watched:
+            self._is_watched = True
+            if self.trainer.world_size > 1 or self.trainer.ckpt_path is not None:
+                self._drawn = DrawnNumbers(self.trainer)
 
     def _seed_micro_batch(self, number: int) -> None:
         if self.seeds is not None:
             self.seeds.seed_micro_batch(self.trainer, number)
+
+    def _seed_after_gradients(self, batch_idx: int) -> None:
+        """Seed the generators for the hooks that change gradients, and for the rest of the optimizer's step."""
+        if self.seeds is not None and self.calls.draws_after_gradients:
+            self.seeds.seed_update(self.trainer, "gradients", batch_idx, self._passes)
 
     def _communicating(self, micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which DDP reduces gradients only in the last micro-batch of each rank."""

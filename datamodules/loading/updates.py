@@ -55,7 +55,7 @@ class Update(Generic[Batch]):
 
 
 def micro_batches(batch: Any) -> list[Any]:
-    """Return the micro-batches of the ``batch`` that `on_train_batch_start` and `on_train_batch_end` receive.
+    """Return the micro-batches of an item of a training loader.
 
     Example:
         >>> micro_batches(Update(["cats", "dogs"], [0, 1], count=2)), micro_batches("cats")

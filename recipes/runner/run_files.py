@@ -10,7 +10,6 @@ from typing_extensions import override
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.writing import atomic_write, best_effort
 from datamodules.lightning import pl
-from datamodules.loading.updates import micro_batches
 from recipes.figures.images import Picture
 from recipes.runner.loggers import LoggedImage, log_images
 from recipes.runner.results import RESULTS, Stopwatch
@@ -89,8 +88,7 @@ class RunFiles(Stopwatch):
             return
         self._has_batch = True
         with best_effort("pictures of the training data"):
-            # The item of a training loader is an update, which may have several micro-batches.
-            self.figures = pl_module.training_figures(micro_batches(batch)[0])
+            self.figures = pl_module.training_figures(batch)
             save_pictures(self.folder, self.figures, trainer)
 
     @override

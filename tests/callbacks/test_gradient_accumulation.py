@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib import first_micro_batch
+from callbacks.lib import first_update
 from callbacks.lib.updates import global_batch_size, total_updates
 from datamodules.errors import UserError
 from tests.support.ranks import run_ranks
@@ -328,7 +328,7 @@ def test_batches_of_any_class_are_trained_where_the_step_counts_their_targets() 
 def two_ranks() -> dict[str, Any]:
     """On each of two processes: uneven counts, an empty batch, several factors; then a layer that changes by itself."""
     mine, answers = SHARES[int(os.environ["RANK"])], {"said": (said := list[str]())}
-    first_micro_batch.warn = said.append
+    first_update.warn = said.append
     for name in ("one", "four", "samples", "clipped", "stream"):
         model = Tagger(None if name == "samples" else "tensor")
         accumulation = GradientAccumulation(1 if name == "one" else 4)
@@ -348,7 +348,7 @@ SHARES = (
 
 def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batch() -> None:
     first, second = run_ranks(two_ranks, 2)
-    assert sum("weight.0._u changes in each forward pass: the bits" in line for line in first["said"]) == 1
+    assert sum("weight.0._u changes with each micro-batch: the bits" in line for line in first["said"]) == 1
     pairs = [list(pair) for pair in zip(*SHARES, strict=True)]
     by_fours = [list(chain(*pairs[:4])), list(chain(*pairs[4:]))]
     expected = {

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl, seed_generators
 from tests.support.ranks import run_ranks
-from tests.support.tables import equal, quiet_trainer
+from tests.support.tables import CALLBACKS, TOGETHER, Tiny, equal, image_network, noisy_images, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -254,3 +255,192 @@ class Shifted(Dataset):
 
     def __getitem__(self, row: int) -> Tensor:
         return row + torch.randn(1) + float(np.random.rand())
+
+
+# Noise of foreign code
+
+
+class SGLD(torch.optim.Optimizer):
+    """Adds noise to the weights before its closure and after it (Welling and Teh, 2011)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self._add_noise()
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+        self._add_noise()
+        return loss
+
+    def _add_noise(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+class AddsNoise(pl.LightningModule):
+    """Dropout and a linear layer, and noise at one place."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer, self.place = nn.Sequential(nn.Dropout(0.2), nn.Linear(3, 1)), place
+        self.automatic_optimization = place != "a manual step"
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.layer(batch[0]) ** 2).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        return optimizer.step(closure)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layer(batch[0]).sum() + torch.rand(len(batch[0]))
+
+    def _add(self, place: str, *values: Tensor | None) -> None:
+        if place == self.place:
+            for value in values:
+                assert value is not None
+                value.data.add_(torch.randn_like(value), alpha=0.1)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch = [batch[0].clone()]
+        if self.trainer.training:
+            self._add("a transfer", *batch)
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._add("the start of a batch", *batch)
+
+    def on_after_backward(self) -> None:
+        self._add("gradients", *[parameter.grad for parameter in self.parameters()])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._add("before the step", *[parameter.grad for parameter in self.parameters()])
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self._add("clipping", *[parameter.grad for parameter in self.parameters()])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._add("the end of an update", *self.parameters())
+
+    def on_validation_epoch_end(self) -> None:
+        self._add("the end of a validation", *self.parameters())
+
+    def on_train_epoch_end(self) -> None:
+        self._add("the end of an epoch", *self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        is_noisy = self.place in ("a step", "a manual step")
+        return SGLD(self.parameters()) if is_noisy else torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+PLACES = (
+    *("nowhere", "a transfer", "the start of a batch", "gradients", "before the step", "clipping", "a step"),
+    *("the end of an update", "the end of a validation", "the end of an epoch"),
+)
+
+
+def _fit_with_noise(place: str, world_size: int, *callbacks: pl.Callback) -> dict[str, Tensor]:
+    seeds, model = SeedControl(1), AddsNoise(place)
+    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 66).view(22, 3))
+    trainer = quiet_trainer(seeds, *callbacks, world_size=world_size, max_epochs=2, use_distributed_sampler=True)
+    trainer.fit(model, DataLoader(data, 2, shuffle=True), DataLoader(data, 3))
+    return model.state_dict()
+
+
+def _with_noise(world_size: int) -> dict[str, dict[str, Tensor]]:
+    """Updates of 6 micro-batches, and the last of an epoch of 5."""
+    return {place: _fit_with_noise(place, world_size, GradientAccumulation(global_batch_size=12)) for place in PLACES}
+
+
+def test_noise_of_any_place_is_equal_on_any_number_of_ranks() -> None:
+    alone = _with_noise(1)
+    for found in (*run_ranks(_with_noise, 2, 2), *run_ranks(_with_noise, 3, 3)):
+        for place in PLACES:
+            assert equal(found[place], alone[place]), place
+    assert not any(equal(alone[place], alone["nowhere"]) for place in PLACES[1:])
+
+
+def _manually(world_size: int) -> dict[str, Tensor]:
+    return _fit_with_noise("a manual step", world_size)
+
+
+def test_noise_of_an_optimizer_keeps_ranks_equal_in_a_manual_step() -> None:
+    one, other = run_ranks(_manually, 2, 2)
+    assert equal(one, other)
+
+
+class Own(DataLoader[Any]):
+    """Does not number its micro-batches, so that its noise is drawn from the generators of this process."""
+
+
+class DrawsEverywhere(Augmented):
+    """Draws one number in each place of a step."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def draw(self, *_: Any) -> None:
+        self.drawn.append(torch.rand(()).item())
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.draw()
+        return torch.zeros(16)
+
+
+def test_no_two_places_of_an_update_draw_the_same_numbers() -> None:
+    data, seeds, model = DrawsEverywhere(), SeedControl(1), Dropping("CallsTwice")
+
+    class Drawing(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            for _ in range(2):
+                data.draw()
+                closure()
+            data.draw()
+            return super().step()
+
+    model.configure_optimizers = lambda: Drawing(model.parameters(), lr=0.1)  # type: ignore[method-assign]
+    model.on_after_batch_transfer = lambda batch, _: (data.draw(), batch)[1]  # type: ignore[method-assign]
+    model.on_after_backward = model.on_train_batch_end = data.draw  # type: ignore[method-assign]
+    train_step = model.training_step
+    forward: list[float] = []
+
+    def training_step(batch: Tensor, batch_idx: int) -> Tensor:
+        forward.append(torch.rand(()).item())
+        return train_step(batch, batch_idx)
+
+    model.training_step = training_step  # type: ignore[method-assign]
+    quiet_trainer(seeds, max_epochs=1).fit(model, Own(data, 1))
+    assert len(forward) == 24
+    assert len({*forward}) == 12, "a closure that is called again draws the same"
+    assert len({*data.drawn, *forward}) == len(data.drawn) + 12 == 12 * 9
+
+
+class Watches(pl.Callback):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+def test_generators_are_seeded_between_gradients_only_for_foreign_code() -> None:
+    for callbacks, draws in (((), False), ((Watches(),), True)):
+        found: list[Any] = []
+        callbacks = (*callbacks, *(CALLBACKS[name]() for name in TOGETHER))
+        trainer: Any = quiet_trainer(*callbacks)
+        module = Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
+        trainer.fit(module, DataLoader(torch.utils.data.TensorDataset(*noisy_images(8)), 4))
+        calls = trainer.fit_loop.epoch_loop.calls
+        found = [calls.draws_in_transfer, calls.draws_in_step, calls.draws_after_gradients, calls.draws_at_end]
+        assert found == [False, False, False, draws]

@@ -1,6 +1,9 @@
 """What an update is made of: its gradient as modules touch it, its stand-ins, its logs and its order on any ranks."""
 
+import functools
 import hashlib
+import itertools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -66,9 +70,11 @@ def assert_close(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
 
 
-def train(model: Line, *callbacks: pl.Callback, size: int = 2, loader: Any = None, **options: Any) -> Line:
+def train(
+    model: Line, *callbacks: pl.Callback, size: int = 2, loader: Any = None, resume: Any = None, **options: Any
+) -> Line:
     loader = loader or DataLoader(TensorDataset(*samples(8)), size)
-    quiet_trainer(*callbacks, **options).fit(model, loader)
+    quiet_trainer(*callbacks, **options).fit(model, loader, ckpt_path=resume)
     return model
 
 
@@ -136,6 +142,109 @@ def test_hooks_see_one_update_with_its_gradient() -> None:
     model = train(Seen(), GradientAccumulation(3))
     first = [("step", 0), "zero", "before", ("step", 0), "before", ("step", 0), "before", "after"]
     assert model.seen == [*first, ("step", 1), "zero", "before", "after"]
+
+
+# Hooks of a batch
+
+
+def _in_namespace(rows: Any) -> types.SimpleNamespace:
+    inputs, targets = torch.utils.data.default_collate(rows)
+    return types.SimpleNamespace(inputs=inputs, targets=targets)
+
+
+class Rescale(pl.Callback):
+    """Changes each batch in place, as the preprocessing of anomalib."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        batch.inputs = 3 * batch.inputs - 1
+
+
+class Unpacking(Line):
+    """Its batches are objects, which no transfer copies."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD) -> None:
+        torch.manual_seed(5)
+        super().__init__(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double())
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss((batch.inputs, batch.targets)), "count": len(batch.targets)}
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=LR)
+
+
+OPTIMIZERS = (torch.optim.SGD, functools.partial(torch.optim.LBFGS, max_iter=3))
+
+
+def _of_changed_batches(world_size: int, by_hook: bool, *callbacks: pl.Callback, **options: Any) -> list[list[Tensor]]:
+    """The weights of each optimizer; updates of 6 and 2 samples in micro-batches of 2."""
+    inputs, targets = samples(8)
+    data = TensorDataset(inputs if by_hook else 3 * inputs - 1, targets)
+    options |= {"use_distributed_sampler": True, "world_size": world_size}
+    hooks = [Rescale()] if by_hook else []
+    found = []
+    for optimizer in OPTIMIZERS:
+        loader = DataLoader(data, 2, collate_fn=_in_namespace)
+        accumulation = GradientAccumulation(global_batch_size=6)
+        found.append(weights(train(Unpacking(optimizer), accumulation, *hooks, *callbacks, loader=loader, **options)))
+    return found
+
+
+def _with_sync_bn(world_size: int, by_hook: bool) -> list[list[Tensor]]:
+    """A rank with one micro-batch fewer computes its first one again."""
+    return _of_changed_batches(world_size, by_hook, SyncBN())
+
+
+def test_a_hook_that_changes_batches_changes_each_one_once() -> None:
+    wanted = _of_changed_batches(1, by_hook=False)
+    found = [_of_changed_batches(1, True), _of_changed_batches(1, True, profiler="simple")]
+    for model in [*found, *run_ranks(_of_changed_batches, 2, 2, by_hook=True)]:
+        assert all(map(torch.equal, itertools.chain(*model), itertools.chain(*wanted)))
+
+
+def test_a_hook_changes_no_stand_in_twice() -> None:
+    (one, _), (other, _) = (run_ranks(_with_sync_bn, 2, 2, by_hook) for by_hook in (True, False))
+    assert all(map(torch.equal, itertools.chain(*one), itertools.chain(*other)))
+
+
+def test_the_end_of_an_update_gets_its_last_micro_batch() -> None:
+    seen: list[Any] = []
+    note = LambdaCallback(
+        on_train_batch_start=lambda *args: seen.append(args[2][1]),
+        on_train_batch_end=lambda *args: seen.append((args[3][1], len(args[2].get("micro_batches", [None])))),
+    )
+    train(Line(), GradientAccumulation(3), note)
+    batches = samples(8)[1].split(2)
+    for found, wanted in zip(seen, [*batches[:3], (batches[2], 3), batches[3], (batches[3], 1)], strict=True):
+        assert torch.equal(found[0], wanted[0])
+        assert found[1:] == wanted[1:] or isinstance(found, Tensor)
+
+
+class Scheduled(Line):
+    """Has what a search for a learning rate changes."""
+
+    lr = LR
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_lightnings_own_callbacks_see_one_batch_of_an_update() -> None:
+    finder = LearningRateFinder(num_training_steps=4, max_lr=0.5, update_attr=False, early_stop_threshold=None)
+    train(Scheduled(), GradientAccumulation(2), finder, max_epochs=2)
+    assert finder.optimal_lr is not None
+    rates, losses = (finder.optimal_lr.results[name] for name in ("lr", "loss"))
+    assert len(rates) == len(losses) == 4
+
+
+def test_an_epoch_cannot_end_within_an_update() -> None:
+    class Ends(Line):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if torch.equal(batch[1], samples(8)[1][2:4]) else None
+
+    with pytest.raises(UserError, match="Ends.on_train_batch_start returned -1 within an update"):
+        train(Ends(), GradientAccumulation(3))
 
 
 # Micro-batches that are none

@@ -37,6 +37,61 @@ def test_a_backward_pass_in_any_step_is_refused(kind: type[Line], steps: int) ->
         train(kind(), GradientAccumulation(steps))
 
 
+def _late_penalty(world_size: int) -> str:
+    with pytest.raises(UserError) as error:
+        accumulation = GradientAccumulation(global_batch_size=4)
+        train(LatePenalty(), accumulation, world_size=world_size, use_distributed_sampler=True)
+    return str(error.value)
+
+
+def test_a_backward_pass_in_any_step_is_refused_on_two_ranks() -> None:
+    for message in run_ranks(_late_penalty, 2, 2):
+        assert "LatePenalty.training_step calls backward() itself" in message
+
+
+class Touches(Line):
+    """Changes in its step the gradients that Lightning has not yet zeroed."""
+
+    def __init__(self, action: str) -> None:
+        super().__init__()
+        self.action = action
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.action == "clips":
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        elif self.action == "zeroes":
+            self.zero_grad()
+        return self.loss(batch)
+
+
+def _touched(world_size: int) -> list[list[Tensor]]:
+    options: dict[str, Any] = {"world_size": world_size, "use_distributed_sampler": True}
+    accumulation = [GradientAccumulation(global_batch_size=4) for _ in range(3)]
+    return [weights(train(Touches(action), accumulation.pop(), **options)) for action in ("nothing", "clips", "zeroes")]
+
+
+def test_a_gradient_that_a_step_touches_is_no_backward_pass() -> None:
+    alone = _touched(1)
+    for found in [alone, *run_ranks(_touched, 2, 2)]:
+        for mine in found:
+            assert all(map(torch.equal, mine, alone[0]))
+
+
+class Inspects(Line):
+    """Reads in `on_before_zero_grad` the gradients of the update before, as Lightning leaves them there."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.found = [parameter.grad for parameter in self.parameters()]
+
+
+def test_gradients_of_the_last_update_are_there_before_they_are_zeroed() -> None:
+    model = train(Inspects(), GradientAccumulation(2))
+    first = Line()
+    inputs, targets = samples(8)
+    first.loss((inputs[:4], targets[:4])).backward()
+    assert_close(model.found, [parameter.grad for parameter in first.parameters()])  # type: ignore[misc]
+
+
 class AttackedBySum(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs = batch[0].clone().requires_grad_()

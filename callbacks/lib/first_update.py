@@ -1,0 +1,123 @@
+"""Warnings in the first update of a fit: properties that make bits depend on the number of devices or on a resume."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
+from callbacks.lib.training_loaders import update_loaders
+from datamodules.lightning import is_overridden
+from datamodules.notes import warn
+
+
+class FirstUpdate:
+    """Comparison of a module's parameters and buffers before the first and after the last forward pass of an update.
+
+    Args:
+        trainer: a Trainer whose updates are sums over micro-batches.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.module = trainer.lightning_module
+        for parameter in self.module.parameters():
+            parameter.grad = None  # Gradients from before the fit would be added to the update's.
+        self._has_run = False
+        self._versions = self._parameter_versions()
+        self._rows: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        # Values are compared only on several devices, since that waits for the device.
+        if trainer.world_size > 1:
+            self._rows = {name: row.clone() for name, row in self._parameter_rows().items()}
+            self._buffers = {name: buffer.clone() for name, buffer in other_buffers(self.module).items()}
+
+    def _parameter_versions(self) -> dict[str, tuple[int, int]]:
+        # An assignment to `.data` changes the address, an operation in place the version, unless it is one on `.data`.
+        return {name: (p.data_ptr(), p._version) for name, p in self.module.named_parameters()}
+
+    def _parameter_rows(self) -> dict[str, Tensor]:
+        # The last row of each matrix: a copy of a large frozen network may not fit into memory.
+        parameters = {name: p.detach() for name, p in self.module.named_parameters()}
+        return {name: p[-1:] if p.dim() > 1 else p for name, p in parameters.items()}
+
+    def check_forward(self, statistics: OrderedStatistics) -> None:
+        """Warn of repeated BatchNorm layers and of loaders without numbers, after the first forward pass."""
+        if self._has_run:
+            return
+        self._has_run = True
+        repeated = statistics.repeated()
+        if repeated:
+            warn(
+                f"note: {len(repeated)} {type(repeated[0]).__name__} layers are called more than once in a"
+                " training_step: their running statistics follow the last call"
+            )
+        if self.trainer.world_size > 1:
+            self._warn_of_device_dependence()
+
+    def check_changes(self) -> None:
+        """Warn of buffers and parameters that have changed, after the last forward pass."""
+        buffers = other_buffers(self.module)
+        changed_buffers = [
+            name for name, value in self._buffers.items() if not torch.equal(buffers.get(name, value), value)
+        ]
+        if changed_buffers:
+            warn(f"note: {changed_buffers[0]} changes with each micro-batch: the bits depend on the number of devices")
+        versions = self._parameter_versions()
+        changed = [name for name, version in self._versions.items() if versions.get(name, version) != version]
+        if not changed and self._rows:
+            rows = self._parameter_rows()
+            changed = [name for name, row in self._rows.items() if not torch.equal(rows.get(name, row), row)]
+        if changed:
+            first = f"{changed[0]} (the first of {len(changed)} parameters)" if len(changed) > 1 else changed[0]
+            warn(
+                f"note: {first} changes with each micro-batch, as a teacher that training_step moves: the bits depend"
+                " on the number of devices; change it once per update, in on_train_batch_end"
+            )
+
+    def _warn_of_device_dependence(self) -> None:
+        loaders = update_loaders(self.trainer.train_dataloader)
+        if any(loader.division is None for loader in loaders):
+            name = next(type(loader.source).__name__ for loader in loaders if loader.division is None)
+            warn(
+                f"note: a {name} does not number its micro-batches: on another number of devices its updates hold"
+                " other samples and other noise; use a DataLoader over a data set with a length and a sampler of torch,"
+                " or a loader of datamodules, for equal bits"
+            )
+        elif any(map(is_synchronised, self.module.modules())):
+            warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")
+        if is_overridden("backward", self.module):
+            warn(
+                f"note: {type(self.module).__name__}.backward runs for each micro-batch, and on several devices finds"
+                " the mean of all after the last one: change gradients in on_after_backward, which finds it on any"
+                " number of devices"
+            )
+
+
+class DrawnNumbers:
+    """Comparison of the generators' states before and after the first update of a run that no `SeedControl` seeds.
+
+    Args:
+        trainer: a Trainer that is resumed or trains on several devices.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._device = trainer.strategy.root_device
+        self._states = self._generator_states()
+
+    def _generator_states(self) -> list[Any]:
+        numpy_state: Any = np.random.get_state()
+        states = [random.getstate(), numpy_state[1].tolist(), numpy_state[2], torch.get_rng_state().tolist()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device).tolist())
+        return states
+
+    def finish(self) -> None:
+        """Warn if random numbers were drawn."""
+        if self._generator_states() != self._states:
+            warn(
+                "note: the run draws random numbers without SeedControl: they depend on the number of devices, and"
+                " differ after a resume; begin runs with callbacks=[SeedControl(seed=1), ...] for equal bits"
+            )
