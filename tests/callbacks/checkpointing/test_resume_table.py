@@ -335,27 +335,38 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.stem.partition("=")[2]) for path in folder.glob("step=*.ckpt"))
 
 
-WAIT = "warning: checkpoints wait for the end of the epoch, except the best weights by a score, since the order of this"
+WAIT = "warning: checkpoints wait for the end of the epoch, except the best weights by a score, since "
 STREAM = Row((0,), FOREIGN[0], options={"val_check_interval": 2})
+RELOADED = Row((0,), options={"reload_dataloaders_every_n_epochs": 2})
 
 
-def test_a_save_waits_for_the_epochs_end_where_none_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(STREAM._replace(loader=shuffled), tmp_path / "resumes", interval=3)
-    assert steps_in(tmp_path / "resumes") == [3, 6, 9, 12, 15]
-    assert "wait for" not in caplog.text
-    options: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "save_weights_only": True}
+@pytest.mark.parametrize(
+    ("row", "steps", "problem"),
+    [
+        pytest.param(Row((0,)), [3, 6, 9, 12, 15], "", id="no wait"),
+        pytest.param(STREAM, [4, 8, 12, 16], "the order of this DataLoader cannot be repeated", id="a loader"),
+        pytest.param(Row((0,), monitor="metric", metric=True), [4, 8, 12, 16], "no checkpoint holds", id="a metric"),
+        pytest.param(
+            RELOADED, [3, 8, 9, 12, 16], "with reload_dataloaders_every_n_epochs=2", id="a loader made before"
+        ),
+    ],
+)
+def test_a_save_waits_for_the_epochs_end_where_none_resumes(
+    row: Row, steps: list[int], problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"every_n_train_steps": 5, "save_top_k": -1, "save_weights_only": True}
     weights = ExactCheckpoint(tmp_path / "weights", "{step}", **options)
-    fit(STREAM, tmp_path / "waits", weights, interval=3)
-    assert steps_in(tmp_path / "waits") == [4, 8, 12, 16]
-    assert steps_in(tmp_path / "weights") == [3, 6, 9, 12, 15], "weights alone are not resumed"
-    assert caplog.text.count(WAIT) == 1
+    fit(row, tmp_path / "run", weights, interval=3)
+    assert steps_in(tmp_path / "run") == steps
+    assert steps_in(tmp_path / "weights") == [5, 10, 15], "weights alone are not resumed"
+    assert caplog.text.count(WAIT + problem) == bool(problem)
 
 
 def test_the_best_weights_wait_only_as_last_checkpoint(tmp_path: Path) -> None:
     for name, killer in (("killed", [Kill(3)]), ("whole", [])):
         scored = ExactCheckpoint(tmp_path / name, "{step}", monitor="score", save_last=True)
         options = {"val_check_interval": 2, "max_epochs": 1}
-        fit(STREAM._replace(options=options), tmp_path / f"{name}, each", *killer, scored)
+        fit(STREAM._replace(options=options, best_every=9), tmp_path / f"{name}, each", *killer, scored)
         assert steps_in(tmp_path / name) == [2]
     assert not (tmp_path / "killed" / "last.ckpt").exists()
     assert torch.load(tmp_path / "whole" / "last.ckpt", weights_only=True)["global_step"] == 4
