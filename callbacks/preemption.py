@@ -7,12 +7,14 @@ and closing the terminal sends SIGHUP.
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
+from callbacks.checkpointing.exact_checkpoint import warn_of_other_checkpoints
+from callbacks.checkpointing.replay import resumes_within_epoch
 from callbacks.checkpointing.stopping_points import (
     RULES,
     Place,
@@ -20,6 +22,7 @@ from callbacks.checkpointing.stopping_points import (
     place_after_update,
     trains,
 )
+from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.hooks import callbacks_of, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers, save_last
@@ -47,15 +50,36 @@ def evaluation_batches(trainer: pl.Trainer) -> float:
     return float(total) if total != float("inf") else 0.0
 
 
+def _checkpoint_callbacks(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    """Return the callbacks that save, those with a ``last.ckpt`` first."""
+    checkpoints = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return sorted(checkpoints, key=lambda checkpoint: not checkpoint.save_last)
+
+
+def _failures(trainer: pl.Trainer) -> Mapping[str, str]:
+    """Return the files that could not be written: `VerifiedCheckpointIO` raises no error, but lists them."""
+    failures: Mapping[str, str] = getattr(trainer.strategy.checkpoint_io, "failures", {})
+    return failures
+
+
+def newest_checkpoint(trainer: pl.Trainer) -> str | None:
+    """Return the last checkpoint of a run, or the one that it has resumed from; None if there is none."""
+    checkpoints = _checkpoint_callbacks(trainer)
+    last = [checkpoint.last_model_path for checkpoint in checkpoints]
+    # Without a score the best one is the newest.
+    newest = [checkpoint.best_model_path for checkpoint in checkpoints if checkpoint.monitor is None]
+    of_scores = [checkpoint.best_model_path for checkpoint in checkpoints if checkpoint.monitor is not None]
+    paths = [*last, *newest, trainer.ckpt_path, *of_scores]
+    return next((str(path) for path in paths if path and str(path) not in _failures(trainer)), None)
+
+
 def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     """Save the run as its `last.ckpt`, whatever the interval of its checkpoint callback; a collective call.
 
     Returns:
         The path; None if the run keeps no checkpoints or the file could not be written.
     """
-    checkpoints = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    with_last = [callback for callback in checkpoints if callback.save_last]
-    checkpoint = next(iter([*with_last, *checkpoints]), None)
+    checkpoint = next(iter(_checkpoint_callbacks(trainer)), None)
     if checkpoint is None or getattr(trainer, "fast_dev_run", False):
         return None
     if place == "validation":
@@ -75,9 +99,7 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     finally:
         checkpoint.save_last = keeps_last
         checkpoint.save_weights_only = saves_weights_only
-    # `VerifiedCheckpointIO` raises no error if it cannot write, but lists the file here.
-    failed = checkpoint.last_model_path in getattr(trainer.strategy.checkpoint_io, "failures", {})
-    return None if failed else checkpoint.last_model_path
+    return None if checkpoint.last_model_path in _failures(trainer) else checkpoint.last_model_path
 
 
 def end_children(trainer: pl.Trainer, patience: float) -> None:
@@ -111,14 +133,16 @@ class Preemption(OneLightningCallback):
     A signal only sets a flag. The ranks all-reduce the flag at the end of each update; on several ranks its result
     is known one update later. Then all ranks save `last.ckpt` through the run's checkpoint callback and raise
     `Preempted`, which ends each process with 128 + the signal's number: 143, 138, 129, 130. A resumed run continues
-    there bit for bit. During a validation they save the state before it. `trainer.validate`, `test` and `predict` end
-    at the next batch. Before the first update nothing is saved. A second Ctrl-C ends the process at once.
+    there bit for bit. During a validation they save the state before it. Within an epoch they save only if the training
+    loader resumes there; otherwise the checkpoint of the last epoch's end stays. `trainer.validate`, `test` and
+    `predict` end at the next batch. Before the first update nothing is saved. A signal that arrives after the last
+    update or batch, in the last hooks, ends the program as well. A second Ctrl-C ends the process at once.
 
     On SIGUSR1 a batch job of Slurm is requeued before any rank exits (``#SBATCH --signal=USR1@90`` sends
     it in time). A run validates and stops after complete updates, as with `ExactCheckpoint`.
 
-    Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
-    last callback there, so a checkpoint includes the changes of the others.
+    Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch,
+    `on_train_end`, `teardown`. It is the last callback there, so a checkpoint includes the changes of the others.
 
     Raises:
         Preempted: on every rank after a signal; a subclass of SystemExit.
@@ -207,21 +231,35 @@ class Preemption(OneLightningCallback):
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_evaluation_batch
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not any(isinstance(callback, CheckpointGuard) for callback in callbacks_of(trainer)):
+            warn_of_other_checkpoints(trainer)  # Otherwise CheckpointGuard does.
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Training is complete, but the program must not begin its next step, such as a test.
         if self._over_ranks(trainer).maximum(self._flag.received)[0]:
-            self._stop(trainer, "run end")
+            self._stop(trainer, "run end", trained=True)
 
-    def _stop(self, trainer: pl.Trainer, place: Place) -> None:
+    def _stop(self, trainer: pl.Trainer, place: Place, *, trained: bool = False) -> None:
         """Save if the point allows it, and raise `Preempted` with the same signal on every rank."""
         self._stopping = True
         ranks = self._over_ranks(trainer)
         signum = int(ranks.maximum(self._flag.received)[0])
-        self._place = place
-        path = save_now(trainer, place) if RULES[place].saves else None
-        self._place = None
-        result = f"saved {path}" if path else "nothing was saved"
-        when = f" after update {trainer.global_step}" if trainer.state.fn == "fit" else ""
+        is_fit = trainer.state.fn == "fit"
+        rule = RULES[place]
+        problem = resumes_within_epoch(trainer) if rule.saves and rule.moves != "epoch" else None
+        path = None
+        if rule.saves and problem is None:
+            self._place = place
+            path = save_now(trainer, place)
+            self._place = None
+        kept = newest_checkpoint(trainer) if is_fit else None
+        result = f"saved {path}" if path else "nothing was saved" + (f" since {kept}" if kept else "")
+        if problem is not None:
+            advice = "resume from there" if kept else "start again"
+            result += f", because a run that is saved within this epoch cannot resume: {problem}; {advice}"
+        when = f" after update {trainer.global_step}" if is_fit else ""
         # Before the requeue, as soon as which Slurm may end the program that writes the job's output.
         warn("%s%s: %s", name_of(signum), when, result)
         if trainer.is_global_zero:
@@ -232,7 +270,7 @@ class Preemption(OneLightningCallback):
         # request to requeue. Everything is saved, so a rank that does not take part is no reason to fail.
         with contextlib.suppress(RuntimeError):
             ranks.maximum(0)
-        raise Preempted(signum, path, trained=place == "run end")
+        raise Preempted(signum, path, trained=trained)
 
     @override
     def on_save_checkpoint(
@@ -250,6 +288,11 @@ class Preemption(OneLightningCallback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # From here on a signal acts as it did before the Trainer ran. None before that is lost: this is the last hook
+        # in which all ranks meet.
+        self._flag.restore()
+        if self._over_ranks(trainer).maximum(self._flag.received)[0]:
+            self._stop(trainer, "evaluation", trained=stage == "fit")
         self._release()
 
     def _release(self) -> None:

@@ -32,6 +32,7 @@ from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import DoublePrecision, ModelCheckpoint, pl
+from datamodules.notes import warn
 
 # Entries of a checkpoint.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.
@@ -87,7 +88,9 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     waits for the next validation; the last checkpoint does not wait.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
-    `DataLoader` over a data set with a length and a sampler of torch. With any other it resumes at an epoch's end.
+    `DataLoader` over a data set with a length and a sampler of torch. With any other it resumes at an epoch's end, so a
+    save that is due within an epoch waits for its end: what cannot be resumed is not saved over what can. Weights alone
+    (``save_weights_only=True``) do not wait, nor does the best by a score, except for its copy in ``last.ckpt``.
 
     A run validates and stops after complete updates. Stops before ``min_epochs`` or ``min_steps`` are
     ignored; `EarlyStopping` checks again later. ReduceLROnPlateau steps before the checkpoint is saved. A resumed run
@@ -108,6 +111,11 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     _best_model_path = ""
     _has_checked_states = False
     _has_validated = False
+    _is_due = False
+    """Whether a save within the epoch waits for the epoch's end."""
+    _has_warned = False
+    _resume_problem: tuple[int, str | None] = (-1, None)
+    """An epoch, and why no run can resume within it."""
     _loaded: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _scored: tuple[int, list[str]] = (0, [])
@@ -137,7 +145,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             install_update_loop(trainer)
             # A test or validation between two fits may have loaded another state.
             self._has_checked_states = False
-            self._has_validated = False
+            self._has_validated = self._is_due = self._has_warned = False
+            self._resume_problem = (-1, None)
             self._loaded = self._resumed = None
             save_best_first(trainer)
             if isinstance(trainer.precision_plugin, DoublePrecision):
@@ -219,11 +228,44 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             return
         if trainer.is_last_batch or not RULES[place_after_update(trainer)].saves:
             return
+        problem = None if self.save_weights_only else self._problem_of_epoch(trainer)
+        if problem is not None:
+            self._warn(trainer, problem)
+            if self.monitor is None:
+                # A validation is left for the epoch's end by `_has_validated`, an interval of time by its clock.
+                self._is_due = self._is_due or internals.is_due_by_updates(self, trainer)
+                return
+        keeps_last = self.save_last
+        self.save_last = keeps_last if problem is None else None
         if saves_at_interval:
             self._save_at_interval(trainer)
         if self._has_validated:
             self._has_validated = False
             super().on_validation_end(trainer, pl_module)
+        self.save_last = keeps_last
+        if problem is not None:
+            self._is_due = self._is_due or internals.is_saved(self, trainer)
+
+    def _problem_of_epoch(self, trainer: pl.Trainer) -> str | None:
+        """Return why no run can resume within the present epoch; None if one can. Decided once per epoch."""
+        epoch, problem = self._resume_problem
+        if epoch != trainer.current_epoch:
+            problem = replay.resumes_within_epoch(trainer)
+            self._resume_problem = (trainer.current_epoch, problem)
+        return problem
+
+    def _warn(self, trainer: pl.Trainer, problem: str) -> None:
+        """Warn once in a run that saves wait, as soon as one is due."""
+        is_due = internals.saves_by_time(self) or internals.is_due_by_updates(self, trainer)
+        if not is_due and (not self._has_validated or internals.saves_at_epoch_end(self, trainer)):
+            return
+        checkpoints = [callback for callback in callbacks_of(trainer) if isinstance(callback, ExactCheckpoint)]
+        if not any(checkpoint._has_warned for checkpoint in checkpoints):
+            warn(
+                "warning: checkpoints wait for the end of the epoch, except the best weights by a score, since %s",
+                problem,
+            )
+        self._has_warned = True
 
     def _save_at_interval(self, trainer: pl.Trainer) -> None:
         # Under manual optimization Lightning may save the weights from before the update, and ignores a time interval.
@@ -240,12 +282,31 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         loop = install_update_loop(trainer)
         loop.results.share()  # What the module's own hook has logged, in the same place on all ranks.
         loop.step_plateaus_of_epoch()
-        self._save_at_interval(trainer)
+        if self._is_due and self.monitor is None:
+            internals.save_now_unless_saved(self, trainer)
+        else:
+            self._save_at_interval(trainer)
         if self._has_validated:
             self._has_validated = False
             super().on_validation_end(trainer, pl_module)
         super().on_train_epoch_end(trainer, pl_module)
+        if self._is_due and not internals.is_saved(self, trainer):
+            internals.save_last(self, trainer)
+        self._is_due = False
         loop.drop_early_stop()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        saved = [
+            callback
+            for callback in callbacks_of(trainer)
+            if isinstance(callback, ExactCheckpoint) and internals.is_saved(callback, trainer)
+        ]
+        if saved[:1] == [self] and not install_update_loop(trainer).epoch_is_over:
+            problem = replay.resumes_within_epoch(trainer)
+            if problem is not None:
+                warn("warning: the run ends within an epoch, and no run resumes from there, since %s", problem)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -286,6 +347,18 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             check_decision(self.monitor, current, type(self).__name__)
         is_equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         return is_equal or super().check_monitor_top_k(trainer, current)
+
+
+def warn_of_other_checkpoints(trainer: pl.Trainer) -> None:
+    """Warn if a run is saved, and not by an `ExactCheckpoint`, which another callback may have taken out in `setup`."""
+    checkpoints = trainer.checkpoint_callbacks
+    if checkpoints and not any(isinstance(checkpoint, ExactCheckpoint) for checkpoint in checkpoints):
+        warn(
+            "warning: no ExactCheckpoint saves this run, but %s, so a resumed run may end with other weights: pass"
+            " ExactCheckpoint. If you did, another callback has replaced it in `setup`, as FinetuningScheduler does:"
+            " leave that callback out, and use FreezeLayers",
+            ", ".join(sorted({type(checkpoint).__name__ for checkpoint in checkpoints})),
+        )
 
 
 class LastCheckpoint(ExactCheckpoint):

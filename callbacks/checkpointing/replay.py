@@ -8,7 +8,7 @@ A checkpoint may come from somebody else. `ModelCheckpoint` deletes the worst of
 state, which could be any file of the user.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.lightning_internals import unused_loader_states
+from callbacks.lib.lightning_internals import torchmetrics_of_epoch, unused_loader_states
 from callbacks.lib.optimizers import optimizer_layers
 from callbacks.lib.training_loaders import update_loaders
 from callbacks.update_loop import install_update_loop
@@ -34,6 +34,8 @@ from datamodules.lightning import (
 )
 from datamodules.loading.updates import UpdateLoader
 from datamodules.notes import warn
+
+_END_OF_EPOCH = "resume from an epoch's end"
 
 RAW_WEIGHTS = "current_model_state"
 """Checkpoint entry of the weights that are not averaged; the name is that of Lightning's `WeightAveraging`."""
@@ -64,28 +66,76 @@ def order_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
     return [loader.order_state() for loader in _without_position(trainer)]
 
 
+def _reload_problem(trainer: pl.Trainer) -> str | None:
+    """Return why the loaders of the present epoch cannot be made again; None if they can."""
+    untyped: Any = trainer
+    every = untyped.reload_dataloaders_every_n_epochs
+    epoch = trainer.current_epoch
+    if not every or not epoch % every:
+        return None
+    # Lightning would make the loaders of this epoch, not those of the last multiple (#21492).
+    return (
+        f"with reload_dataloaders_every_n_epochs={every} the loaders of epoch {epoch + 1} are those that were made"
+        f" for epoch {epoch - epoch % every + 1}"
+    )
+
+
+def _order_problem(trainer: pl.Trainer) -> str | None:
+    """Return why the training loaders cannot go on within the present epoch; None if they can."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    if batches.is_last_batch:
+        return None  # Only a validation or the epoch's end is left.
+    unpositioned = _without_position(trainer)
+    if len(update_loaders(trainer.train_dataloader)) > 1:
+        name = "several loaders"
+    elif unpositioned:
+        name = f"this {type(unpositioned[0].source).__name__}"
+    else:
+        return None
+    return (
+        f"the order of {name} cannot be repeated, only that of one stock DataLoader over a data set with a length, with"
+        " a sampler of torch, or of a loader with `state_dict` and `load_state_dict`"
+    )
+
+
+def _torchmetrics_problem(trainer: pl.Trainer, names: Iterable[str]) -> str | None:
+    """Return which monitored mean of a torchmetrics object no checkpoint holds; None if none is monitored."""
+    monitors = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer)}
+    monitors |= {config.monitor for config in trainer.lr_scheduler_configs}
+    monitored = [name for name in sorted(names) if monitors & {name, f"{name}_epoch"}]
+    return f"no checkpoint holds the torchmetrics object {monitored[0]}, which is monitored" if monitored else None
+
+
+def resumes_within_epoch(trainer: pl.Trainer) -> str | None:
+    """Return why a run that is saved now cannot resume; None if it can. A collective call: rank 0 decides.
+
+    The one place that decides this: a save within an epoch asks it, and so does a resume. What cannot be resumed is not
+    saved over what can.
+    """
+    problem = (
+        _order_problem(trainer)
+        or _reload_problem(trainer)
+        or _torchmetrics_problem(trainer, torchmetrics_of_epoch(trainer))
+    )
+    # A rank that has computed nothing in the epoch's first update has logged nothing.
+    answer: str | None = trainer.strategy.broadcast(problem)
+    return answer
+
+
 def _check_position(trainer: pl.Trainer) -> None:
     """Check that the loaders resume within the epoch at the position of the checkpoint.
 
     Raises:
         UserError: a loader saves no position, or the checkpoint was saved within a batch.
     """
-    loaders = update_loaders(trainer.train_dataloader)
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    done = progress.processed
-    rule = RULES["update" if progress.ready == done else "within batch"]
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    done = batches.current.processed
+    rule = RULES["update" if batches.current.ready == done else "within batch"]
     if not rule.saves:
         raise UserError(f"the checkpoint was saved {rule.reason}, as by OnExceptionCheckpoint: pass another one")
-    if not done:
-        return
-    advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
-    unpositioned = _without_position(trainer)
-    if len(loaders) > 1 or unpositioned:
-        name = "several loaders" if len(loaders) > 1 else f"this {type(loaders[0].source).__name__}"
-        raise UserError(
-            f"the run was saved within an epoch, and the order of {name} cannot be repeated, only that of one stock"
-            f" DataLoader over a data set with a length, with a sampler of torch: {advice}"
-        )
+    problem = resumes_within_epoch(trainer) if done else None
+    if problem:
+        raise UserError(f"the run was saved within an epoch, and {problem}: {_END_OF_EPOCH}")
 
 
 def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None:
@@ -95,13 +145,14 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
         sums: sums of the epoch by rank; None for torchmetrics objects, which no checkpoint holds.
     """
     names = {key.partition(".")[2] for rank_sums in sums for key, value in rank_sums.items() if value is None}
-    monitors = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer)}
-    monitors |= {config.monitor for config in trainer.lr_scheduler_configs}
+    problem = _torchmetrics_problem(trainer, names)
+    if problem:
+        raise UserError(f"the run was saved within an epoch, and {problem}: {_END_OF_EPOCH}, or log a number")
     for name in sorted(names):
-        problem = f"{name} of this epoch will be that of its rest, since no checkpoint holds torchmetrics of training"
-        if monitors & {name, f"{name}_epoch"}:
-            raise UserError(f"{problem}: resume from an epoch's end, or log a number")
-        warn("warning: %s", problem)
+        warn(
+            "warning: %s of this epoch will be that of its rest, since no checkpoint holds torchmetrics of training",
+            name,
+        )
 
 
 def refuse_states(trainer: pl.Trainer, optimizer: Optimizer) -> None:
@@ -184,15 +235,9 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint.get(ORDERS) or [{} for _ in unpositioned]
         for loader, order in zip(unpositioned, states):
             loader.load_order_state(order)
-    untyped: Any = trainer
-    every = untyped.reload_dataloaders_every_n_epochs
-    epoch = trainer.current_epoch
-    # Lightning would make the loaders of this epoch, not those of the last multiple (#21492).
-    if every and epoch % every:
-        raise UserError(
-            f"with reload_dataloaders_every_n_epochs={every} the loaders of epoch {epoch + 1} are those that were made"
-            f" for epoch {epoch - epoch % every + 1}: resume from that epoch or from the end of the one before"
-        )
+    reload_problem = _reload_problem(trainer)
+    if reload_problem:
+        raise UserError(f"{reload_problem}: resume from that epoch or from the end of the one before")
     if within_epoch:
         _check_position(trainer)
     elif unpositioned:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks.checkpointing.exact_checkpoint import warn_of_other_checkpoints
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.writing import atomic_write
@@ -260,7 +261,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 class CheckpointGuard(OneLightningCallback):
     """Rejects ranks that resume from different checkpoints, and fails a run whose last save failed.
 
-    Runs on: `setup`, where it compares the checkpoint of all ranks; `on_train_end`.
+    It warns if the run is saved, and not by an `ExactCheckpoint`, which another callback may have taken out.
+
+    Runs on: `setup`, where it compares the checkpoint of all ranks; `on_train_start`; `on_train_end`.
 
     Args:
         resumed: the checkpoint that this rank resumes from.
@@ -284,6 +287,10 @@ class CheckpointGuard(OneLightningCallback):
                 f"rank 0 resumes from {expected or 'nothing'}, rank {trainer.global_rank} found"
                 f" {self.resumed or 'nothing'}: pass a `run_dir` that all nodes share, or a file to `resume`"
             )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        warn_of_other_checkpoints(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

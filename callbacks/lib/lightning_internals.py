@@ -84,6 +84,11 @@ def epoch_sums(trainer: pl.Trainer) -> dict[str, list[Tensor] | None]:
     return sums
 
 
+def torchmetrics_of_epoch(trainer: pl.Trainer) -> set[str]:
+    """Return the names of the torchmetrics objects that were logged with ``on_epoch=True`` in this epoch."""
+    return {key.partition(".")[2] for key, metric in _epoch_metrics(trainer) if not metric.is_tensor}
+
+
 def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     """Yield key and state of each metric that was logged with ``on_epoch=True`` in this epoch."""
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
@@ -164,6 +169,27 @@ def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
     return checkpoint._every_n_train_steps >= 1 or checkpoint._train_time_interval is not None
 
 
+def saves_by_time(checkpoint: ModelCheckpoint) -> bool:
+    """Whether a checkpoint callback saves at an interval of time."""
+    return checkpoint._train_time_interval is not None
+
+
+def is_due_by_updates(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    """Whether a checkpoint callback that saves after a number of updates is to save after this one."""
+    every = checkpoint._every_n_train_steps
+    return every >= 1 and trainer.global_step % every == 0
+
+
+def saves_at_epoch_end(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    """Whether a checkpoint callback saves at the end of an epoch, and not after validations."""
+    return checkpoint._should_save_on_train_epoch_end(trainer)
+
+
+def is_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    """Whether a checkpoint callback has saved the present update."""
+    return checkpoint._last_global_step_saved == trainer.global_step
+
+
 def saves_after_validation(checkpoint: ModelCheckpoint) -> bool:
     """Whether a save by score waits for the next validation."""
     return bool(checkpoint._defer_save_until_validation)
@@ -187,4 +213,6 @@ def save_untrained(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
 def save_now_unless_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
     """Save as at the end of the interval, unless the update is saved already or the callback must not save."""
     if not checkpoint._should_skip_saving_checkpoint(trainer):
-        checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+        candidates = checkpoint._monitor_candidates(trainer)
+        checkpoint._save_topk_checkpoint(trainer, candidates)
+        checkpoint._save_last_checkpoint(trainer, candidates)

@@ -1,11 +1,12 @@
 """Start, monitor and restart the worker processes of this node with torch's elastic agent, as torchrun does.
 
-The agents of all nodes share the `TCPStore` of node 0's agent. Our agent differs from torchrun's in four points:
+The agents of all nodes share the `TCPStore` of node 0's agent. Our agent differs from torchrun's in these points:
 
 - Workers are forked from a server that has imported torch, so they start at once.
 - On a single machine the store listens on the loopback interface only.
 - Each start of the workers has its own prefix in the store, so no worker reads addresses of an earlier start.
-- An error that the user has to correct causes no restart.
+- An error that the user has to correct causes no restart, nor does a signal, after which the workers have saved.
+- After a signal, stopped workers continue, so that they can save. It says which workers did not end, and how to resume.
 """
 
 import json
@@ -19,7 +20,7 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,17 +39,22 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of
+from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import UserError
 from recipes.runner.command import Command
 from recipes.runner.failures import describe_failure, exit_now, is_users, print_loss, was_lost
 from recipes.runner.fork_server import start_fork_server, start_method
+from recipes.runner.guards import how_to_resume
+from recipes.runner.join import folder_in
 from recipes.runner.launch import Launch
 from recipes.runner.printing import print_error
 from recipes.runner.rendezvous import make_rendezvous, open_store
+from recipes.runner.saved_run import newest_valid_checkpoint, read_run
 from recipes.runner.worker import STARTED_AT, STORE_PREFIX, Program, work
 
 _FAILURE = "lightning_recipes/failure"
 _SECONDS_TO_END = 5.0  # For workers to end by themselves once another one has failed with an error.
+_SECONDS_TO_SAVE = 25.0  # For workers to end after a signal. Schedulers kill after 30, and a line has to come before.
 _SECONDS_TO_READ = 1.0  # For the other agents to read node 0's store, which ends with node 0's process.
 
 
@@ -70,7 +76,7 @@ class Failure:
 
 
 class NodeAgent(LocalElasticAgent):
-    """torch's elastic agent with the four differences that the module's docstring lists.
+    """torch's elastic agent with the differences that the module's docstring lists.
 
     Args:
         launch: the nodes and devices of the run.
@@ -84,6 +90,8 @@ class NodeAgent(LocalElasticAgent):
         self.launch = launch
         self.store = store
         self.failure: Failure | None = None
+        self.killed = ""
+        """The workers that did not end after a signal, and were killed, in words."""
 
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -129,7 +137,10 @@ class NodeAgent(LocalElasticAgent):
         node = f"node {self.launch.node_rank}, {socket.gethostname()}"
         status = failure.exitcode if failure.exitcode > 0 else 1
         self.failure = Failure(describe_failure(failure, rank, node), status, was_lost(failure))
-        if is_users(failure):
+        # After a signal all workers have saved, and the run is over. In an elastic run the signal may have been for
+        # another node, and the nodes that stay go on.
+        is_over = status - 128 in SIGNALS and self.launch.min_nodes >= (self._worker_group.group_world_size or 1)
+        if is_users(failure) or is_over:
             self._remaining_restarts = 0
         if self._remaining_restarts:
             restarts_left = f"{self._remaining_restarts - 1} restart{'s' if self._remaining_restarts != 2 else ''} left"
@@ -152,12 +163,42 @@ class NodeAgent(LocalElasticAgent):
         return Failure("error: another node has ended; its own output says why", 1, lost=True)
 
     @override
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers if worker.id is not None}
+        pids = list(self._pcontext.pids().values()) if self._pcontext is not None else []
+        for pid in pids:
+            if _runs(pid) and state_of(pid) == _STOPPED:
+                print_error(f"rank {ranks.get(pid)} (process {pid}) was stopped, and continues, so that it can save")
         try:
-            super()._shutdown(*args, **kwargs)
-        except SignalException:  # A second signal, such as another Ctrl-C, while the workers are saving.
-            super()._shutdown(signal.SIGKILL)
-            raise
+            end_processes(pids, death_sig, _SECONDS_TO_SAVE)
+        finally:  # Also after a second signal, such as another Ctrl-C, while the workers are saving.
+            left = [pid for pid in pids if _runs(pid)]
+            self.killed = ", ".join(f"rank {ranks.get(pid)} (process {pid}, {state_of(pid)})" for pid in left)
+            super()._shutdown(signal.SIGKILL if left else death_sig, timeout)
+
+
+_STOPPED = "stopped"
+_STATES = {"T": _STOPPED, "t": _STOPPED, "R": "computing", "D": "waiting for a disk or a device"}
+
+
+def state_of(pid: int) -> str:
+    """Return what a process does, in words; "waiting" where the system does not tell."""
+    with suppress(OSError, IndexError):
+        return _STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], "waiting")
+    return "waiting"
+
+
+def end_processes(pids: Iterable[int], signum: int, seconds: float) -> None:
+    """Send a signal to processes, let stopped ones continue, and wait until all have ended or the time is over."""
+    running = [pid for pid in pids if _runs(pid)]
+    # A stopped process gets a signal only once it continues, so systemd and Slurm send both as well.
+    for sent in (signum, signal.SIGCONT):
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, sent)
+    deadline = time.monotonic() + seconds
+    while any(map(_runs, running)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _runs(pid: int) -> bool:
@@ -273,11 +314,32 @@ def _close(handler: DynamicRendezvousHandler, launch: Launch) -> None:
         time.sleep(_SECONDS_TO_READ)
 
 
+def _last_save(agent: NodeAgent, command: Command) -> str:
+    """Return which checkpoint the run has, and the command that resumes it."""
+    folder = None
+    with suppress(RuntimeError):  # Node 0, which has the store, may have ended.
+        folder = folder_in(agent.store)
+    checkpoint = newest_valid_checkpoint(Path(folder) / "checkpoints", logs=False) if folder else None
+    if folder is None or checkpoint is None:
+        return "nothing was saved"
+    advice = how_to_resume(command, Path(folder), checkpoint)
+    return f"the last save is that of update {read_run(checkpoint).updates}; {advice}"
+
+
 def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> Failure | None:
     """Run the agent until the run has ended, and return its failure, or None."""
     try:
         result = agent.run()
     except SignalException as received:
+        if agent.killed:
+            name = name_of(received.sigval)
+            print_error(
+                f"error: {agent.killed} did not end on {name} within {_SECONDS_TO_SAVE:g} s, and had to be killed;"
+                f" {_last_save(agent, command)}"
+            )
+            note = requeue_on(received.sigval)
+            if note:
+                print_error(note)
         # The rendezvous stays open: the other nodes of an elastic run go on.
         sys.exit(128 + int(received.sigval))
     except RendezvousTimeoutError:

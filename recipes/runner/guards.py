@@ -13,6 +13,7 @@ from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory
 from datamodules.lightning import pl
+from recipes.runner.command import Command
 from recipes.runner.experiment import Experiment
 from recipes.runner.failures import exit_now
 from recipes.runner.printing import is_rank_zero, rank_zero_print
@@ -110,8 +111,21 @@ def _how_to_go_on(trainer: pl.Trainer, experiment: Experiment, folder: Path | No
     if stopped.trained or trainer.state.fn != "fit":
         test = typed.alone("test").using(ckpt=relative_path(best if best.exists() else last))
         return f"{text}; the training is done, so test with\n  {test}"
+    # The signal may have been for another node, which leaves an elastic run.
+    goes_on = experiment.launch.is_elastic and experiment.launch.restarts
+    stays = "the nodes that stay go on without it, and if none does, " if goes_on else ""
+    return f"{text}; {stays}{how_to_resume(typed, folder, last)}"
+
+
+def how_to_resume(typed: Command, folder: Path, checkpoint: Path) -> str:
+    """Return the command that resumes a run, with the words that lead to it.
+
+    Args:
+        typed: what the user typed.
+        folder: the run's folder.
+        checkpoint: the checkpoint to resume from.
+    """
     context = f"in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "with"
     # Another number of devices would resume with rounding differences, so that the command names the number.
     devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
-    line = typed.alone().using(resume=relative_path(last), devices=devices)
-    return f"{text}; resume {context}\n  {line}"
+    return f"resume {context}\n  {typed.alone().using(resume=relative_path(checkpoint), devices=devices)}"

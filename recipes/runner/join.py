@@ -80,12 +80,14 @@ def share_folder(folder: Path) -> None:
         _agents_store().set(_FOLDER_KEY, str(folder.resolve()))
 
 
+def folder_in(store: dist.Store) -> str | None:
+    """Return the folder of the run that the agents of a store have started; None before rank 0 has made it."""
+    return store.get(_FOLDER_KEY).decode() if store.check([_FOLDER_KEY]) else None
+
+
 def shared_folder() -> str | None:
     """Return the folder of a run that its agents have restarted; None at the first start, and without agents."""
-    if not is_worker(os.environ):
-        return None
-    store = _agents_store()
-    return store.get(_FOLDER_KEY).decode() if store.check([_FOLDER_KEY]) else None
+    return folder_in(_agents_store()) if is_worker(os.environ) else None
 
 
 def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:

@@ -172,7 +172,9 @@ class _LaunchPlanner:
         devices = integer_of(env, "LOCAL_WORLD_SIZE") or world
         nodes = world // devices
         launcher_name = "torchrun" if by_torchrun else "LOCAL_WORLD_SIZE"
-        restarts = bool(integer_of(env, "TORCHELASTIC_MAX_RESTARTS") or integer_of(env, "TORCHELASTIC_RESTART_COUNT"))
+        max_restarts = integer_of(env, "TORCHELASTIC_MAX_RESTARTS") or 0
+        restarts_made = integer_of(env, "TORCHELASTIC_RESTART_COUNT") or 0
+        restarts = bool(max_restarts or restarts_made)
         command = self.command.started_by(launcher_name, nodes, devices)
         rank = integer_of(env, "RANK")
         local = integer_of(env, "LOCAL_RANK")
@@ -211,7 +213,10 @@ class _LaunchPlanner:
         launch = Launch(launcher, nodes, devices, rank // devices, local, restarts=restarts)
         if is_ours:
             # Not from the flags, which our agent's command has as well: its store may have another port.
-            return replace(launch, address=env["MASTER_ADDR"], port=integer_of(env, "MASTER_PORT") or DEFAULT_PORT)
+            port = integer_of(env, "MASTER_PORT") or DEFAULT_PORT
+            restarts_left = max_restarts > restarts_made
+            minimum = self.settings.nodes[0]
+            return replace(launch, address=env["MASTER_ADDR"], port=port, min_nodes=minimum, restarts=restarts_left)
         if world == 1:
             return launch
         return replace(launch, address=self.master or LOOPBACK, port=self.port or DEFAULT_PORT)

@@ -5,10 +5,11 @@ an epoch's last batch, in a validation. The answer of a life is its exit status,
 and the SHA-256 of its weights.
 """
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,13 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.signals import Preempted, SignalFlag
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
@@ -222,6 +226,97 @@ def test_a_test_ends_at_the_next_batch_on_all_ranks() -> None:
     assert run_ranks(_test_run, 1, 1) == [(143, 1)]
     # The vote is heard one batch later.
     assert run_ranks(_test_run, 2, 2) == [(143, 2), (143, 2)]
+
+
+class Late(Tiny):
+    """Gets SIGTERM in a hook of its own, which Lightning calls after those of all callbacks."""
+
+    def __init__(self, hook: str, killed: bool) -> None:
+        super().__init__(image_network(), adamw)
+        setattr(self, hook, lambda: os.kill(os.getpid(), signal.SIGTERM) if killed else None)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+LAST_HOOKS = {"on_train_end": "fit", "on_fit_end": "fit", "on_validation_end": "validate", "on_predict_end": "predict"}
+
+
+def _signal_in(world_size: int) -> dict[str, tuple[int, bool]]:
+    """The status of each Trainer's end, and whether the training counts as done, for a signal to the last rank."""
+    ends = {}
+    for hook, name in LAST_HOOKS.items():
+        trainer = quiet_trainer(CALLBACKS["Preemption"](), world_size=world_size)
+        data = TensorDataset(*(values[:8] for values in TRAIN))
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(Preempted) as ended:
+            getattr(trainer, name)(Late(hook, trainer.global_rank == world_size - 1), DataLoader(data, BATCH_SIZE))
+        assert signal.getsignal(signal.SIGTERM) == before
+        ends[hook] = int(ended.value.code or 0), ended.value.trained
+    return ends
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_in_the_last_hook_ends_the_program(world_size: int) -> None:
+    expected = {hook: (143, name == "fit") for hook, name in LAST_HOOKS.items()}
+    assert run_ranks(_signal_in, world_size, world_size) == [expected] * world_size
+
+
+class Stream(IterableDataset[Any]):
+    """Samples of a data set without a length, whose loader has no position."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(*TRAIN, strict=True)
+
+
+def stream(folder: Path, moment: Moment | None = None, resume: Path | None = None, **options: Any) -> tuple[Any, str]:
+    """Where the last checkpoint of a run is, and the hash of its weights."""
+    checkpoint = ExactCheckpoint(folder, save_last=True, **options)
+    callbacks = [CALLBACKS["SeedControl"](), checkpoint, CALLBACKS["Preemption"](), Alarm(moment, signal.SIGTERM)]
+    trainer = quiet_trainer(*callbacks, max_epochs=EPOCHS)
+    model = Tiny(image_network(dropout=0.3), adamw)
+    validation = DataLoader(TensorDataset(*VALIDATION), 4)
+    with contextlib.suppress(Preempted):
+        trainer.fit(model, DataLoader(Stream(), BATCH_SIZE), validation, ckpt_path=resume, weights_only=True)
+    last = folder / "last.ckpt"
+    return torch.load(last, weights_only=True)["global_step"] if last.exists() else None, hash_of(model)
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved"),
+    [
+        pytest.param(("train", 0, 2), None, id="in the first epoch"),
+        pytest.param(("train", 1, 2), 13, id="in the second epoch"),
+        pytest.param(("validation", 1, 0), 26, id="in an epoch's last validation"),
+    ],
+)
+def test_what_cannot_be_resumed_is_not_saved_over_what_can(
+    moment: Moment, saved: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert stream(tmp_path / "run", moment)[0] == saved
+    kept = f" since {tmp_path / 'run' / 'last.ckpt'}" if saved else ""
+    problem = f"nothing was saved{kept}, because a run that is saved within this epoch cannot resume: the order of this"
+    assert (problem in caplog.text) == (moment[0] == "train")
+    last = tmp_path / "run" / "last.ckpt"
+    assert stream(tmp_path / "run", resume=last if saved else None) == stream(tmp_path / "whole")
+
+
+def test_a_run_that_another_callback_saves_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Replace(pl.Callback):
+        """Takes the checkpoint callbacks out, as a library's does."""
+
+        @override
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, ModelCheckpoint)]
+            set_callbacks(trainer, [*others, ModelCheckpoint(tmp_path)])
+
+    data = DataLoader(TensorDataset(*(values[:8] for values in TRAIN)), BATCH_SIZE)
+    for guards, replacing in ((["Preemption"], 1), (["Preemption", "CheckpointGuard"], 1), (["CheckpointGuard"], 0)):
+        caplog.clear()
+        others = [CALLBACKS[name]() for name in guards]
+        trainer = quiet_trainer(*[Replace()] * replacing, ExactCheckpoint(tmp_path), *others)
+        trainer.fit(Tiny(image_network(), adamw), data)
+        assert caplog.text.count("no ExactCheckpoint saves this run, but ModelCheckpoint, so a") == replacing
 
 
 def _forked(signum: int) -> tuple[int, int]:

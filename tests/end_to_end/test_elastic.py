@@ -105,6 +105,20 @@ def test_a_run_shrinks_with_a_lost_node_grows_with_one_that_joins_and_has_the_sa
     assert weights_of(elastic.last) == whole
 
 
+def test_an_elastic_run_goes_on_without_a_node_that_got_sigterm(tmp_path):
+    longer = ["--max-epochs", "30"]  # So that the signal finds it training.
+    whole = undisturbed(tmp_path / "whole", *longer)
+    with job(tmp_path, "1:2", *longer) as elastic:
+        first, second = elastic.agents
+        wait_until(lambda: "on 2 devices of 2 nodes" in first.output(), "both nodes")
+        elastic.reaches(20)
+        second.process.send_signal(signal.SIGTERM)
+        assert [second.wait(), first.wait()] == [143, 0], elastic.output()
+    assert "ended by SIGTERM; the nodes that stay go on without it, and if none does, resume with" in first.output()
+    assert "ended on SIGTERM; starting again" in first.output()
+    assert weights_of(elastic.last) == whole
+
+
 def test_sigterm_to_an_agent_saves_and_ends_without_a_restart(tmp_path):
     with job(tmp_path, "2") as two:
         two.reaches(20)

@@ -1,6 +1,7 @@
 """Every way of starting a run, on loopback: processes that find each other, or say why they do not."""
 
 import json
+import re
 import secrets
 import signal
 import socket
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from callbacks.lib.threads import available_cores
+from recipes.runner.agent import state_of
 from tests.support.agents import Agent, children_of, is_fork_server, lives, wait_until, weights_of
-from tests.support.nodes import Ended, start
+from tests.support.nodes import Ended, Shell, start
 from tests.support.ranks import free_port
 
 Environment = dict[str, str]
@@ -168,6 +170,46 @@ def test_the_default_of_several_processes_says_what_one_would_type(tmp_path):
     assert f"threads: {threads} in each process, the default, on which the bits depend; one device ends" in ended.out
     assert f"--threads {threads}\n" in ended.out
     assert "note:" not in ended.err, "the callbacks print no second line"
+
+
+def test_a_signal_to_one_process_is_no_loss_that_restarts_answer(tmp_path):
+    ended = on_two_ranks(tmp_path, "--fail-rank 1 --fail-how interrupt --max-restarts 1")
+    assert ended.status == 130, ended
+    assert re.match(r"Ctrl-C after update \d: saved .*\n$", ended.err)
+    assert "ended by Ctrl-C; resume with\n" in ended.out
+
+
+def terminated(folder: Path, how: str, **variables: str) -> Ended:
+    """What becomes of two processes that get SIGTERM by their agent while one of them does not answer."""
+    args = ["--name", "run", "--devices", "2", "--save-every", "1", "--fail-rank", "1", "--fail-how", how]
+    shell = Shell(folder, "shell", args, variables)
+    wait_until((folder / "failing").exists, "the failure")
+    if how == "stop":
+        wait_until(lambda: "stopped" in map(state_of, children_of(shell.process.pid)), "the stop")
+    shell.terminate()
+    return shell.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read there")
+def test_a_stopped_process_goes_on_after_sigterm_to_save(tmp_path):
+    ended = terminated(tmp_path, "stop")
+    assert ended.status == 143, ended
+    assert re.search(
+        r"^rank 1 \(process \d+\) was stopped, and continues, so that it can save$", ended.err, re.MULTILINE
+    )
+    assert "SIGTERM after update" in ended.err
+    assert "ended by SIGTERM; resume with\n" in ended.out
+
+
+def test_who_did_not_answer_sigterm_is_named_with_the_last_save(tmp_path):
+    ended = terminated(tmp_path, "wait", SECONDS_TO_SAVE="3")
+    last = "runs/failing/run/checkpoints/last.ckpt"
+    assert ended.status == 143, ended
+    line = (
+        r"error: rank 0 \(process .*\), rank 1 \(process .*\) did not end on SIGTERM within 3 s, and had to be killed; "
+    )
+    line += rf"the last save is that of update 1; resume with\n  .*launch_recipe.py --resume {last} --devices 2\n"
+    assert re.search(line, ended.err), ended
 
 
 def test_an_error_that_the_user_has_to_correct_is_not_tried_again(tmp_path):

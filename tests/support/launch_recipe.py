@@ -18,7 +18,7 @@ class FailingLine(Line):
 
     Args:
         fail_rank: the rank that fails in the second update of an epoch.
-        fail_how: by an exception, kill -9, Ctrl-C to it alone or waiting for ever.
+        fail_how: by an exception, kill -9, Ctrl-C to it alone, kill -STOP or waiting for ever.
         fail_until: fails in the first so many starts of torchrun only.
     """
 
@@ -27,7 +27,7 @@ class FailingLine(Line):
     def __init__(
         self,
         fail_rank: int | None = None,
-        fail_how: Literal["raise", "kill", "interrupt", "wait"] = "raise",
+        fail_how: Literal["raise", "kill", "interrupt", "stop", "wait"] = "raise",
         fail_until: int = 1000,
         **kwargs: Any,
     ) -> None:
@@ -39,9 +39,10 @@ class FailingLine(Line):
             how = self.hparams.fail_how
             if how == "raise":
                 raise ValueError("a bad pixel\nin the corner")
+            Path("failing").touch()
             if how == "wait":
                 time.sleep(1000)
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGINT)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(how, signal.SIGINT))
         return super().training_step(batch, batch_idx)
 
 

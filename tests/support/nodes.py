@@ -43,6 +43,7 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     # This process has imported everything, like the server that an agent forks its workers from.
     agent.start_method = lambda: "fork"  # type: ignore[assignment]
     agent.start_fork_server = list  # type: ignore[assignment]
+    agent._SECONDS_TO_SAVE = float(env.get("SECONDS_TO_SAVE", 600))
     sys.argv = [str(Path(__file__).with_name("launch_recipe.py")), *args]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -62,6 +63,10 @@ class Shell:
         """What it has printed so far."""
         path = self.folder / f"{self.name}.{stream}"
         return path.read_text() if path.exists() else ""
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self.process.terminate()
 
     def wait(self, timeout: float = 600.0) -> Ended:
         """Its end; past `timeout` seconds it is killed and the test fails."""

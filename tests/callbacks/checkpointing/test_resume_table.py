@@ -13,7 +13,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -271,10 +277,15 @@ ROWS: dict[str, list[Row]] = {
 
 
 def fit(
-    row: Row, folder: Path, *more: pl.Callback, resumed_from: Path | None = None, interval: int = 1
+    row: Row,
+    folder: Path,
+    *more: pl.Callback,
+    resumed_from: Path | None = None,
+    interval: int = 1,
+    saved_by: type[ModelCheckpoint] = ExactCheckpoint,
 ) -> tuple[dict[int, Any], Any]:
     """The samples of each batch; and updates, epochs, weight, rate, scores, best files, and logs after the last cut."""
-    every = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=interval, save_top_k=-1)
+    every = saved_by(folder, filename="{step}", every_n_train_steps=interval, save_top_k=-1)
     best = ExactCheckpoint(folder / "best", filename="{step}", monitor=row.monitor, every_n_train_steps=row.best_every)
     settings = {"max_epochs": EPOCHS, "logger": (log := Log())} | row.options
     trainer = quiet_trainer(*[SeedControl(1)] * row.seeded, *row.callbacks(), *more, every, best, **settings)
@@ -298,7 +309,9 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number:
     # Workers are started where they are refused only: what is saved does not depend on them.
     first = row._replace(loader=row.saved_with or row.loader)
     for cut in row.cuts:
-        batches, _ = fit(first, tmp_path / "cut", Kill(cut), resumed_from=path)
+        # Lightning's callback saves wherever it is told to.
+        saved_by = ModelCheckpoint if row.refused and cut % BATCHES else ExactCheckpoint
+        batches, _ = fit(first, tmp_path / "cut", Kill(cut), resumed_from=path, saved_by=saved_by)
         path = tmp_path / "cut" / f"step={cut}.ckpt"
         seen |= batches
     if row.refused:
@@ -315,6 +328,54 @@ def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_pa
     _, decided = fit(Row((0,), options=EVERY_3, monitor="weight", best_every=2), tmp_path)
     score, name, _ = decided[5]
     assert score == torch.load(tmp_path / "best" / name)["state_dict"]["weight"]
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The updates of the checkpoints in a folder."""
+    return sorted(int(path.stem.partition("=")[2]) for path in folder.glob("step=*.ckpt"))
+
+
+WAIT = "warning: checkpoints wait for the end of the epoch, except the best weights by a score, since "
+STREAM = Row((0,), FOREIGN[0], options={"val_check_interval": 2})
+RELOADED = Row((0,), options={"reload_dataloaders_every_n_epochs": 2})
+
+
+@pytest.mark.parametrize(
+    ("row", "steps", "problem"),
+    [
+        pytest.param(Row((0,)), [3, 6, 9, 12, 15], "", id="no wait"),
+        pytest.param(STREAM, [4, 8, 12, 16], "the order of this DataLoader cannot be repeated", id="a loader"),
+        pytest.param(Row((0,), monitor="metric", metric=True), [4, 8, 12, 16], "no checkpoint holds", id="a metric"),
+        pytest.param(
+            RELOADED, [3, 8, 9, 12, 16], "with reload_dataloaders_every_n_epochs=2", id="a loader made before"
+        ),
+    ],
+)
+def test_a_save_waits_for_the_epochs_end_where_none_resumes(
+    row: Row, steps: list[int], problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"every_n_train_steps": 5, "save_top_k": -1, "save_weights_only": True}
+    weights = ExactCheckpoint(tmp_path / "weights", "{step}", **options)
+    fit(row, tmp_path / "run", weights, interval=3)
+    assert steps_in(tmp_path / "run") == steps
+    assert steps_in(tmp_path / "weights") == [5, 10, 15], "weights alone are not resumed"
+    assert caplog.text.count(WAIT + problem) == bool(problem)
+
+
+def test_the_best_weights_wait_only_as_last_checkpoint(tmp_path: Path) -> None:
+    for name, killer in (("killed", [Kill(3)]), ("whole", [])):
+        scored = ExactCheckpoint(tmp_path / name, "{step}", monitor="score", save_last=True)
+        options = {"val_check_interval": 2, "max_epochs": 1}
+        fit(STREAM._replace(options=options, best_every=9), tmp_path / f"{name}, each", *killer, scored)
+        assert steps_in(tmp_path / name) == [2]
+    assert not (tmp_path / "killed" / "last.ckpt").exists()
+    assert torch.load(tmp_path / "whole" / "last.ckpt", weights_only=True)["global_step"] == 4
+
+
+def test_an_end_where_none_resumes_is_saved_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(STREAM._replace(options={"max_steps": 6}), tmp_path, interval=6)
+    assert steps_in(tmp_path) == [6]
+    assert caplog.text.count("the run ends within an epoch, and no run resumes from there, since the order of") == 1
 
 
 def test_the_page_lists_what_the_table_shows() -> None:
