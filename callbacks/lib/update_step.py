@@ -85,7 +85,7 @@ class UpdateStep:
         self._targets: TargetCounter | None = None
 
     def _forget_update(self) -> None:
-        self._batches: list[Any] = []
+        self._on_device: list[Any] = []
         """Micro-batches of the update that are on the device and may be needed again."""
         self._last_batch: Any = None
         self._passes = 0
@@ -106,7 +106,7 @@ class UpdateStep:
     def begin(self, update: Update[Any]) -> Any:
         """Begin an update, and return its first micro-batch on the device."""
         first_batch = self._to_device(update, 0)
-        self._batches = [first_batch]
+        self._on_device = [first_batch]
         self._last_batch = first_batch
         return first_batch
 
@@ -173,7 +173,7 @@ class UpdateStep:
     def _make_manually(self, update: Update[Any], batch_idx: int) -> Any:
         """Run the step of a module that optimizes manually, whose update is one micro-batch."""
         (number,) = update.numbers
-        (batch,) = self._batches
+        (batch,) = self._on_device
         self._seed_micro_batch(number)
         micro_batch = self._micro_batches(update)[0]
         with self._uneven(update, micro_batch), self._weighted(self._share_of_mean(update, micro_batch)):
@@ -254,7 +254,7 @@ class UpdateStep:
             gradients.begin(update.count)
         elif len(update) == 1 and not self._is_uneven(update):
             self._seed_micro_batch(update.numbers[0])
-            output = self._compute_alone(self._batches[0], batch_idx, optimizer, update.samples[0])
+            output = self._compute_alone(self._on_device[0], batch_idx, optimizer, update.samples[0])
             outputs.append(output)
             if self.sums_gradients and output.get("count") == 0.0 and type(output["count"]) is float:
                 raise NoTargets
@@ -312,8 +312,8 @@ class UpdateStep:
 
         That hook may change it in place, and a repeated closure or a stand-in must not change it a second time.
         """
-        is_new = micro_batch.position >= len(self._batches)
-        batch = self._to_device(update, micro_batch.position) if is_new else self._batches[micro_batch.position]
+        is_new = micro_batch.position >= len(self._on_device)
+        batch = self._to_device(update, micro_batch.position) if is_new else self._on_device[micro_batch.position]
         # `log` takes the size of this batch as the weight of a mean.
         results = self._loop.results
         results.batch = batch
@@ -323,7 +323,7 @@ class UpdateStep:
             if batch is not None:
                 self.calls.start_next_batch(batch, batch_idx)
             if self._repeats:
-                self._batches.append(batch)
+                self._on_device.append(batch)
         return batch
 
     def _to_device(self, update: Update[Any], index: int) -> Any:

@@ -11,7 +11,6 @@ from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN
 from callbacks.lib.stand_ins import weighted_gradients
-from datamodules import Update
 from datamodules.loading.loaders import TrainLoader
 from tests.callbacks.test_updates import LR, Line, Logging, Normalised, samples, weights
 from tests.support.ranks import run_ranks
@@ -59,9 +58,9 @@ class AtTheEnd(Line):
         self.mean = MeanMetric()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for _, micro_batch in batch if isinstance(batch, Update) else [(0, batch)]:
-            self.mean.update(micro_batch[1].mean())
-            self.log("sum", micro_batch[1].sum(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        for output in outputs.get("micro_batches", [outputs]) or [{"loss": torch.tensor(100.0)}]:
+            self.mean.update(output["loss"])
+            self.log("sum", output["loss"], on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         self.log("mean", self.mean, on_step=False, on_epoch=True)
 
 
