@@ -1,7 +1,7 @@
 """The choice between `lightning` and `pytorch_lightning`, which hold the same code twice, with different classes.
 
-A program with sorted imports imports our callbacks before either, so they may be of the wrong one. Its Trainer would
-call their hooks all the same, while they do not recognize its checkpoints, loaders and errors: they end the run.
+A program with sorted imports imports our callbacks before either, so they may be of the wrong one. The program's
+Trainer calls their hooks anyway, but they would not recognize its loaders and checkpoint callbacks: they end the run.
 """
 
 import os
