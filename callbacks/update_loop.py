@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from callbacks.lib.decisions import check_decision
-from callbacks.lib.evaluation_loop import SharedEvaluationLoop
+from callbacks.lib.evaluation_loop import SharedEvaluationLoop, share_evaluations
 from callbacks.lib.hook_calls import HookCalls
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates
@@ -363,4 +363,5 @@ def install_update_loop(trainer: pl.Trainer) -> UpdateLoop:
     untyped: Any = trainer
     untyped.fit_loop.epoch_loop = update_loop
     update_loop.source.dataloader = update_loop.training_loaders
+    share_evaluations(trainer)
     return update_loop

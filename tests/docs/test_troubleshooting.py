@@ -28,6 +28,7 @@ VALUES = [
     r"\[Errno 111\] Connection refused|Address already in use|node0(?=:)|\b29500\b|\bcuda\b",
     r"OutOfMemoryError: CUDA out of memory\. Tried to allocate 2\.00 GiB \.\.\.",
     r"rank 3 \(node 1, host7\)|ValueError: a bad pixel",
+    r"(?<=note: )train_loss|ReduceLROnPlateau(?= decides)|^own(?= is 0 on)|(?<=own is )0|(?<= and )1(?= on)|1(?=, and)",
 ]
 """What the code fills in, in the messages of the page: commands, files, figures, and errors of others."""
 
