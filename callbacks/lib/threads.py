@@ -21,6 +21,9 @@ from datamodules.notes import warn
 VARIABLE = "OMP_NUM_THREADS"
 """The environment variable with a number of threads. Lightning's launcher sets no number where it exists."""
 
+_default: int | None = None
+"""The number that nobody had set, where this module has set it again after another one."""
+
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
@@ -34,7 +37,7 @@ def threads_of_program() -> int | None:
     threads = torch.get_num_threads()
     # torchrun sets 1 for several processes where the variable does not exist.
     is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(VARIABLE) == "1"
-    is_chosen = (VARIABLE in os.environ and not is_torchruns) or _is_set(threads)
+    is_chosen = (VARIABLE in os.environ and not is_torchruns) or (threads != _default and _is_set(threads))
     return threads if is_chosen else None
 
 
@@ -67,15 +70,24 @@ def set_threads(threads: int) -> None:
     os.environ[VARIABLE] = str(threads)
 
 
+def _restore(threads: int, *, is_chosen: bool) -> None:
+    """Set an earlier number of threads again, which counts as set only if it did before."""
+    global _default
+    torch.set_num_threads(threads)
+    if not is_chosen:
+        _default = threads
+
+
 @contextmanager
 def threads_restored() -> Iterator[None]:
     """Restore the number of threads, and its variable, at the end of the ``with`` block."""
     threads = torch.get_num_threads()
+    is_chosen = threads_of_program() is not None
     variable = os.environ.get(VARIABLE)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        _restore(threads, is_chosen=is_chosen)
         os.environ.pop(VARIABLE, None)
         if variable is not None:
             os.environ[VARIABLE] = variable
@@ -181,7 +193,7 @@ class RunThreads:
     def end(self) -> None:
         """Restore the number that a checkpoint's has replaced."""
         if self._replaced is not None:
-            torch.set_num_threads(self._replaced)
+            _restore(self._replaced, is_chosen=False)
             self._replaced = None
         self._begun = False
 

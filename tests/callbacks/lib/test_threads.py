@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.threads import available_cores, threads_of_program
+from callbacks.lib.threads import available_cores, set_threads, threads_of_program, threads_restored
 from callbacks.seed_control import SeedControl
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
@@ -113,6 +113,19 @@ def test_a_number_that_equals_the_default_counts_as_set_if_it_was() -> None:
     default = run_ranks(torch.get_num_threads, 1, sets_threads=False)[0]
     noticed = [run_ranks(_noticed, 1, number, sets_threads=False)[0] for number in (None, default, MORE)]
     assert noticed == [None, default, MORE]
+
+
+def _noticed_after_a_run(number: int | None) -> int | None:
+    if number is not None:
+        torch.set_num_threads(number)
+    with threads_restored():
+        set_threads(MORE)
+    return threads_of_program()
+
+
+def test_a_default_that_a_run_has_restored_counts_as_set_by_nobody() -> None:
+    noticed = [run_ranks(_noticed_after_a_run, 1, number, sets_threads=False)[0] for number in (None, 1)]
+    assert noticed == [None, 1]
 
 
 @pytest.mark.parametrize("callback", ["both", "SeedControl", "GradientAccumulation"])

@@ -182,6 +182,8 @@ def test_threads_of_the_flag_hold_in_each_process(tmp_path: Path) -> None:
         line = ["--name", f"on-{world_size}", "--threads", "3"]
         ended = run_ranks(_typed_with, world_size, [], line, str(tmp_path), sets_threads=False)
         assert ended == [(0, {3})] * world_size
+        scored = ["validate", "--ckpt", f"runs/points/on-{world_size}/checkpoints/last.ckpt"]
+        assert run_ranks(_typed_with, world_size, [], scored, str(tmp_path), sets_threads=False) == ended
         record = (tmp_path / f"runs/points/on-{world_size}/weights.jsonl").read_text().splitlines()
         assert json.loads(record[0])["start"]["environment"]["threads"] == 3
 
