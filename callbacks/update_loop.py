@@ -165,7 +165,8 @@ class UpdateLoop(_TrainingEpochLoop):
             warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...", stacklevel=2)
         else:
             with self._logs_of(update):
-                stops = self.calls.start_batch(first_batch, batch_idx)
+                # A collate function may return None for one micro-batch only.
+                stops = first_batch is not None and self.calls.start_batch(first_batch, batch_idx)
             if stops:
                 progress.increment_by(0, is_last_batch=True)
             else:

@@ -15,7 +15,7 @@ from callbacks.lib import lightning_internals as internals
 from datamodules.errors import UserError
 from datamodules.lightning import CombinedLoader, pl, sized_len
 from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
-from datamodules.loading.numbered import NumberedDataLoader, can_be_numbered
+from datamodules.loading.numbered import NumberedDataLoader, batch_sampler_of, can_be_numbered
 from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.updates import Update, UpdateLoader, join_updates
 
@@ -100,7 +100,7 @@ def _gets_numbers(loader: Any, trainer: Any) -> bool:
     # With use_distributed_sampler=False each device reads its own samples, which is left as it is.
     return can_be_numbered(loader) and (
         trainer.world_size == 1
-        or isinstance(loader.sampler, DistributedSampler)
+        or isinstance(batch_sampler_of(loader).sampler, DistributedSampler)
         or internals.uses_distributed_sampler(trainer)
     )
 

@@ -261,9 +261,9 @@ class UpdateStep:
             return output["loss"]  # type: ignore[no-any-return]
         loss = None
         for micro_batch in self._micro_batches(update):
-            batch = self._batch(update, micro_batch, batch_idx)
-            self._seed_micro_batch(micro_batch.number)
             with self._communicating(micro_batch), self._uneven(update, micro_batch):
+                batch = self._batch(update, micro_batch, batch_idx)
+                self._seed_micro_batch(micro_batch.number)
                 if gradients is None or self.skips_backward:
                     share = self._share_of_mean(update, micro_batch)
                     output = self._compute_alone(batch, batch_idx, optimizer, micro_batch.samples, share)

@@ -39,15 +39,22 @@ class _Request(NamedTuple):
 
 
 class _Batches:
-    """Dataset whose items are collated micro-batches. It runs in the workers, or in this process without workers."""
+    """Dataset whose items are collated micro-batches. It runs in the workers, or in this process without workers.
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+    Args:
+        at_once: whether the data set is indexed by the list of rows, as of a loader with ``batch_size=None``.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], at_once: bool) -> None:
         self.dataset = dataset
         self.collate = collate
+        self.at_once = at_once
 
     def __getitem__(self, request: _Request) -> Any:
         if request.seed is not None:
             seed_generators(request.seed)
+        if self.at_once:
+            return self.collate(self.dataset[request.rows])
         # Like torch's fetcher: data sets with `__getitems__` read a batch at once, which may be much faster.
         if callable(getattr(self.dataset, "__getitems__", None)):
             samples = self.dataset.__getitems__(request.rows)
@@ -75,19 +82,38 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
+_OF_CLASSES = {"__init__", "__module__", "__doc__", "__annotations__", "__dict__", "__weakref__", "__parameters__"}
+_METHODS = {name for name in vars(DataLoader) if name not in _OF_CLASSES | {"__orig_bases__", "__firstlineno__"}}
+"""Names of the methods and properties by which a `DataLoader` reads."""
+
+
+def _reads_as_stock(loader: Any) -> bool:
+    """Whether a loader is a `DataLoader`, or of a subclass that overrides its constructor only."""
+    if not isinstance(loader, DataLoader):
+        return False
+    classes = type(loader).__mro__
+    return all(_METHODS.isdisjoint(vars(cls)) for cls in classes[: classes.index(DataLoader)])
+
+
+def batch_sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what yields the lists of rows of a loader: its batch sampler, or its sampler with ``batch_size=None``."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
 def can_be_numbered(loader: Any) -> bool:
-    """Return whether a loader is a stock `DataLoader` over a map-style data set, with one of torch's samplers.
+    """Return whether a loader reads a map-style data set as a stock `DataLoader` does, with one of torch's samplers.
 
     Example:
         >>> can_be_numbered(DataLoader(range(4), shuffle=True)), can_be_numbered(DataLoader(range(4), batch_size=None))
         (True, False)
     """
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+    if not _reads_as_stock(loader) or isinstance(loader.dataset, IterableDataset):
         return False
-    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in TORCH_SAMPLERS:
+    batches = batch_sampler_of(loader)
+    if type(batches) is not BatchSampler or type(batches.sampler) not in TORCH_SAMPLERS:
         return False
     # The state of a user's generator carries over from epoch to epoch, so the order is no function of the epoch.
-    return getattr(loader.sampler, "generator", None) is None
+    return getattr(batches.sampler, "generator", None) is None
 
 
 class NumberedDataLoader(ResumableLoader[Any]):
@@ -119,16 +145,17 @@ class NumberedDataLoader(ResumableLoader[Any]):
         self.dataset = stock.dataset
         self.num_workers = stock.num_workers
         self.collate_fn = stock.collate_fn
-        self.drop_last = stock.drop_last
+        batches_of_rows = batch_sampler_of(stock)
+        self._sampler = batches_of_rows.sampler
+        self.drop_last = batches_of_rows.drop_last
         self.pin_memory = stock.pin_memory
         self.seed = seed
         # The epoch that a checkpoint has interrupted, and the seed of its order.
         self._resumed = (-1, seed)
-        assert stock.batch_size is not None
-        self.batch_size = stock.batch_size
+        self.batch_size: int = batches_of_rows.batch_size
         self._noise_key = None if noise_seed is None else derive_seed(noise_seed, "items")
         samples = self._number_of_samples(keeps_order)
-        if stock.drop_last:
+        if self.drop_last:
             samples = samples // self.batch_size * self.batch_size
         super().__init__(samples, self.batch_size, rank, world_size)
         self.source = stock
@@ -144,7 +171,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
                 "worker_init_fn": _StartWorker(stock.worker_init_fn),
             }
         self._generator = stock.generator or torch.Generator()
-        batches: Any = _Batches(stock.dataset, stock.collate_fn)
+        batches: Any = _Batches(stock.dataset, stock.collate_fn, at_once=stock.batch_sampler is None)
         self._loader: DataLoader[Any] = DataLoader(
             batches,
             batch_size=None,
@@ -169,7 +196,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
 
     def _number_of_samples(self, keeps_order: bool) -> int:
         """Return the samples of an epoch on all ranks."""
-        sampler: Any = self.stock.sampler
+        sampler: Any = self._sampler
         # The length of a DistributedSampler is that of one rank's share.
         if isinstance(sampler, DistributedSampler) or keeps_order:
             dataset: Any = self.stock.dataset
@@ -178,7 +205,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
 
     def order_of_epoch(self, epoch: int) -> Sequence[int]:
         """Return the sample numbers of an epoch in their order, for all ranks together."""
-        sampler: Any = self.stock.sampler
+        sampler: Any = self._sampler
         if self.keeps_order or type(sampler) is SequentialSampler:
             return range(self._number_of_samples(self.keeps_order))
         if type(sampler) is DistributedSampler:

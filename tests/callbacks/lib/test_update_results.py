@@ -154,15 +154,25 @@ def of_one_rank(model: Logs, values: Tensor) -> None:
     model.log(f"rank{model.global_rank}", values.mean(), on_step=False, on_epoch=True, sync_dist=True)
 
 
-def test_a_name_of_one_rank_is_known_to_all() -> None:
+@pytest.mark.parametrize("hook", ["validation_step", "on_validation_epoch_end", "training_step"])
+def test_a_name_of_one_rank_is_known_to_all(hook: str) -> None:
     """Also to a callback that decides by it; in stock Lightning the run waits until the collective call times out."""
-    stop = EarlyStopping("rank1", strict=True)
-    for hook in ("validation_step", "on_validation_epoch_end", "training_step"):
-        first, second = run_ranks(fit, 2, 2, of_one_rank, hook, stop)
-        assert first["error"] == second["error"] == ""
-        assert first["metrics"] == second["metrics"]
-        assert {"rank0", "rank1"} <= first["metrics"].keys()
-        assert any("rank1 was logged on 1 of 2 ranks (1)" in note for note in first["notes"])
+    first, second = run_ranks(fit, 2, 2, of_one_rank, hook, EarlyStopping("rank1", strict=True))
+    assert first["error"] == second["error"] == ""
+    assert first["metrics"] == second["metrics"]
+    assert {"rank0", "rank1"} <= first["metrics"].keys()
+    assert any("rank1 was logged on 1 of 2 ranks (1)" in note for note in first["notes"])
+
+
+def of_first_rank(model: Logs, values: Tensor) -> None:
+    if model.global_rank == 0:
+        model.log("x", values.mean(), on_step=False, on_epoch=True, sync_dist=True)
+
+
+@pytest.mark.parametrize("hook", ["validation_step", "on_validation_epoch_end"])
+def test_a_rank_that_logs_nothing_keeps_none_waiting(hook: str) -> None:
+    first, second = run_ranks(fit, 2, 2, of_first_rank, hook, timeout=300)
+    assert first["metrics"]["x"] == second["metrics"]["x"]
 
 
 def metric_of_one_rank(model: Logs, values: Tensor) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -42,6 +43,28 @@ class Rows(Dataset[Any]):
         return torch.tensor([float(row), *noise], dtype=torch.float64)
 
 
+class AtOnce(Rows):
+    """A data set that is indexed by lists of rows."""
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return torch.stack([super(AtOnce, self).__getitem__(row) for row in rows])
+
+
+class Subclass(DataLoader[Any]):
+    """A loader of a library, which adds arguments and attributes only."""
+
+    def __init__(self, dataset: Any, batch_size: int, **options: Any) -> None:
+        super().__init__(dataset, batch_size, **options)
+        self.origin = "library"
+
+
+class Reads(Subclass):
+    """A loader that reads in its own way."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
 def distributed(rank: int = 0, world_size: int = 1) -> DataLoader[Any]:
     sampler: Any = DistributedSampler(Rows(), num_replicas=world_size, rank=rank, shuffle=True, seed=5)
     return DataLoader(Rows(), SIZE, sampler=sampler)
@@ -50,6 +73,10 @@ def distributed(rank: int = 0, world_size: int = 1) -> DataLoader[Any]:
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "in order": lambda: DataLoader(Rows(), SIZE),
     "shuffled": lambda: DataLoader(Rows(), SIZE, shuffle=True),
+    "a subclass": lambda: Subclass(Rows(), SIZE, shuffle=True),
+    "lists of rows": lambda: DataLoader(
+        AtOnce(), batch_size=None, sampler=BatchSampler(RandomSampler(AtOnce()), SIZE, False)
+    ),
     "drop_last": lambda: DataLoader(Rows(), SIZE, shuffle=True, drop_last=True),
     "drawn again": lambda: DataLoader(Rows(), SIZE, sampler=RandomSampler(range(N), replacement=True, num_samples=14)),
     "weighted": lambda: DataLoader(Rows(), SIZE, sampler=WeightedRandomSampler([*range(N)], 17)),
@@ -104,7 +131,7 @@ def test_each_sampler_gives_the_samples_that_it_has_in_torch() -> None:
     rows = {name: rows_of(by_number(on_ranks(make, 1))) for name, make in LOADERS.items()}
     order = epoch_order(N, 1, 0).tolist()
     assert rows["in order"] == [*range(N)]
-    assert rows["shuffled"] == order
+    assert rows["shuffled"] == rows["a subclass"] == rows["lists of rows"] == order
     assert rows["drop_last"] == order[: N // SIZE * SIZE]
     assert len(rows["drawn again"]) == 14 > len({*rows["drawn again"]})
     assert len(rows["weighted"]) == 17
@@ -241,9 +268,6 @@ def test_a_loader_whose_order_is_not_known_is_left_alone() -> None:
         def __iter__(self) -> Any:
             return iter(range(N))
 
-    class Own(DataLoader[Any]):
-        pass
-
     class Batches:
         def __iter__(self) -> Any:
             return iter([[0, 1], [2]])
@@ -254,7 +278,7 @@ def test_a_loader_whose_order_is_not_known_is_left_alone() -> None:
     generator = torch.Generator()
     left_alone: list[Any] = [
         DataLoader(Stream()),
-        Own(Rows()),
+        Reads(Rows(), SIZE),
         DataLoader(Rows(), batch_sampler=Batches()),
         DataLoader(Rows(), batch_size=None),
         DataLoader(Rows(), shuffle=True, generator=generator),
