@@ -182,8 +182,30 @@ class OrderedStatistics:
         # At least float32: a moving average in half precision loses small changes.
         return torch.cat([buffer.to(self._dtype) for buffer in self._buffers]) if self._buffers else torch.zeros(0)
 
+    def leave_out_frozen(self) -> None:
+        """Leave out the layers that an update's first forward pass has itself put into evaluation mode.
+
+        All ranks have to call it after that pass, or `collect`, which does.
+        """
+        is_kept = [layer.training for layer in self._layers]
+        if self._collected or all(is_kept):
+            return
+        for layer, momentum in zip(self._layers, self._momenta, strict=True):
+            if not layer.training:
+                vars(layer)["momentum"] = momentum
+        of_buffers = [kept for kept in is_kept for _ in range(2)]  # Each layer has a mean and a variance.
+        before = list(itertools.compress(self._running.split(self._sizes), of_buffers))
+        self._running = torch.cat(before) if before else torch.zeros(0)
+        self._buffers = list(itertools.compress(self._buffers, of_buffers))
+        self._sizes = list(itertools.compress(self._sizes, of_buffers))
+        self._counters = list(itertools.compress(self._counters, is_kept))
+        self._counts = list(itertools.compress(self._counts, is_kept))
+        self._momenta = list(itertools.compress(self._momenta, is_kept))
+        self._layers = list(itertools.compress(self._layers, is_kept))
+
     def collect(self) -> None:
         """Keep the statistics of a micro-batch after its forward pass; not to be called for a stand-in."""
+        self.leave_out_frozen()
         self._collected.append(self._flat_buffers())
 
     def repeated(self) -> list[_BatchNorm]:

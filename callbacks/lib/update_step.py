@@ -383,6 +383,8 @@ class UpdateStep:
         loss, output = without_backward(self.calls.module, gradients.parameters, self._training_step, batch, batch_idx)
         if batch is not None and not micro_batch.is_stand_in:
             statistics.collect()
+        else:
+            statistics.leave_out_frozen()
         if self._first_update is not None:
             self._first_update.check_forward(statistics)
             if micro_batch.is_last:

@@ -114,3 +114,31 @@ def test_the_statistics_of_updates_are_those_of_their_micro_batches_in_turn(mome
             assert equal(layer.state_dict(), before)
         statistics.finish(3)
         torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=bound, atol=bound)
+
+
+class Freezing(nn.Module):
+    """A network whose forward pass freezes one of its layers, as a feature extractor is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.frozen.eval()
+        return self.norm(self.frozen(batch))  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_the_forward_pass_freezes_stays_as_it_is() -> None:
+    network, stock = Freezing(), Freezing()
+    statistics = OrderedStatistics(network)
+    for batch in micro_batches(2):
+        statistics.begin()
+        network(batch)
+        statistics.collect()
+        statistics.restore()
+        stock(batch)
+    statistics.finish(2)
+    assert int(network.frozen.num_batches_tracked) == 0
+    assert (network.frozen.momentum, network.norm.momentum) == (0.1, 0.1)
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(network.state_dict()[name], value)
