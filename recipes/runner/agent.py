@@ -163,7 +163,7 @@ class NodeAgent(LocalElasticAgent):
         return Failure("error: another node has ended; its own output says why", 1, lost=True)
 
     @override
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers if worker.id is not None}
         pids = list(self._pcontext.pids().values()) if self._pcontext is not None else []
         for pid in pids:
@@ -174,7 +174,7 @@ class NodeAgent(LocalElasticAgent):
         finally:  # Also after a second signal, such as another Ctrl-C, while the workers are saving.
             left = [pid for pid in pids if _runs(pid)]
             self.killed = ", ".join(f"rank {ranks.get(pid)} (process {pid}, {state_of(pid)})" for pid in left)
-            super()._shutdown(signal.SIGKILL if left else death_sig, timeout)
+            super()._shutdown(signal.SIGKILL if left else death_sig, *args, **kwargs)
 
 
 _STOPPED = "stopped"

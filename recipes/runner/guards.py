@@ -80,7 +80,8 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
         yield
     except Preempted as stopped:
         if experiment.typed.in_program:
-            saved = f'; resume="{relative_path(folder / "checkpoints" / "last.ckpt")}" resumes it' if folder else ""
+            last = folder / "checkpoints" / "last.ckpt" if folder else None
+            saved = f'; resume="{relative_path(last)}" resumes it' if last and last.exists() else ""
             rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
             raise
         with suppress(ValueError):  # Handlers need the main thread.
@@ -107,7 +108,7 @@ def _how_to_go_on(trainer: pl.Trainer, experiment: Experiment, folder: Path | No
     if not last.exists():
         last = best
     if not last.exists():
-        return f"{text} before the first update, so nothing was saved"
+        return f"{text}; nothing was saved, so type the same command again"
     if stopped.trained or trainer.state.fn != "fit":
         test = typed.alone("test").using(ckpt=relative_path(best if best.exists() else last))
         return f"{text}; the training is done, so test with\n  {test}"
@@ -125,7 +126,7 @@ def how_to_resume(typed: Command, folder: Path, checkpoint: Path) -> str:
         folder: the run's folder.
         checkpoint: the checkpoint to resume from.
     """
-    context = f"in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "with"
+    start = f"resume in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "resume with"
     # Another number of devices would resume with rounding differences, so that the command names the number.
     devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
-    return f"resume {context}\n  {typed.alone().using(resume=relative_path(checkpoint), devices=devices)}"
+    return f"{start}\n  {typed.alone().using(resume=relative_path(checkpoint), devices=devices)}"

@@ -18,7 +18,7 @@ SHORTEST = 9
 """Characters that a string of the code has to share with a message to count."""
 
 VALUES = [
-    r"rank 0 \(process .*?\), rank 1 \(process .*?\)|(?<=end on )SIGTERM|(?<=order of )this DataLoader",
+    r"rank 0 \(process .*?\), rank 1 \(process .*?\)|(?<=end on )SIGTERM|\b1200\b|(?<=order of )this DataLoader",
     r"(?<=note: )a DataLoader|(?<=are no )MNIST",
     r"python -m recipes\.\w+( --[a-z-]+ \w+)*",  # The user's command.
     r"srun --nodes=\d --ntasks-per-node=\d",

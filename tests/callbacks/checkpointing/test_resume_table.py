@@ -349,9 +349,7 @@ RELOADED = Row((0,), options={"reload_dataloaders_every_n_epochs": 2})
         pytest.param(Row((0,)), [3, 6, 9, 12, 15], "", id="no wait"),
         pytest.param(STREAM, [4, 8, 12, 16], "the order of this DataLoader cannot be repeated", id="a loader"),
         pytest.param(Row((0,), monitor="metric", metric=True), [4, 8, 12, 16], "no checkpoint holds", id="a metric"),
-        pytest.param(
-            RELOADED, [3, 8, 9, 12, 16], "with reload_dataloaders_every_n_epochs=2", id="a loader made before"
-        ),
+        pytest.param(RELOADED, [3, 8, 9, 12, 16], "with reload_dataloaders_every_n_epochs=2", id="an old loader"),
     ],
 )
 def test_a_save_waits_for_the_epochs_end_where_none_resumes(

@@ -185,6 +185,7 @@ def test_a_loggers_writer_can_be_replaced(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_callback_says_whether_it_saves_within_epochs(settings: dict[str, Any], within: bool) -> None:
     assert internals.saves_within_epochs(ModelCheckpoint(**settings)) is within
+    assert internals.saves_by_time(ModelCheckpoint(**settings)) == ("train_time_interval" in settings)
 
 
 # One file alone
