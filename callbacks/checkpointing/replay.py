@@ -189,7 +189,7 @@ def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         if isinstance(weight, Tensor) and weight.dtype != getattr(saved_weights.get(name, weight), "dtype", None):
             return  # The resumed run has another precision.
     for optimizer, state in zip(trainer.optimizers, checkpoint.get("optimizer_states", ())):
-        for group, saved_group in zip(optimizer.param_groups, state["param_groups"]):
+        for group, saved_group in zip(optimizer.param_groups, state.get("param_groups", ())):
             for parameter, number in zip(group["params"], saved_group["params"]):
                 for name, value in state["state"].get(number, {}).items():
                     # By `get`: indexing a defaultdict would create an entry, which the next checkpoint would hold.

@@ -77,6 +77,11 @@ class FirstUpdate:
                 " on the number of devices; change it once per update, in on_train_batch_end"
             )
 
+    def _has_trained_parameters(self) -> bool:
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        return any(id(parameter) in trained for parameter in self.module.parameters())
+
     def _warn_of_device_dependence(self) -> None:
         loaders = update_loaders(self.trainer.train_dataloader)
         if any(loader.division is None for loader in loaders):
@@ -85,6 +90,11 @@ class FirstUpdate:
                 f"note: a {name} does not number its micro-batches: on another number of devices its updates hold"
                 " other samples and other noise; use a DataLoader over a data set with a length and a sampler of torch,"
                 " or a loader of datamodules, for equal bits"
+            )
+        if not self._has_trained_parameters():
+            warn(
+                f"note: no optimizer trains a parameter of {type(self.module).__name__}: what it computes otherwise, as"
+                " from batches that it keeps, depends on the number of devices"
             )
         elif any(map(is_synchronised, self.module.modules())):
             warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")
