@@ -128,8 +128,9 @@ class UpdateStep:
         outputs: list[dict[str, Any]] = []
 
         def closure() -> Tensor | None:
-            outputs.clear()  # LBFGS and SAM call the closure several times in a step.
-            self._loop.results.begin_update()
+            if outputs:  # LBFGS and SAM call the closure several times in a step.
+                outputs.clear()
+                self._loop.results.begin_update()
             self._passes += 1
             if torch.is_grad_enabled():
                 return self._compute_gradients(update, batch_idx, outputs)

@@ -96,3 +96,17 @@ def test_updates_of_several_micro_batches_have_one_result_on_any_number_of_ranks
     for rank in (*run_ranks(weights_on, 2, 2), *run_ranks(weights_on, 3, 3)):
         for one, other in zip(itertools.chain(*alone), itertools.chain(*rank), strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_step_logs_the_last_computation_of_its_update() -> None:
+    class Counted(Tiny):
+        calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.calls += 1
+            self.log("call", float(self.calls))
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(GradientAccumulation(2))
+    trainer.fit(Counted(network(), OPTIMIZERS["SAM"]), DataLoader(batches()[:2], batch_size=None))  # type: ignore[arg-type]
+    assert trainer.callback_metrics["call"] == 3.5  # The mean of the third and the fourth call.

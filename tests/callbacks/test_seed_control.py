@@ -282,6 +282,20 @@ class SGLD(torch.optim.Optimizer):
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
 
 
+HOOKS = {
+    "a transfer": "on_after_batch_transfer",
+    "the start of a batch": "on_train_batch_start",
+    "gradients": "on_after_backward",
+    "before the step": "on_before_optimizer_step",
+    "clipping": "configure_gradient_clipping",
+    "the end of an update": "on_train_batch_end",
+    "the end of a validation": "on_validation_epoch_end",
+    "the end of an epoch": "on_train_epoch_end",
+}
+PLACES = ("nowhere", "a step", *HOOKS)
+"""Where noise is drawn: in an optimizer's step, or in a hook."""
+
+
 class AddsNoise(pl.LightningModule):
     """Dropout and a linear layer, and noise at one place."""
 
@@ -290,6 +304,8 @@ class AddsNoise(pl.LightningModule):
         torch.manual_seed(5)
         self.layer, self.place = nn.Sequential(nn.Dropout(0.2), nn.Linear(3, 1)), place
         self.automatic_optimization = place != "a manual step"
+        if place in HOOKS:
+            setattr(self, HOOKS[place], self.add_noise)
 
     def loss(self, batch: Any) -> Tensor:
         return (self.layer(batch[0]) ** 2).mean()
@@ -310,48 +326,22 @@ class AddsNoise(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.layer(batch[0]).sum() + torch.rand(len(batch[0]))
 
-    def _add(self, place: str, *values: Tensor | None) -> None:
-        if place == self.place:
-            for value in values:
-                assert value is not None
-                value.data.add_(torch.randn_like(value), alpha=0.1)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        batch = [batch[0].clone()]
-        if self.trainer.training:
-            self._add("a transfer", *batch)
-        return batch
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._add("the start of a batch", *batch)
-
-    def on_after_backward(self) -> None:
-        self._add("gradients", *[parameter.grad for parameter in self.parameters()])
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._add("before the step", *[parameter.grad for parameter in self.parameters()])
-
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        self._add("clipping", *[parameter.grad for parameter in self.parameters()])
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._add("the end of an update", *self.parameters())
-
-    def on_validation_epoch_end(self) -> None:
-        self._add("the end of a validation", *self.parameters())
-
-    def on_train_epoch_end(self) -> None:
-        self._add("the end of an epoch", *self.parameters())
+    def add_noise(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs as the hook of the module's place, the only one that it has."""
+        values: Any = [parameter.data for parameter in self.parameters()]
+        if self.place in ("gradients", "before the step", "clipping"):
+            values = [parameter.grad for parameter in self.parameters()]
+        elif self.place in ("a transfer", "the start of a batch"):
+            (values,) = args[:1]
+        if self.place == "a transfer":
+            values = [value.clone() for value in values]
+        for value in values:
+            value.add_(torch.randn_like(value), alpha=0.1)
+        return values if self.place == "a transfer" else None
 
     def configure_optimizers(self) -> Any:
         is_noisy = self.place in ("a step", "a manual step")
         return SGLD(self.parameters()) if is_noisy else torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-PLACES = (
-    *("nowhere", "a transfer", "the start of a batch", "gradients", "before the step", "clipping", "a step"),
-    *("the end of an update", "the end of a validation", "the end of an epoch"),
-)
 
 
 def _fit_with_noise(place: str, world_size: int, *callbacks: pl.Callback) -> dict[str, Tensor]:

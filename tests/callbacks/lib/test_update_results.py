@@ -82,14 +82,14 @@ def fit(
     monitor: str | None = None,
     epochs: int = 1,
 ) -> dict[str, Any]:
-    """Train on 1 to 7 in micro-batches of 2, three to an update, and validate on 1 to 5; of three ranks one on none."""
+    """Train on 1 to 7 in micro-batches of 2, three to an update, and validate on 1 to 4, of three ranks one on none."""
     values = torch.arange(1.0, 8.0, dtype=torch.float64).repeat(3, 1).T.contiguous()
     targets = torch.zeros(7, 1, dtype=torch.float64)
     callbacks = (GradientAccumulation(global_batch_size=6), *callbacks)
     trainer = quiet_trainer(*callbacks, world_size=world_size, max_epochs=epochs)
     rank = trainer.global_rank
     training = TrainLoader(values, targets, torch.arange(7), 2, 1, rank, world_size, shuffle=False)
-    validation = EvaluationLoader(values, targets, torch.arange(5), 2, rank, world_size)
+    validation = EvaluationLoader(values, targets, torch.arange(4), 2, rank, world_size)
     model = Logs(log_in, hook)
     model.monitor = monitor
     notes = Notes()
@@ -111,7 +111,7 @@ def mean(model: Logs, values: Tensor) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("hook", "wanted"), [("training_step", 4.0), ("validation_step", 3.0)])
+@pytest.mark.parametrize(("hook", "wanted"), [("training_step", 4.0), ("validation_step", 2.5)])
 def test_a_mean_weighs_unequal_ranks_by_their_samples(hook: str, wanted: float, ranks: int) -> None:
     assert [run["metrics"]["x"] for run in run_ranks(fit, ranks, ranks, mean, hook)] == [wanted] * ranks
 
@@ -145,7 +145,7 @@ def by_parity(model: Logs, values: Tensor) -> None:
 
 def test_names_in_another_order_are_reduced_by_name() -> None:
     for run in run_ranks(fit, 2, 2, by_parity, "validation_step"):
-        assert run["metrics"] == {"odd": 3.0, "even": 30.0}
+        assert run["metrics"] == {"odd": 2.0, "even": 30.0}
         assert run["notes"] == []
 
 
@@ -226,7 +226,7 @@ def step_of_one_rank(model: Logs, values: Tensor) -> None:
 
 
 def test_a_synced_step_of_one_rank_ends_the_run() -> None:
-    for run in run_ranks(fit, 2, 2, step_of_one_rank, "training_step"):
+    for run in run_ranks(fit, 2, 2, step_of_one_rank, "training_step", timeout=300):
         assert run["error"].startswith("self.log('step', on_step=True, sync_dist=True) is called on rank 1 and not on")
 
 
