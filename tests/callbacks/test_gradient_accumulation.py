@@ -265,7 +265,9 @@ def test_the_factor_follows_from_the_global_batch_size() -> None:
     train(model, loader, totals, GradientAccumulation(global_batch_size=30), max_epochs=2)
     assert totals.seen == {(30, 4)}
     assert error(weights(model), by_hand([[(x[:30], y[:30])], [(x[30:], y[30:])]] * 2)) < 1e-14
-    own = type("Own", (DataLoader,), {})(loader.dataset, batch_size=10)
+    own = type("Own", (DataLoader,), {"__iter__": lambda loader: DataLoader.__iter__(loader)})(
+        loader.dataset, batch_size=10
+    )
     with pytest.raises(UserError, match="no multiple of the 10 that all devices process at once; expected 30 or 40"):
         train(Tagger(), own, GradientAccumulation(global_batch_size=35))
     train(model := Tagger(), loader, GradientAccumulation(global_batch_size=35))

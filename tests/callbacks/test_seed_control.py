@@ -377,6 +377,9 @@ def test_noise_of_an_optimizer_keeps_ranks_equal_in_a_manual_step() -> None:
 class Own(DataLoader[Any]):
     """Does not number its micro-batches, so that its noise is drawn from the generators of this process."""
 
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
 
 class DrawsEverywhere(Augmented):
     """Draws one number in each place of a step."""

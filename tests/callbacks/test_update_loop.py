@@ -167,7 +167,10 @@ class Install(pl.Callback):
 
 
 class PlainLoader(DataLoader[Any]):
-    """It is left alone, since it may be another than torch's."""
+    """It is left alone, since it reads in its own way."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
 
 
 Case = Callable[[Transcript], dict[str, Any]]

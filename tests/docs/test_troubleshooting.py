@@ -27,6 +27,8 @@ VALUES = [
     r"/home/me/project/callbacks|(?<=package )callbacks",
     r"\[Errno 111\] Connection refused|Address already in use|node0(?=:)|\b29500\b|\bcuda\b",
     r"OutOfMemoryError: CUDA out of memory\. Tried to allocate 2\.00 GiB \.\.\.",
+    r"\bpytorch_lightning\b|\bWarmupLR\b|\blightning\b(?!-)|teacher\.weight",
+    r"^ModuleNotFoundError: No module named 'callbacks\.[\w.]+'.*",
     r"rank 3 \(node 1, host7\)|ValueError: a bad pixel",
     r"(?<=note: )train_loss|ReduceLROnPlateau(?= decides)|^own(?= is 0 on)|(?<=own is )0|(?<= and )1(?= on)|1(?=, and)",
 ]

@@ -80,7 +80,7 @@ def whole(tmp_path_factory) -> str:
 
 
 LIVES = {
-    "within an epoch": [("on_train_batch_start", 0, 3), ("on_train_batch_start", 1, 3)],
+    "within an epoch": [("on_train_batch_end", 0, 3), ("on_train_batch_end", 1, 3)],
     # The second validation of an epoch: the update before a validation is saved after it.
     "elsewhere": [
         *[("on_validation_batch_start", 0, 1), ("on_train_epoch_end", 0, 0), ("on_validation_end", 1, 1)],

@@ -96,7 +96,7 @@ class Recorder(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Where an update has no micro-batch for this rank, what stood in does not count.
-        self.seen += self.fed if micro_batch_outputs(self.trainer, outputs) else []
+        self.seen += self.fed if micro_batch_outputs(outputs) else []
         self.fed = []
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 import recipes.compilation
 from callbacks import ExactCheckpoint, FreezeLayers, GradientAccumulation, SeedControl, SyncBN, WeightAveraging
 from datamodules.errors import RunFailedError, UserError
+from datamodules.loading.foreign import ForeignLoader
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from datamodules.loading.updates import GroupedUpdates
 from recipes.compilation import CompileNetwork, compile_network, restore_network
 from recipes.dropout import Dropout
 from recipes.mnist import MNISTClassifier
@@ -156,7 +156,9 @@ def test_what_cannot_be_compiled_is_refused_with_the_cure():
     with pytest.raises(UserError, match="compile=True: with cache_features=True"):
         ResNetFineTuner(num_classes=2, cache_features=True, compile=True)
     gpu: Any = SimpleNamespace(
-        train_dataloader=GroupedUpdates([], 2, 0, 1), strategy=SimpleNamespace(root_device=torch.device("cuda"))
+        train_dataloader=ForeignLoader([], size=2),
+        accumulate_grad_batches=1,
+        strategy=SimpleNamespace(root_device=torch.device("cuda")),
     )
     with pytest.raises(UserError, match="compile='reduce-overhead' cannot accumulate micro-batches: pass compile=True"):
         CompileNetwork().on_train_start(gpu, SimpleNamespace(hparams=SimpleNamespace(compile="reduce-overhead")))

@@ -92,10 +92,10 @@ class Kept(CSVLogger):
             self.losses[step] = metrics["train/loss"]
 
 
-@pytest.mark.parametrize("accumulation", ["none", "ours", "lightning's"])
+@pytest.mark.parametrize("accumulation", ["none", "ours"])
 def test_the_training_loss_is_logged_once_per_interval_as_the_mean_over_its_targets(tmp_path, accumulation):
     kept = Kept(tmp_path)
-    options: dict[str, Any] = {"accumulate_grad_batches": 2} if accumulation == "lightning's" else {}
+    options: dict[str, Any] = {}
     if accumulation == "ours":
         options["callbacks"] = [GradientAccumulation(2)]
     every = 3 if accumulation == "none" else 1
