@@ -14,9 +14,9 @@ from typing import Any
 
 from .rows import Run
 
-LIMIT = 90.0
+LIMIT = 300.0
 """Seconds after which a run counts as hung."""
-GRACE = 40.0
+GRACE = 120.0
 """Seconds that the other ranks have to end after a rank has failed."""
 
 OURS = re.compile(r"^(note|warning|error|Error|hint)\b|SIGTERM after|resume with|^(saved|stopped|ended)\b")

@@ -308,7 +308,8 @@ class AddsNoise(pl.LightningModule):
             setattr(self, HOOKS[place], self.add_noise)
 
     def loss(self, batch: Any) -> Tensor:
-        return (self.layer(batch[0]) ** 2).mean()
+        # Smaller batches draw fewer numbers.
+        return (self.layer(batch[0] + 0.1 * torch.randn_like(batch[0])) ** 2).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.automatic_optimization:
@@ -346,14 +347,16 @@ class AddsNoise(pl.LightningModule):
 
 def _fit_with_noise(place: str, world_size: int, *callbacks: pl.Callback) -> dict[str, Tensor]:
     seeds, model = SeedControl(1), AddsNoise(place)
-    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 66).view(22, 3))
+    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 69).view(23, 3))
     trainer = quiet_trainer(seeds, *callbacks, world_size=world_size, max_epochs=2, use_distributed_sampler=True)
-    trainer.fit(model, DataLoader(data, 2, shuffle=True), DataLoader(data, 3))
+    # A validation is seeded at its end, just before the end of an epoch.
+    validation = DataLoader(data, 3) if place == "the end of a validation" else None
+    trainer.fit(model, DataLoader(data, 2, shuffle=True), validation)
     return model.state_dict()
 
 
 def _with_noise(world_size: int) -> dict[str, dict[str, Tensor]]:
-    """Updates of 6 micro-batches, and the last of an epoch of 5."""
+    """Updates of 6 micro-batches; the last one of an epoch has one sample."""
     return {place: _fit_with_noise(place, world_size, GradientAccumulation(global_batch_size=12)) for place in PLACES}
 
 
