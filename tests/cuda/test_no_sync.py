@@ -67,5 +67,5 @@ def _type(name: str, device: str, folder: str) -> Typed:
 def test_no_step_of_a_recipe_waits_for_the_device(device: Device, name: str, tmp_path: Path) -> None:
     ended = run_on(device, _type, 1, name, device, str(tmp_path))[0]
     assert ended.status == 0, ended.err
-    assert "'train': 8" in ended.out
+    assert "'train': 16" in ended.out, "of 8 updates of 2 micro-batches"
     assert ("'validate': 0" in ended.out) == (name == "seq2seq")
