@@ -14,11 +14,11 @@ from torch.optim.swa_utils import update_bn
 from typing_extensions import override
 
 from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.training_loaders import flattened, numbered_loaders
+from callbacks.lib.training_loaders import numbered_loaders
+from callbacks.lib.updates import flattened
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import pl
-from datamodules.loading.updates import micro_batches
 from datamodules.notes import warn
 
 
@@ -95,7 +95,7 @@ class BNRecalibration(OneLightningCallback):
             loader = copy.copy(loader)
             loader.rank = 0
             loader.world_size = 1
-            loader.divide_updates(None)
+            loader.divide_updates(loader.items_of(1))
             loader.load_state_dict({"epoch": 0, "consumed": 0})
-        for item in loader:
-            yield from micro_batches(item)
+        for update in loader:
+            yield from update.batches

@@ -117,7 +117,8 @@ class SeedControl(OneLightningCallback):
             loop = install_update_loop(trainer)
             loop.threads.begin(self._threads)
             self._undo.append(_seed_updates(loop.step, self))
-        share_evaluations(trainer)
+        else:
+            share_evaluations(trainer)
         self._undo.append(_set_environment(self.seed))
         self._seed_initial_weights()
 

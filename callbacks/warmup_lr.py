@@ -22,7 +22,8 @@ from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.rates import UpdateSchedule, schedule_of
-from callbacks.lib.updates import duration_to_updates, global_batch_size, total_updates, updates_made
+from callbacks.lib.training_loaders import global_batch_size
+from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
 from datamodules.errors import UserError
 from datamodules.lightning import pl
 from datamodules.notes import warn

@@ -87,7 +87,7 @@ def measure_row(package: str, row: Row, folder: Path) -> dict[str, Any]:
         before = Path.cwd()
         os.chdir(place)  # Libraries write beside themselves.
         try:
-            record = run_ranks(Run(package, row, place, processes, **settings), name.replace(" ", "-"), free_port)
+            record = run_ranks(Run(package, row, place, processes, **settings), name.replace(" ", "-"))
         finally:
             os.chdir(before)
         runs[name] = record | {"processes": processes}
@@ -210,18 +210,6 @@ def in_environments(pattern: str, libraries: list[str], out: Path, prefix: list[
             result = {"library": library, "error": error, "seconds": round(time.monotonic() - start)}
             target.write_text(json.dumps(result))
     (out / "table.md").write_text(table(out))
-
-
-def free_port() -> int:
-    """Return a free TCP port."""
-    import random
-    import socket
-
-    while True:
-        port = random.SystemRandom().randrange(16000, 32000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
 
 
 def main() -> None:

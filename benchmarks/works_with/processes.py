@@ -7,11 +7,11 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..harness.processes import free_port
 from .rows import Run
 
 LIMIT = 300.0
@@ -91,7 +91,7 @@ def _our_lines(outputs: list[Path]) -> list[str]:
     return list(lines)
 
 
-def run_ranks(run: Run, name: str, free_port: Callable[[], int]) -> dict[str, Any]:
+def run_ranks(run: Run, name: str) -> dict[str, Any]:
     """Run a client on its number of processes, and return what it ended with.
 
     Returns:

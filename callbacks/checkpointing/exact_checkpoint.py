@@ -152,8 +152,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             if isinstance(trainer.precision_plugin, DoublePrecision):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)
-        share_evaluations(trainer)
-        super().setup(trainer, pl_module, stage)
+        else:
+            share_evaluations(trainer)
         internals.resume_max_steps_at_epoch_end(trainer)
 
     @override

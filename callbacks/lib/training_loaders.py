@@ -5,13 +5,13 @@ This is the only place that asks what kind of loader somebody's loader is. From 
 
 import copy
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler
 
 from callbacks.lib import lightning_internals as internals
+from callbacks.lib.updates import flattened
 from datamodules.errors import UserError
 from datamodules.lightning import CombinedLoader, pl, sized_len
 from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
@@ -20,18 +20,9 @@ from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.updates import Update, UpdateLoader, join_updates
 
 
-def flattened(loaders: Any) -> list[Any]:
-    """Return the loaders of a collection as a list; a single loader as a list of one."""
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    return list(combined.flattened)
-
-
-def _mapped(loaders: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a collection with another loader in the place of each one."""
-    is_combined = isinstance(loaders, CombinedLoader)
-    combined = copy.copy(loaders) if is_combined else CombinedLoader(loaders)
-    combined.flattened = [function(loader) for loader in combined.flattened]
-    return combined if is_combined else combined.iterables
+def _combined(loaders: Any) -> CombinedLoader:
+    """Return a `CombinedLoader` of its own over a loader or a collection of loaders."""
+    return copy.copy(loaders) if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
 
 
 def known_batch_size(loader: Any) -> int | None:
@@ -81,10 +72,16 @@ def wrap_training_loaders(loaders: Any, trainer: Any, seeds: Any) -> Any:
     """
     members = flattened(loaders)
     if len(members) == 1 and _gets_numbers(members[0], trainer):
-        number = _numbered(members[0], trainer, seeds)
-        loaders = _mapped(loaders, lambda _: number)
+        wrapped: list[UpdateLoader] = [_numbered(members[0], trainer, seeds)]
     else:
-        loaders = _mapped(_in_order(loaders, trainer), lambda loader: _wrapped(loader, trainer))
+        if trainer.overfit_batches:
+            in_order = _combined(loaders)
+            internals.turn_off_shuffling(in_order)  # Lightning does so for loaders that are not wrapped.
+            members = in_order.flattened
+        wrapped = [_wrapped(loader, trainer) for loader in members]
+    combined = _combined(loaders)
+    combined.flattened = wrapped
+    loaders = combined if isinstance(loaders, CombinedLoader) else combined.iterables
     for loader in update_loaders(loaders):
         if isinstance(loader, ResumableLoader):
             loader.keeps_order = trainer.overfit_batches > 0
@@ -118,15 +115,6 @@ def _numbered(loader: Any, trainer: Any, seeds: Any) -> NumberedDataLoader:
     return NumberedDataLoader(loader, seed, trainer.global_rank, trainer.world_size, noise_seed, keeps_order)
 
 
-def _in_order(loaders: Any, trainer: Any) -> Any:
-    """Return loaders that do not shuffle where the run over-fits, which Lightning does for loaders that are its own."""
-    if not trainer.overfit_batches:
-        return loaders
-    combined = copy.copy(loaders) if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    internals.turn_off_shuffling(combined)
-    return combined if isinstance(loaders, CombinedLoader) else combined.iterables
-
-
 def _wrapped(loader: Any, trainer: Any) -> UpdateLoader:
     if isinstance(loader, UpdateLoader):
         return loader
@@ -140,19 +128,39 @@ def grouped(loaders: Any, size: int, trainer: Any) -> Any:
     if isinstance(loaders, ForeignLoader):
         loaders.size = size
         return loaders
-    combined = copy.copy(loaders) if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     members = update_loaders(loaders)
 
     def set_epoch(epoch: int) -> None:
         for member in members:
             member.set_epoch(epoch)
 
-    joint = JointLoader(combined, _joined)
+    joint = JointLoader(_combined(loaders), _joined)
     return foreign_loader(joint, None, trainer.global_rank, trainer.world_size, size=size, set_epoch=set_epoch)
 
 
 def _joined(item: Any) -> Update[Any]:
     return item if type(item) is Update else join_updates(item)
+
+
+def global_batch_size(trainer: pl.Trainer) -> int:
+    """Return the present number of samples per update; works from `on_train_start` on.
+
+    Raises:
+        UserError: it is not known how many samples a batch has.
+    """
+    loader = as_update_loader(trainer.train_dataloader, trainer)
+    samples = loader.samples_per_update
+    if samples is None:
+        raise UserError(unknown_batch_size(loader.source))
+    return samples * trainer.accumulate_grad_batches
+
+
+def unknown_batch_size(loader: Any) -> str:
+    """Return the message of an error about a loader whose batch size is unknown."""
+    return (
+        f"cannot tell the batch size of the training loader, a {type(loader).__name__}: expected an attribute"
+        " `batch_size` of the loader or its sampler; give it one, or pass GradientAccumulation(steps=...)"
+    )
 
 
 def update_loaders(loaders: Any) -> list[UpdateLoader]:

@@ -9,9 +9,8 @@ from typing import Any
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.training_loaders import as_update_loader, flattened
 from datamodules.errors import UserError
-from datamodules.lightning import GradientAccumulationScheduler, pl
+from datamodules.lightning import CombinedLoader, GradientAccumulationScheduler, pl
 
 
 def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:
@@ -90,30 +89,12 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
     return duration.to_steps(_updates_of_epochs(trainer, 1), math.inf)
 
 
+def flattened(loaders: Any) -> list[Any]:
+    """Return the loaders of a collection as a list; a single loader as a list of one."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return list(combined.flattened)
+
+
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether a device computes several micro-batches per update; works from `on_train_start` on."""
-    loaders = flattened(trainer.train_dataloader)
-    return trainer.accumulate_grad_batches > 1 or any(
-        as_update_loader(loader, trainer).has_several for loader in loaders
-    )
-
-
-def global_batch_size(trainer: pl.Trainer) -> int:
-    """Return the present number of samples per update; works from `on_train_start` on.
-
-    Raises:
-        UserError: it is not known how many samples a batch has.
-    """
-    loader = as_update_loader(trainer.train_dataloader, trainer)
-    samples = loader.samples_per_update
-    if samples is None:
-        raise UserError(unknown_batch_size(loader.source))
-    return samples * trainer.accumulate_grad_batches
-
-
-def unknown_batch_size(loader: Any) -> str:
-    """Return the message of an error about a loader whose batch size is unknown."""
-    return (
-        f"cannot tell the batch size of the training loader, a {type(loader).__name__}: expected an attribute"
-        " `batch_size` of the loader or its sampler; give it one, or pass GradientAccumulation(steps=...)"
-    )
+    """Whether a device computes several micro-batches per update of an `UpdateLoop`; works from `on_train_start` on."""
+    return any(loader.has_several for loader in flattened(trainer.train_dataloader))

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from datamodules.loading.updates import Update, UpdateLoader
+from datamodules.loading.updates import PassesThrough, Update, UpdateLoader
 
 TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers whose order follows from the generator of torch, or from the epoch that is set."""
@@ -98,7 +98,7 @@ def _is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-class ForeignLoader(UpdateLoader):
+class ForeignLoader(PassesThrough, UpdateLoader):
     """Loader of updates over the batches of any other loader, on each rank by itself.
 
     On another number of ranks these batches have other numbers and may hold other samples. Attributes and methods are
@@ -133,12 +133,6 @@ class ForeignLoader(UpdateLoader):
         self._set_epoch = set_epoch
         self._reader: Any = None
         self._hash_at_start = ""
-
-    def __getattr__(self, name: str) -> Any:
-        # Called for names that this class lacks. A copy has no attributes at first.
-        if name == "source" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.source, name)
 
     @property
     @override

@@ -28,6 +28,7 @@ from datamodules.loading.randomness import derive_seed, derive_seed_at, seed_gen
 from datamodules.loading.requests import Requests
 from datamodules.loading.resumable import InOrder, ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order
+from datamodules.loading.updates import PassesThrough
 
 
 class _Request(NamedTuple):
@@ -116,7 +117,7 @@ def can_be_numbered(loader: Any) -> bool:
     return getattr(batches.sampler, "generator", None) is None
 
 
-class NumberedDataLoader(ResumableLoader[Any]):
+class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
     """Loader over a stock `DataLoader` that deals numbered micro-batches to the ranks, resumable at any update.
 
     With ``shuffle=True`` the order is that of `epoch_order`. Other samplers of torch draw with a seed from
@@ -141,14 +142,10 @@ class NumberedDataLoader(ResumableLoader[Any]):
         noise_seed: int | None = None,
         keeps_order: bool = False,
     ) -> None:
-        self.stock = stock
-        self.dataset = stock.dataset
-        self.num_workers = stock.num_workers
-        self.collate_fn = stock.collate_fn
+        self.source = stock
         batches_of_rows = batch_sampler_of(stock)
         self._sampler = batches_of_rows.sampler
         self.drop_last = batches_of_rows.drop_last
-        self.pin_memory = stock.pin_memory
         self.seed = seed
         # The epoch that a checkpoint has interrupted, and the seed of its order.
         self._resumed = (-1, seed)
@@ -157,8 +154,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
         samples = self._number_of_samples(keeps_order)
         if self.drop_last:
             samples = samples // self.batch_size * self.batch_size
-        super().__init__(samples, self.batch_size, rank, world_size)
-        self.source = stock
+        super().__init__(samples, self.batch_size, rank, world_size, source=stock)
         self.keeps_order = keeps_order
         self._requests: Requests[_Request] = Requests()
         options: dict[str, Any] = {"pin_memory": stock.pin_memory, "timeout": stock.timeout}
@@ -182,24 +178,18 @@ class NumberedDataLoader(ResumableLoader[Any]):
             **options,
         )
 
-    def __getattr__(self, name: str) -> Any:
-        # Called for names that this class lacks. A copy has no attributes at first.
-        if name == "stock" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.stock, name)
-
     @property
     @override
     def sampler(self) -> Any:
         """The sampler of the stock loader, or a sequential one if the loader does not shuffle."""
-        return InOrder(self) if self.keeps_order else self.stock.sampler
+        return InOrder(self) if self.keeps_order else self.source.sampler
 
     def _number_of_samples(self, keeps_order: bool) -> int:
         """Return the samples of an epoch on all ranks."""
         sampler: Any = self._sampler
         # The length of a DistributedSampler is that of one rank's share.
         if isinstance(sampler, DistributedSampler) or keeps_order:
-            dataset: Any = self.stock.dataset
+            dataset: Any = self.source.dataset
             return len(dataset)
         return len(sampler)
 
@@ -257,7 +247,7 @@ class NumberedDataLoader(ResumableLoader[Any]):
         self._requests.pending = [
             _Request(self._noise_seed(epoch, start), [*order[start:stop]]) for start, stop in spans
         ]
-        if self.stock.generator is None:
+        if self.source.generator is None:
             # Workers draw their base seeds from this generator: they have to differ between ranks and epochs.
             seed = derive_seed(self.seed, "workers", epoch, start_at, self.rank)
             self._generator.manual_seed(seed)

@@ -61,9 +61,10 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
     Args:
         items: number of items of an epoch: samples, or batches that were cut before.
         items_at_once: number of items of a micro-batch.
+        source: the loader that this one wraps, if it wraps one.
     """
 
-    def __init__(self, items: int, items_at_once: int, rank: int, world_size: int) -> None:
+    def __init__(self, items: int, items_at_once: int, rank: int, world_size: int, source: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self._items = items
@@ -73,7 +74,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         self._consumed = 0
         # Items of the epoch that the next iteration skips: the position that a checkpoint has restored.
         self._start_at = 0
-        self.source: Any = self
+        self.source: Any = self if source is None else source
         self.keeps_order = False
         """Whether each epoch has the samples in the order of the data set, as for over-fitting."""
         self.divide_updates(None)

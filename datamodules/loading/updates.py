@@ -54,18 +54,6 @@ class Update(Generic[Batch]):
         return zip(self.numbers, self.batches, strict=True)
 
 
-def micro_batches(batch: Any) -> list[Any]:
-    """Return the micro-batches of an item of a training loader.
-
-    Example:
-        >>> micro_batches(Update(["cats", "dogs"], [0, 1], count=2)), micro_batches("cats")
-        (['cats', 'dogs'], ['cats'])
-    """
-    if isinstance(batch, Update):
-        return batch.batches
-    return [batch]
-
-
 def join_updates(items: Any) -> Update[Any]:
     """Combine the updates of several loaders into one update, whose micro-batches are collections.
 
@@ -103,6 +91,18 @@ def join_updates(items: Any) -> Update[Any]:
     if not is_known:  # One of the loaders does not number its batches, so the joint ones have no numbers either.
         return Update(batches, first.numbers, None, samples=samples)
     return Update(batches, first.numbers, first.count, first.is_stand_in, samples)
+
+
+class PassesThrough:
+    """Mixin of a wrapper around somebody's loader: attributes and methods that it lacks are those of `source`."""
+
+    source: Any
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy has no attributes at first.
+        if name == "source" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.source, name)
 
 
 class UpdateLoader(ABC):

@@ -42,7 +42,7 @@ LOOKED_UP = {"help/coming-from.md", "help/troubleshooting.md", "reference/result
     "scaling/proofs.md"
 }
 """Pages of tables and messages in which a reader searches; all others are read from top to bottom."""
-TWO_SCREENS = 620
+TWO_SCREENS = 580
 """Words of prose and tables, without code and what it prints."""
 
 
