@@ -172,6 +172,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
         checkpoint[_SCORED] = self._scored
         checkpoint[replay.ORDERS] = replay.order_states(trainer)
+        checkpoint[replay.UNSAVED] = replay.unsaved_state(pl_module)
         checkpoint[_SUMS] = gather(internals.epoch_sums(trainer))
 
     @override

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import torchmetrics_of_epoch, unused_loader_states
 from callbacks.lib.optimizers import optimizer_layers
 from callbacks.lib.training_loaders import update_loaders
+from callbacks.rank_consistency import checksum
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import (
@@ -39,6 +41,9 @@ _END_OF_EPOCH = "resume from an epoch's end"
 
 RAW_WEIGHTS = "current_model_state"
 """Checkpoint entry of the weights that are not averaged; the name is that of Lightning's `WeightAveraging`."""
+
+UNSAVED = "unsaved_state"
+"""Checkpoint entry of the `unsaved_state` of the module."""
 
 ORDERS = "orders_of_loaders"
 """Checkpoint entry of what loaders without a position need to repeat their order in the next epoch."""
@@ -199,6 +204,48 @@ def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
                             loaded[name] = value.to(loaded[name].device)
 
 
+def unsaved_state(module: nn.Module) -> dict[str, float]:
+    """Return what a module may compute with and no checkpoint holds, by name, as numbers.
+
+    That is the numbers among the plain attributes of its layers, and a checksum of each buffer that is not persistent.
+    Private attributes and torchmetrics objects are left out.
+    """
+    state: dict[str, float] = {}
+    for layer_name, layer in module.named_modules():
+        prefix = f"{layer_name}." if layer_name else ""
+        if isinstance(layer, Metric):
+            continue
+        for name, value in vars(layer).items():
+            is_number = type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if is_number and not name.startswith("_"):
+                state[prefix + name] = float(value)
+        for name in sorted(layer._non_persistent_buffers_set):
+            buffer = layer._buffers.get(name)
+            if buffer is not None:
+                state[prefix + name] = float(checksum(buffer))
+    return state
+
+
+def warn_of_unsaved_state(module: nn.Module, saved: Mapping[str, float]) -> None:
+    """Note what had another value when the run was saved, since no checkpoint holds it.
+
+    Args:
+        saved: result of `unsaved_state` then.
+    """
+    current = unsaved_state(module)
+    # NaN differs from itself, and is no change.
+    lost = [name for name, value in saved.items() if name in current and repr(current[name]) != repr(value)]
+    if lost:
+        first = f"{lost[0]} (the first of {len(lost)})" if len(lost) > 1 else lost[0]
+        warn(
+            "note: %s of %s had another value when the run was saved, and is in no checkpoint: if the training depends"
+            " on it, the run goes on otherwise; make it a persistent buffer, or save it in the module's"
+            " on_save_checkpoint",
+            first,
+            type(module).__name__,
+        )
+
+
 def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Complete a resume by the steps that Lightning leaves out; for `on_train_start` of a resumed run.
 
@@ -218,6 +265,7 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         if raw_weights is not None:
             module.load_state_dict(raw_weights, strict=module.strict_loading)
     _restore_dtypes(trainer, checkpoint)
+    warn_of_unsaved_state(module, checkpoint.get(UNSAVED, {}))
     # At an epoch's end Lightning does not load the states of loaders, so their data are checked here.
     with_position = [loader for loader in update_loaders(trainer.train_dataloader) if loader.has_position]
     for loader, state in zip(with_position, unused_loader_states(trainer)):

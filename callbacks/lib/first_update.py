@@ -1,16 +1,23 @@
 """Warnings in the first update of a fit: properties that make bits depend on the number of devices or on a resume."""
 
+import contextlib
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
 from callbacks.lib.training_loaders import update_loaders
+from datamodules.errors import UserError
 from datamodules.lightning import is_overridden
 from datamodules.notes import warn
+
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier")
+"""Functions of torch.distributed with which modules share values between devices."""
 
 
 class FirstUpdate:
@@ -26,6 +33,8 @@ class FirstUpdate:
         for parameter in self.module.parameters():
             parameter.grad = None  # Gradients from before the fit would be added to the update's.
         self._has_run = False
+        # The values are kept, so that a new tensor cannot get the address of one that it has replaced.
+        self._values = {name: p.detach() for name, p in self.module.named_parameters()}
         self._versions = self._parameter_versions()
         self._rows: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -42,6 +51,45 @@ class FirstUpdate:
         # The last row of each matrix: a copy of a large frozen network may not fit into memory.
         parameters = {name: p.detach() for name, p in self.module.named_parameters()}
         return {name: p[-1:] if p.dim() > 1 else p for name, p in parameters.items()}
+
+    @contextlib.contextmanager
+    def watched_collectives(self) -> Iterator[None]:
+        """Run the first forward pass of a fit, and reject collective calls if devices have unequal numbers of them.
+
+        Raises:
+            UserError: the pass calls a collective, and some update has one micro-batch more on some devices.
+        """
+        division = update_loaders(self.trainer.train_dataloader)[0].division
+        world_size = self.trainer.world_size
+        counts = set() if division is None else {division.micro_batches_of(n) for n in (0, division.updates - 1)}
+        uneven = [count for count in sorted(counts) if count % world_size]
+        # Layers of SyncBN call collectives, and have stand-ins for unequal numbers.
+        if self._has_run or not uneven or any(map(is_synchronised, self.module.modules())):
+            yield
+            return
+        called: list[str] = []
+
+        def noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                called.append(name)
+                return collective(*args, **kwargs)
+
+            return call
+
+        collectives = {name: getattr(dist, name) for name in _COLLECTIVES}
+        for name, collective in collectives.items():
+            setattr(dist, name, noted(name, collective))
+        try:
+            yield
+        finally:
+            for name, collective in collectives.items():
+                setattr(dist, name, collective)
+        if called:
+            raise UserError(
+                f"{type(self.module).__name__}.training_step calls torch.distributed.{called[0]}, which waits for all"
+                f" devices in each micro-batch, and an update has {uneven[0]} micro-batches for {world_size} devices:"
+                " pass a global batch and a number of samples of which each device computes equally many micro-batches"
+            )
 
     def check_forward(self, statistics: OrderedStatistics) -> None:
         """Warn of repeated BatchNorm layers and of loaders without numbers, after the first forward pass."""

@@ -381,15 +381,19 @@ class UpdateStep:
         if not self._is_checked and self._first_update is None and batch is not None:
             self._first_update = FirstUpdate(self.trainer)
         statistics.begin()
-        loss, output = without_backward(self.calls.module, gradients.parameters, self._training_step, batch, batch_idx)
+        first_update = self._first_update
+        with contextlib.nullcontext() if first_update is None else first_update.watched_collectives():
+            loss, output = without_backward(
+                self.calls.module, gradients.parameters, self._training_step, batch, batch_idx
+            )
         if batch is not None and not micro_batch.is_stand_in:
             statistics.collect()
         else:
             statistics.leave_out_frozen()
-        if self._first_update is not None:
-            self._first_update.check_forward(statistics)
+        if first_update is not None:
+            first_update.check_forward(statistics)
             if micro_batch.is_last:
-                self._first_update.check_changes()
+                first_update.check_changes()
                 self._first_update = None
                 self._is_checked = True
         count: Count = 0.0 if loss is None else self._count(output, batch, micro_batch.samples, loss)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import ExactCheckpoint, GradientAccumulation, SeedControl
+from datamodules.errors import UserError
 from tests.callbacks.test_updates import Line, train
 from tests.support.ranks import run_ranks
 
@@ -99,3 +100,64 @@ def test_numbers_that_nothing_seeds_are_noted_where_they_have_to_repeat(tmp_path
     first, _ = run_ranks(_unseeded, 2, 2, use_distributed_sampler=True)
     assert [UNSEEDED in notes for notes in first.split("Line")] == [True, False]
     assert UNSEEDED not in _unseeded(1, SeedControl(1), **resume)
+
+
+class Centered(Line):
+    """Shares its center between the devices in each micro-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        center = batch[0].mean()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(center)
+        return self.loss((batch[0] - center, batch[1]))
+
+
+def _centered(samples_of_update: int) -> str:
+    options: dict[str, Any] = {"world_size": 2, "use_distributed_sampler": True}
+    try:
+        train(Centered(), GradientAccumulation(global_batch_size=samples_of_update), **options)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_collective_in_an_uneven_update_ends_the_run_before_it_waits() -> None:
+    message = "Centered.training_step calls torch.distributed.all_reduce, which waits for all devices"
+    first, second = run_ranks(_centered, 2, 6, timeout=300)  # Updates of 3 and 1 micro-batches of 2 samples.
+    assert first.startswith(message)
+    assert first == second
+    assert run_ranks(_centered, 2, 4) == ["", ""]
+
+
+class Remembering(Line):
+    """Computes with a number and a bank that no checkpoint holds."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.persistent = persistent
+        self.rate = 1.0
+        self.register_buffer("bank", torch.zeros(2), persistent=persistent)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rate *= 0.9
+        self.bank += 1
+        return self.loss(batch) * self.rate + self.bank.sum()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["rate"] = self.rate
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.persistent:
+            self.rate = checkpoint["rate"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_state_that_no_checkpoint_holds_is_noted_at_a_resume(
+    persistent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks = SeedControl(1), ExactCheckpoint(tmp_path, save_last=True)
+    train(Remembering(persistent), *callbacks)
+    assert not caplog.text
+    train(Remembering(persistent), *callbacks, resume=tmp_path / "last.ckpt", max_epochs=2)
+    lost = "rate (the first of 2) of Remembering had another value when the run was saved"
+    assert (lost in caplog.text) == (not persistent)
