@@ -33,7 +33,11 @@ def uneven_micro_batch(
 
 @contextlib.contextmanager
 def kept_metrics(module: nn.Module) -> Iterator[None]:
-    """Restore the torchmetrics objects of a module after a stand-in."""
+    """Restore the torchmetrics objects of a module after a stand-in.
+
+    A state of one element keeps the shape and type that its first update gives it: ranks exchange states of one shape,
+    and a rank that has only computed stand-ins has no update of its own.
+    """
     metrics = [layer for layer in module.modules() if isinstance(layer, Metric)]
     saved_attributes = [dict(vars(metric)) for metric in metrics]
     for metric in metrics:
@@ -44,8 +48,13 @@ def kept_metrics(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for metric, attributes in zip(metrics, saved_attributes, strict=True):
+            updated = {name: state for name, state in metric.metric_state.items() if isinstance(state, Tensor)}
             vars(metric).clear()
             vars(metric).update(attributes)
+            for name, like in updated.items():
+                state = getattr(metric, name)
+                if (state.shape, state.dtype) != (like.shape, like.dtype) and state.numel() == 1:
+                    setattr(metric, name, state.to(like.dtype).reshape(()).expand(like.shape).clone())
 
 
 @contextlib.contextmanager

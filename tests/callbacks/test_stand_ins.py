@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, R2Score
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN
@@ -74,6 +74,33 @@ def _at_the_end(world_size: int) -> dict[str, float]:
 
 def test_a_stand_in_counts_in_no_hook_after_the_update() -> None:
     assert run_ranks(_at_the_end, 3, 3) == [pytest.approx(_at_the_end(1), rel=1e-6)] * 3
+
+
+class Explained(Line):
+    """Computes a metric at an epoch's end, whose state has another shape before its first update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = R2Score()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.score.update(self.network(batch[0]).flatten(), batch[1].flatten())
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("score", self.score.compute())
+
+
+def _explained(world_size: int) -> float:
+    """Of an epoch of one update of two micro-batches: the last of three ranks computes a stand-in only."""
+    trainer = quiet_trainer(GradientAccumulation(global_batch_size=6), world_size=world_size)
+    loader = TrainLoader(*samples(4), torch.arange(4), 2, 1, trainer.global_rank, world_size, shuffle=False)
+    trainer.fit(Explained(), loader)
+    return float(trainer.callback_metrics["score"])
+
+
+def test_a_rank_of_stand_ins_takes_part_in_a_metric_of_its_shape() -> None:
+    assert run_ranks(_explained, 3, 3, timeout=300) == [pytest.approx(_explained(1), rel=1e-6)] * 3
 
 
 class InPlace(Metric):
