@@ -29,6 +29,7 @@ from callbacks.lib.evaluation_loop import share_evaluations
 from callbacks.lib.exchange import gather
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.unsaved_state import unsaved_state
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import DoublePrecision, ModelCheckpoint, pl
@@ -172,7 +173,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
         checkpoint[_SCORED] = self._scored
         checkpoint[replay.ORDERS] = replay.order_states(trainer)
-        checkpoint[replay.UNSAVED] = replay.unsaved_state(pl_module)
+        checkpoint[replay.UNSAVED] = unsaved_state(pl_module)
         checkpoint[_SUMS] = gather(internals.epoch_sums(trainer))
 
     @override

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import torchmetrics_of_epoch, unused_loader_states
 from callbacks.lib.optimizers import optimizer_layers
 from callbacks.lib.training_loaders import update_loaders
-from callbacks.rank_consistency import checksum
+from callbacks.lib.unsaved_state import unsaved_state
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import (
@@ -204,28 +203,6 @@ def _restore_dtypes(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
                             loaded[name] = value.to(loaded[name].device)
 
 
-def unsaved_state(module: nn.Module) -> dict[str, float]:
-    """Return what a module may compute with and no checkpoint holds, by name, as numbers.
-
-    That is the numbers among the plain attributes of its layers, and a checksum of each buffer that is not persistent.
-    Private attributes and torchmetrics objects are left out.
-    """
-    state: dict[str, float] = {}
-    for layer_name, layer in module.named_modules():
-        prefix = f"{layer_name}." if layer_name else ""
-        if isinstance(layer, Metric):
-            continue
-        for name, value in vars(layer).items():
-            is_number = type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
-            if is_number and not name.startswith("_"):
-                state[prefix + name] = float(value)
-        for name in sorted(layer._non_persistent_buffers_set):
-            buffer = layer._buffers.get(name)
-            if buffer is not None:
-                state[prefix + name] = float(checksum(buffer))
-    return state
-
-
 def warn_of_unsaved_state(module: nn.Module, saved: Mapping[str, float]) -> None:
     """Note what had another value when the run was saved, since no checkpoint holds it.
 
@@ -234,7 +211,7 @@ def warn_of_unsaved_state(module: nn.Module, saved: Mapping[str, float]) -> None
     """
     current = unsaved_state(module)
     # NaN differs from itself, and is no change.
-    lost = [name for name, value in saved.items() if name in current and repr(current[name]) != repr(value)]
+    lost = [name for name, value in saved.items() if repr(current.get(name)) != repr(value)]
     if lost:
         first = f"{lost[0]} (the first of {len(lost)})" if len(lost) > 1 else lost[0]
         warn(
@@ -283,6 +260,13 @@ def replay_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint.get(ORDERS) or [{} for _ in unpositioned]
         for loader, order in zip(unpositioned, states):
             loader.load_order_state(order)
+    untyped: Any = trainer
+    if untyped.reload_dataloaders_every_n_epochs and trainer.current_epoch > 0:
+        warn(
+            "note: train_dataloader makes a loader anew for epoch %d: the resumed run has the samples of the other one"
+            " only if they follow from the epoch, and not from random numbers that were drawn before",
+            trainer.current_epoch + 1,
+        )
     reload_problem = _reload_problem(trainer)
     if reload_problem:
         raise UserError(f"{reload_problem}: resume from that epoch or from the end of the one before")

@@ -12,12 +12,22 @@ from torch import Tensor
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
 from callbacks.lib.training_loaders import update_loaders
+from callbacks.lib.unsaved_state import plain_numbers
 from datamodules.errors import UserError
 from datamodules.lightning import is_overridden
 from datamodules.notes import warn
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier")
 """Functions of torch.distributed with which modules share values between devices."""
+
+
+def _is_same(number: tuple[Any, int] | None, before: tuple[Any, int]) -> bool:
+    """Whether a plain attribute holds the same number as before; None if it holds no number now."""
+    if number is None or number[1] != before[1]:
+        return False
+    value = number[0]
+    # By their texts, since NaN differs from itself.
+    return value is before[0] or (not isinstance(value, Tensor) and repr(value) == repr(before[0]))
 
 
 class FirstUpdate:
@@ -38,14 +48,21 @@ class FirstUpdate:
         self._versions = self._parameter_versions()
         self._rows: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._numbers: dict[str, tuple[Any, int]] = {}
         # Values are compared only on several devices, since that waits for the device.
         if trainer.world_size > 1:
             self._rows = {name: row.clone() for name, row in self._parameter_rows().items()}
             self._buffers = {name: buffer.clone() for name, buffer in other_buffers(self.module).items()}
+            self._numbers = self._plain_numbers()
 
     def _parameter_versions(self) -> dict[str, tuple[int, int]]:
         # An assignment to `.data` changes the address, an operation in place the version, unless it is one on `.data`.
         return {name: (p.data_ptr(), p._version) for name, p in self.module.named_parameters()}
+
+    def _plain_numbers(self) -> dict[str, tuple[Any, int]]:
+        # With the version of a tensor, which is not read, since that waits for the device.
+        numbers = plain_numbers(self.module)
+        return {name: (value, value._version if isinstance(value, Tensor) else 0) for name, value in numbers.items()}
 
     def _parameter_rows(self) -> dict[str, Tensor]:
         # The last row of each matrix: a copy of a large frozen network may not fit into memory.
@@ -113,6 +130,13 @@ class FirstUpdate:
         ]
         if changed_buffers:
             warn(f"note: {changed_buffers[0]} changes with each micro-batch: the bits depend on the number of devices")
+        numbers = self._plain_numbers()
+        changed_numbers = [name for name, value in self._numbers.items() if not _is_same(numbers.get(name), value)]
+        if changed_numbers:
+            warn(
+                f"note: {changed_numbers[0]} changes with each micro-batch: if the training depends on it, the bits"
+                " depend on the number of devices; change it once per update, in on_train_batch_end"
+            )
         versions = self._parameter_versions()
         changed = [name for name, version in self._versions.items() if versions.get(name, version) != version]
         if not changed and self._rows:

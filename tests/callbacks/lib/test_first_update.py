@@ -161,3 +161,27 @@ def test_a_state_that_no_checkpoint_holds_is_noted_at_a_resume(
     train(Remembering(persistent), *callbacks, resume=tmp_path / "last.ckpt", max_epochs=2)
     lost = "rate (the first of 2) of Remembering had another value when the run was saved"
     assert (lost in caplog.text) == (not persistent)
+
+
+class Baseline(Line):
+    """Moves a number in each micro-batch, as a baseline of rewards."""
+
+    value: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.value = loss.detach() if self.value is None else 0.9 * self.value + 0.1 * loss.detach()
+        return loss / self.value
+
+
+def _of_baseline(world_size: int) -> str:
+    return _notes(world_size, Baseline())
+
+
+def test_a_number_that_a_step_moves_is_noted_on_several_devices() -> None:
+    first, _ = run_ranks(_of_baseline, 2, 2)
+    assert "note: value changes with each micro-batch: if the training depends on it" in first
