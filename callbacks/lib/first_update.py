@@ -123,7 +123,7 @@ class FirstUpdate:
             self._warn_of_device_dependence()
 
     def check_changes(self) -> None:
-        """Warn of buffers and parameters that have changed, after the last forward pass."""
+        """Warn of buffers, parameters and numbers that have changed, after the last micro-batch."""
         buffers = other_buffers(self.module)
         changed_buffers = [
             name for name, value in self._buffers.items() if not torch.equal(buffers.get(name, value), value)

@@ -25,10 +25,8 @@ def plain_numbers(module: nn.Module) -> dict[str, Any]:
         if isinstance(layer, Metric):
             continue
         for name, value in vars(layer).items():
-            is_number = (
-                value is None or type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
-            )
-            if is_number and not name.startswith("_"):
+            is_scalar = isinstance(value, Tensor) and value.numel() == 1
+            if (is_scalar or value is None or type(value) in (int, float)) and not name.startswith("_"):
                 numbers[prefix + name] = value
     return numbers
 

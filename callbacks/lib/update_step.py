@@ -392,10 +392,6 @@ class UpdateStep:
             statistics.leave_out_frozen()
         if first_update is not None:
             first_update.check_forward(statistics)
-            if micro_batch.is_last:
-                first_update.check_changes()
-                self._first_update = None
-                self._is_checked = True
         count: Count = 0.0 if loss is None else self._count(output, batch, micro_batch.samples, loss)
         if micro_batch.is_first:
             self._zero_grad(batch_idx, optimizer)
@@ -408,6 +404,11 @@ class UpdateStep:
             self.calls.backward(loss, optimizer)
         gradients.collect()
         statistics.restore()
+        if first_update is not None and micro_batch.is_last:
+            # Here, since momenta and buffers of BatchNorm are others until they are restored.
+            first_update.check_changes()
+            self._first_update = None
+            self._is_checked = True
         return {**output, "count": count}
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[Tensor | None, dict[str, Any]]:

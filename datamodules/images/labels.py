@@ -201,7 +201,7 @@ def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
         case WorkerTrainLoader() | WorkerEvaluationLoader():
             return loader.reader.targets.index_select(0, loader.rows), loader.rows
         case NumberedDataLoader():
-            return labels_in_memory(loader.stock)
+            return labels_in_memory(loader.source)
         case DataLoader(collate_fn=collate) if collate is default_collate:
             return _labels_of_set(loader.dataset)
     return None

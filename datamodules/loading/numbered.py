@@ -238,7 +238,8 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
 
     @override
     def _describe_data(self) -> tuple[int, str]:
-        tensors: Sequence[Tensor] = self.dataset.tensors if isinstance(self.dataset, TensorDataset) else ()
+        dataset = self.source.dataset
+        tensors: Sequence[Tensor] = dataset.tensors if isinstance(dataset, TensorDataset) else ()
         return self._number_of_samples(self.keeps_order), fingerprint(tensors)
 
     @override

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -98,11 +98,13 @@ class PassesThrough:
 
     source: Any
 
-    def __getattr__(self, name: str) -> Any:
-        # A copy has no attributes at first.
-        if name == "source" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.source, name)
+    if not TYPE_CHECKING:  # A checker of types would find no misspelled attribute.
+
+        def __getattr__(self, name: str) -> Any:
+            # A copy has no attributes at first.
+            if name == "source" or name.startswith("__"):
+                raise AttributeError(name)
+            return getattr(self.source, name)
 
 
 class UpdateLoader(ABC):

@@ -27,18 +27,18 @@ MORE = available_cores() + 1
 
 
 class Images(pl.LightningModule):
-    """A convolutional network, whose bits depend on the number of threads; `threads` is that of its training."""
+    """A convolutional network, whose bits depend on the number of threads; `threads` are those of its steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.threads = 0
+        self.threads: set[int] = set()
         self.network = nn.Sequential(
             *(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3)),
             *(nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10)),
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.threads = torch.get_num_threads()
+        self.threads.add(torch.get_num_threads())
         return F.cross_entropy(self.network(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -92,7 +92,8 @@ def _program(
     trainer.fit(module, loader, ckpt_path=folder / "epoch.ckpt" if resumes and folder else None, weights_only=True)
     state = b"".join(value.detach().numpy().tobytes() for value in module.parameters())
     found = [line for line in lines if "thread" in line]
-    return Trained(module.threads, torch.get_num_threads(), hashlib.sha256(state).hexdigest(), found)
+    (threads,) = module.threads
+    return Trained(threads, torch.get_num_threads(), hashlib.sha256(state).hexdigest(), found)
 
 
 def _trained(world_size: int, *args: Any, **options: Any) -> Trained:
