@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from callbacks.rank_consistency import checksum
+from callbacks.lib.checksums import checksum
 
 
 def plain_numbers(module: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.rank_consistency import Evidence, RankConsistency, checksum, checksums, describe_cause
+from callbacks.lib.checksums import checksum, checksums
+from callbacks.rank_consistency import Evidence, RankConsistency, describe_cause
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
