@@ -87,10 +87,23 @@ def wrap_training_loaders(loaders: Any, trainer: Any, seeds: Any) -> Any:
             loader.keeps_order = trainer.overfit_batches > 0
             loader.divide_updates(loader.items_of(loader.world_size))
     saved_states = internals.unused_loader_states(trainer)
+    _check_states(wrapped, len(saved_states))
     numbered = [loader for loader in update_loaders(loaders) if isinstance(loader, NumberedDataLoader)]
     for loader, state in zip(numbered, saved_states):
         loader.keep_length(state)  # Before Lightning asks for the length of the epoch.
     return loaders
+
+
+def _check_states(loaders: list[UpdateLoader], saved: int) -> None:
+    """Refuse to resume with another number of loaders that have a position than the checkpoint has."""
+    names = " and ".join(type(loader.source).__name__ for loader in loaders)
+    positions = sum(loader.has_position for loader in loaders)
+    if saved and saved != positions:
+        raise UserError(
+            f"the checkpoint holds the positions of {saved} training loaders, and here {positions} of {len(loaders)}"
+            f" ({names}) have one: resume with the loaders of the saved run, and on as many devices where the loader"
+            " follows their number"
+        )
 
 
 def _gets_numbers(loader: Any, trainer: Any) -> bool:

@@ -326,3 +326,17 @@ def test_loaders_with_other_numbers_of_micro_batches_are_refused() -> None:
     loaders = [loader_of(range(8)), loader_of(range(10))]
     with pytest.raises(UserError, match="the training loaders have 1 and 2 micro-batches in one update"):
         quiet_trainer(GradientAccumulation(2)).fit(Pairs(), loaders)
+
+
+def test_a_loader_without_the_position_that_the_checkpoint_has_is_one_line(tmp_path: Path) -> None:
+    class Positionless(DataLoader[Any]):
+        """A loader with an order of its own, as a library's may be on several devices."""
+
+        def __iter__(self) -> Any:
+            return iter([samples()])
+
+    saves = ExactCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    quiet_trainer(SeedControl(1), saves).fit(Model(), stock())
+    with pytest.raises(UserError, match=r"positions of 1 training loaders, and here 0 of 1 \(Positionless\) have one"):
+        loader = Positionless(TensorDataset(*samples()), 2)
+        quiet_trainer(SeedControl(1), saves).fit(Model(), loader, ckpt_path=tmp_path / "step=2.ckpt")
