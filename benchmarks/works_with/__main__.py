@@ -12,6 +12,7 @@ compared with three of 4. CPU, gloo, one thread.
 """
 
 import argparse
+import ast
 import importlib
 import importlib.metadata
 import json
@@ -42,6 +43,15 @@ FAILURES = {
 def clients() -> list[str]:
     """Return the names of the libraries."""
     return sorted(path.stem for path in (HERE / "clients").glob("[a-z]*.py"))
+
+
+def requirements(library: str) -> str:
+    """Return what to install for a library, from the constants of its client, which cannot be imported without it."""
+    constants = {}
+    for statement in ast.parse((HERE / "clients" / f"{library}.py").read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            constants[ast.unparse(statement.targets[0])] = str(statement.value.value)
+    return constants.get("INSTALL", constants["LIBRARY"])
 
 
 def measure(library: str, only: list[str], keep: Path | None) -> dict[str, Any]:
@@ -230,7 +240,8 @@ def main() -> None:
         if library not in clients():
             parser.error(f"no library {library!r}: choose from {', '.join(clients())}")
     if args.list:
-        print("\n".join(clients()))
+        for library in clients():
+            print(f"{library:<24} pip install -e . {requirements(library)}")
         return
     if args.table:
         print(table(args.out))

@@ -39,7 +39,8 @@ def test_a_callbacks_page_begins_with_the_line_that_uses_it_then_shows_what_is_p
 
 
 LOOKED_UP = {"help/coming-from.md", "help/troubleshooting.md", "reference/results.md", "reference/results-more.md"} | {
-    "scaling/proofs.md"
+    "scaling/proofs.md",
+    "callbacks/works-with.md",
 }
 """Pages of tables and messages in which a reader searches; all others are read from top to bottom."""
 TWO_SCREENS = 580

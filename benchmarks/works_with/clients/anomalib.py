@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import Compose, Normalize, Resize
 from ..rows import SAMPLES, Row, Run
 
 LIBRARY = "anomalib"
+INSTALL = "anomalib==2.2.0 requests"
 PACKAGE = "lightning.pytorch"
 SIZE = 32
 

@@ -8,6 +8,7 @@ from darts.models import TCNModel
 from ..rows import SAMPLES, Row, Run
 
 LIBRARY = "darts"
+INSTALL = "darts[torch]"
 PACKAGE = "pytorch_lightning"
 
 

@@ -10,6 +10,7 @@ from gluonts.torch import DeepAREstimator
 from ..rows import Row, Run
 
 LIBRARY = "gluonts"
+INSTALL = "gluonts[torch]"
 PACKAGE = "lightning.pytorch"
 
 

@@ -9,6 +9,7 @@ from pytorch_tabular.models import CategoryEmbeddingModelConfig
 from ..rows import SAMPLES, Row, Run
 
 LIBRARY = "pytorch-tabular"
+INSTALL = "pytorch-tabular requests"
 PACKAGE = "pytorch_lightning"
 
 

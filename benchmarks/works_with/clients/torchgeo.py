@@ -11,6 +11,7 @@ from torchgeo.trainers import ClassificationTask
 from ..rows import Row, Run
 
 LIBRARY = "torchgeo"
+INSTALL = "torchgeo requests"
 PACKAGE = "lightning.pytorch"
 
 

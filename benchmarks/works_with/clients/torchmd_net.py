@@ -88,4 +88,6 @@ class Molecules(torch.utils.data.Dataset[Any]):
         return self.molecules[index]
 
 
-ROWS = {"potential": Row(potential, "energies and forces, own optimizer_step, means over atoms and molecules")}
+# Its loss is the sum of a mean over molecules and one over atoms, which no single count weighs.
+WHOLE = "its loss adds a mean over atoms to one over molecules"
+ROWS = {"potential": Row(potential, "energies and forces, own optimizer_step", whole=WHOLE)}

@@ -9,6 +9,7 @@ from torchTextClassifiers.model.lightning import TextClassificationModule
 from ..rows import SAMPLES, Row, Run
 
 LIBRARY = "torchTextClassifiers"
+INSTALL = "torchTextClassifiers scikit-learn"
 PACKAGE = "pytorch_lightning"
 
 
