@@ -8,11 +8,12 @@ such as a type of another package, raises `NotInSourceError`, and the parser ans
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -28,51 +29,48 @@ class NotInSourceError(Exception):
     """The sources do not show what a recipe's flags are."""
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, and those in its blocks, such as ``with quick_imports():``."""
-    for statement in body:
-        yield statement
-        if isinstance(statement, (ast.With, ast.If, ast.Try)):
-            yield from _statements(statement.body)
-
-
 class _Module(dict[str, Any]):
     """The names of a module and their values, which are read from its source on first use."""
 
     def __init__(self, name: str) -> None:
         path = _path(name)
         package = name if path.stem == "__init__" else name.rpartition(".")[0]
-        super().__init__(__name__=name, __package__=package)
+        super().__init__(__name__=name)
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
-        self._imports: dict[str, tuple[str, str]] = {}
-        self._values: dict[str, ast.expr] = {}
-        self._classes: dict[str, ast.ClassDef] = {}
+        self._definitions: dict[str, ast.expr | ast.ClassDef | tuple[str, str]] = {}
         for node in _statements(self.tree.body):
             if isinstance(node, ast.ImportFrom):
                 base = package.rsplit(".", node.level - 1)[0] if node.level else ""
                 module = f"{base}.{node.module or ''}".strip(".")
-                self._imports |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
+                self._definitions |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
             elif isinstance(node, ast.ClassDef):
-                self._classes[node.name] = node
+                self._definitions[node.name] = node
             else:
-                self._values |= _assigned(node)
+                self._definitions |= _assigned(node)
 
     def __missing__(self, name: str) -> Any:
-        if name in self._imports:
-            module, original = self._imports[name]
-            value = _imported(module, original)
-        elif name in self._classes:
-            value = _Class(self, self._classes[name])
-        elif name in self._values:
-            value = self.evaluate(self._values[name])
+        definition = self._definitions[name]  # A KeyError leaves the name to Python: it may be a built-in one.
+        if isinstance(definition, tuple):
+            value = _imported(*definition)
+        elif isinstance(definition, ast.ClassDef):
+            value = _Class(self, definition)
         else:
-            raise KeyError(name)  # It may be a built-in function.
+            value = self.evaluate(definition)
         self[name] = value
         return value
 
     def evaluate(self, node: ast.expr) -> Any:
         """Return the value of an expression in this module."""
         return eval(compile(ast.Expression(node), self["__name__"], "eval"), {}, self)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, and those in ``with quick_imports():`` and ``if TYPE_CHECKING:``."""
+    for statement in body:
+        yield statement
+        is_type_checking = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+        if isinstance(statement, ast.With) or is_type_checking:
+            yield from _statements(statement.body)
 
 
 def _assigned(node: ast.stmt) -> dict[str, ast.expr]:
@@ -110,13 +108,6 @@ def _path(module: str) -> Path:
     return next(candidate for candidate in candidates if candidate.is_file())
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    name: str
-    annotation: Any
-    default: Any
-
-
 @dataclass(frozen=True, eq=False)
 class _Class:
     """A class by its source."""
@@ -125,10 +116,10 @@ class _Class:
     node: ast.ClassDef
 
     def bases(self) -> "list[_Class]":
-        """Return this class and its base classes, nearest first, without those of other packages."""
+        """Return this class and its base classes, nearest first, without Lightning's."""
         order = [self]
         for node in self.node.bases:
-            base = self.module.evaluate(node) if isinstance(node, ast.Name) else None
+            base = None if ast.unparse(node).startswith("pl.") else self.module.evaluate(node)
             if isinstance(base, _Class):
                 order += base.bases()
         # A base class of two bases comes after both.
@@ -147,24 +138,18 @@ class _Class:
         functions = (node for node in self.node.body if isinstance(node, ast.FunctionDef))
         return next((node for node in functions if node.name == "__init__"), None)
 
-    def _fields(self) -> list[_Parameter]:
-        """Return the fields of a dataclass; none of another class."""
-        if not any("dataclass" in ast.unparse(decorator) for decorator in self.node.decorator_list):
-            return []
-        fields = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
-        return [self._parameter(ast.unparse(node.target), node.annotation, node.value) for node in fields]
-
-    def _parameter(self, name: str, annotation: ast.expr | None, default: ast.expr | None) -> _Parameter:
-        kind = self.module.evaluate(annotation) if annotation else None
-        if kind is None or isinstance(kind, (str, _Class)):
-            raise NotInSourceError(name)
-        return _Parameter(name, kind, self.module.evaluate(default) if default else None)
-
-    def own_parameters(self) -> list[_Parameter]:
-        """Return the parameters that this class itself has: of its constructor, or its fields."""
+    def own_parameters(self) -> list[Parameter]:
+        """Return the parameters that this class itself has: of its constructor, or the fields of a dataclass."""
         constructor = self.constructor()
+        if constructor is None and not self.node.decorator_list:
+            return []
         if constructor is None:
-            return self._fields()
+            if self.node.bases or "dataclass" not in ast.unparse(self.node.decorator_list[0]):
+                raise NotInSourceError(self.node.name)
+            fields = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
+            return [self._parameter(ast.unparse(node.target), node.annotation, node.value) for node in fields]
+        if constructor.decorator_list:
+            raise NotInSourceError(self.node.name)
         arguments = constructor.args
         nodes = [*arguments.posonlyargs, *arguments.args][1:]  # Without `self`.
         without_default = [None] * (len(nodes) - len(arguments.defaults))
@@ -172,22 +157,27 @@ class _Class:
         defaults = [*without_default, *arguments.defaults, *arguments.kw_defaults]
         return [self._parameter(node.arg, node.annotation, default) for node, default in zip(nodes, defaults)]
 
-    def parameters(self) -> list[_Parameter]:
+    def _parameter(self, name: str, annotation: ast.expr | None, default: ast.expr | None) -> Parameter:
+        kind = self.module.evaluate(annotation) if annotation else None
+        if kind is None or isinstance(kind, (str, _Class)):
+            raise NotInSourceError(name)
+        value = self.module.evaluate(default) if default else None
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=kind)
+
+    def parameters(self) -> dict[str, Parameter]:
         """Return the parameters of the constructor, and those that it passes on to its base classes in ``**kwargs``."""
-        parameters: dict[str, _Parameter] = {}
+        parameters: dict[str, Parameter] = {}
         settled: set[str] = set()
         for cls in self.bases():
-            for parameter in cls.own_parameters():
+            own_parameters = cls.own_parameters()
+            for parameter in own_parameters:
                 if parameter.name not in settled:
                     parameters.setdefault(parameter.name, parameter)
             constructor = cls.constructor()
-            if constructor is None:
-                if cls.own_parameters():
-                    return [*parameters.values()]
-            elif constructor.args.kwarg is None:
-                return [*parameters.values()]
-            else:
-                settled |= _keywords_of_super(constructor)
+            if constructor is not None and constructor.args.kwarg:
+                settled |= _settled_for_base(constructor, constructor.args.kwarg.arg)
+            elif constructor is not None or own_parameters:
+                return parameters
         raise NotInSourceError(self.node.name)
 
     def rare(self) -> set[str]:
@@ -209,11 +199,19 @@ class _Class:
         return texts
 
 
-def _keywords_of_super(constructor: ast.FunctionDef) -> set[str]:
-    """Return the arguments that a constructor passes by name to that of its base class."""
-    calls = (node for node in ast.walk(constructor) if isinstance(node, ast.Call))
-    to_base = [call for call in calls if ast.unparse(call.func) == "super().__init__"]
-    return {keyword.arg for call in to_base for keyword in call.keywords if keyword.arg}
+def _settled_for_base(constructor: ast.FunctionDef, kwargs: str) -> set[str]:
+    """Return the arguments that a constructor passes by name to that of its base class, beside its ``**kwargs``.
+
+    Raises:
+        NotInSourceError: it does something else with its ``**kwargs``, so that they may have other parameters.
+    """
+    calls = [node for node in ast.walk(constructor) if isinstance(node, ast.Call)]
+    passed_to = [ast.unparse(call.func) for call in calls for k in call.keywords if ast.unparse(k) == f"**{kwargs}"]
+    with_default = [call for call in calls if ast.unparse(call.func) == f"{kwargs}.get" and len(call.args) > 1]
+    if passed_to != ["super().__init__"] or with_default or f"{kwargs}.pop" in map(ast.unparse, ast.walk(constructor)):
+        raise NotInSourceError(f"**{kwargs}")
+    to_base = next(call for call in calls if ast.unparse(call.func) == "super().__init__")
+    return {keyword.arg for keyword in to_base.keywords if keyword.arg}
 
 
 def _arguments_in(docstring: str) -> dict[str, str]:
@@ -256,25 +254,22 @@ def _help_page(package: str) -> HelpPage:
         "Trainer": settings["TrainerSettings"],
         "Launch": _module("recipes.runner.launch")["LaunchSettings"],
     }
+    defaults = recipe.attribute("trainer_defaults")
     names_so_far = set(_WITHOUT_FLAG)
     groups = {}
     for title, cls in classes.items():
-        parameters = [parameter for parameter in cls.parameters() if parameter.name not in names_so_far]
-        groups[title] = _entries(cls, parameters, recipe.attribute("trainer_defaults"))
-        names_so_far |= {parameter.name for parameter in parameters}
+        texts = cls.texts()
+        rare = cls.rare()
+        groups[title] = [
+            HelpEntry(
+                name, parameter.annotation, defaults.get(name, parameter.default), texts.get(name, ""), name in rare
+            )
+            for name, parameter in cls.parameters().items()
+            if name not in names_so_far
+        ]
+        names_so_far |= cls.parameters().keys()
     docstring = ast.get_docstring(recipe.node) or recipe.node.name
     return HelpPage(summary_of(docstring), recipe.attribute("title"), groups)
-
-
-def _entries(cls: _Class, parameters: list[_Parameter], defaults: Mapping[str, Any]) -> list[HelpEntry]:
-    texts = cls.texts()
-    rare = cls.rare()
-    entries = []
-    for parameter in parameters:
-        name = parameter.name
-        default = defaults.get(name, parameter.default)
-        entries.append(HelpEntry(name, parameter.annotation, default, texts.get(name, ""), name in rare))
-    return entries
 
 
 def read_trainer_parameters() -> list[str] | None:

@@ -97,13 +97,19 @@ def test_parameters_are_inherited_as_the_parser_inherits_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "own"),
-    [("foreign", "size: np.int64 = 1, "), ("computed", "size: int = max(sizes()), "), ("untyped", "size=1, ")],
+    ("name", "own", "passed"),
+    [
+        ("foreign", "size: np.int64 = 1, ", ""),
+        ("computed", "size: int = max(sizes()), ", ""),
+        ("untyped", "size=1, ", ""),
+        ("popped", "", "lr=kwargs.pop('rate', 0.1), "),
+        ("passed_elsewhere", "", "lr=rate_of(**kwargs), "),
+    ],
 )
 def test_a_parameter_that_the_source_does_not_show_is_left_to_the_parser(
-    package: Callable[..., str], name: str, own: str
+    package: Callable[..., str], name: str, own: str, passed: str
 ) -> None:
-    assert read_help(package(name, MAIN.format(docstring="'''Mine.'''", own=own, passed=""))) is None
+    assert read_help(package(name, MAIN.format(docstring="'''Mine.'''", own=own, passed=passed))) is None
 
 
 def test_the_parameters_of_the_trainer_are_in_its_source() -> None:
