@@ -68,9 +68,9 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module, and those in ``with quick_imports():`` and ``if TYPE_CHECKING:``."""
     for statement in body:
         yield statement
-        if isinstance(statement, ast.With):
-            yield from _statements(statement.body)
-        elif isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) != "TYPE_CHECKING":
+            continue
+        if isinstance(statement, (ast.With, ast.If)):
             yield from _statements(statement.body)
 
 
