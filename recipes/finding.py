@@ -1,6 +1,6 @@
 """Find recipes: the folders beside this file with a ``__main__.py``, such as ``recipes/mnist/``.
 
-A copy of such a folder is a recipe as well, if the class in its ``recipe.py`` has another ``title``.
+A copy of such a folder is another recipe: its ``title``, and so the folder of its runs, is the name of the folder.
 """
 
 import ast

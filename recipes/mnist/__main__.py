@@ -2,6 +2,8 @@ from recipes.runner.quick_imports import quick_imports
 
 with quick_imports():
     from datamodules import MNISTDataModule
-    from recipes import MNISTClassifier, run
+    from recipes import run
+
+    from .recipe import MNISTClassifier
 
 run(MNISTClassifier, MNISTDataModule)

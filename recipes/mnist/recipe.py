@@ -19,9 +19,10 @@ from datamodules import MNISTDataModule
 from datamodules.lightning import OptimizerLRScheduler
 from recipes.classifier import Classifier
 from recipes.labels import count_correct, mean_cross_entropy
-from recipes.mnist.network import NETWORKS, NetworkName
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
+
+from .network import NETWORKS, NetworkName
 
 
 class MNISTClassifier(Classifier):
@@ -31,7 +32,7 @@ class MNISTClassifier(Classifier):
         network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example.
     """
 
-    title = "mnist"
+    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of it is another recipe.
     data_class = MNISTDataModule
     min_confidence = 0.5
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}

@@ -2,6 +2,8 @@ from recipes.runner.quick_imports import quick_imports
 
 with quick_imports():
     from datamodules import ImageFolderDataModule
-    from recipes import ResNetFineTuner, run
+    from recipes import run
+
+    from .recipe import ResNetFineTuner
 
 run(ResNetFineTuner, ImageFolderDataModule)

@@ -20,7 +20,8 @@ from datamodules.errors import UserError
 from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.lightning import pl
 from datamodules.notes import inform, warn
-from recipes.resnet.layers import layers_of, random_images
+
+from .layers import layers_of, random_images
 
 
 def _may_differ(layer: nn.Module) -> bool:

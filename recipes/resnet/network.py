@@ -10,8 +10,9 @@ from torch import nn
 from torchvision.models import ResNet
 
 from datamodules.errors import UserError
-from recipes.resnet.small_networks import CIFAR_DEPTHS, build_cifar_resnet, build_cifarnet
 from recipes.version import install_command
+
+from .small_networks import CIFAR_DEPTHS, build_cifar_resnet, build_cifarnet
 
 SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     **{f"resnet{depth}": partial(build_cifar_resnet, depth) for depth in CIFAR_DEPTHS},

@@ -13,8 +13,9 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
 from datamodules.notes import warn
-from recipes.resnet.network import ARCHITECTURES, SMALL_NETWORKS, TIMM, build_timm, timm_config
 from recipes.weights import read_weights
+
+from .network import ARCHITECTURES, SMALL_NETWORKS, TIMM, build_timm, timm_config
 
 
 def download_weights(url: str, name: str | None = None) -> Path:

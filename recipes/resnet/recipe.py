@@ -31,12 +31,13 @@ from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
 from recipes.labels import count_correct, mean_cross_entropy
 from recipes.optim import build_optimizer, layer_groups
-from recipes.resnet.feature_cache import FeatureCache
-from recipes.resnet.layers import Layer, last_block_of, layers_line, layers_of, parameters_of_layers
-from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network
-from recipes.resnet.pretrained import published_weights, weights_statistics
 from recipes.schedules import ScheduleName, build_schedule
 from recipes.weights import read_settings_beside
+
+from .feature_cache import FeatureCache
+from .layers import Layer, last_block_of, layers_line, layers_of, parameters_of_layers
+from .network import RESNETS, SMALL_NETWORKS, build_network
+from .pretrained import published_weights, weights_statistics
 
 _IMAGE_SIZE = 224
 """The default side of the images in pixels, where the data has none."""
@@ -70,7 +71,7 @@ class ResNetFineTuner(Classifier):
         cache_features: while only the head trains, compute its inputs once; needs ``augment="none"``.
     """
 
-    title = "resnet"
+    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of it is another recipe.
     data_class = ImageFolderDataModule
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 20}
     base_batch_size = 32

@@ -1,19 +1,69 @@
-"""Print the help: a line for each flag, in groups, in the width of the terminal."""
+"""Print the help: a line for each flag, in groups, in the width of the terminal.
 
-import inspect
+This module imports neither torch nor Lightning, so that the help is printed at once.
+"""
+
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from datamodules.contract import Rare, marked_parameters
 from recipes.runner.command import flag_of
-from recipes.runner.flag_types import type_name
-from recipes.runner.flags import FlagParser
+from recipes.runner.flag_types import flag_type, type_name
+
+COMMANDS = {
+    "fit": "train, then test the best checkpoint (the default)",
+    "validate": "score a checkpoint on the validation part",
+    "test": "score a checkpoint on the test set",
+    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
+    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
+    "export": "write the network of a checkpoint for other programs, and verify the file",
+}
+
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
 
 _COLUMN = 34
 """The column at which the texts of the flags begin."""
+
+
+@dataclass(frozen=True)
+class HelpEntry:
+    """A flag, as the help shows it.
+
+    Args:
+        name: the name of the parameter.
+        annotation: its type.
+        default: its default; None where it has none.
+        text: what its docstring says.
+        rare: it stands in the help of ``--help-all`` only.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    text: str
+    rare: bool
+
+
+@dataclass(frozen=True)
+class HelpPage:
+    """What the help of a command line shows.
+
+    Args:
+        summary: what the recipe does.
+        title: the name of the folder of its runs.
+        groups: the flags under their headings.
+    """
+
+    summary: str
+    title: str
+    groups: Mapping[str, Sequence[HelpEntry]]
+
+    def names(self) -> list[str]:
+        """Return the names of all flags."""
+        return [entry.name for entries in self.groups.values() for entry in entries]
 
 
 def help_width() -> int:
@@ -31,10 +81,15 @@ def without_markup(text: str) -> str:
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text).replace("`", "")
 
 
-def print_columns(title: str, texts: Mapping[str, str], width: int) -> None:
-    """Print names and their texts in two columns."""
+def summary_of(docstring: str) -> str:
+    """Return the first line of a docstring, without markup."""
+    return without_markup(docstring.strip().splitlines()[0])
+
+
+def _columns(title: str, texts: Mapping[str, str], width: int) -> str:
+    """Return names and their texts in two columns."""
     column = max(map(len, texts)) + 2
-    print(f"{title}:")  # noqa: T201
+    lines = [f"{title}:"]
     for name, text in texts.items():
         line = textwrap.fill(
             text,
@@ -44,26 +99,22 @@ def print_columns(title: str, texts: Mapping[str, str], width: int) -> None:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        print(line)  # noqa: T201
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def _text(action: Any, everything: bool) -> str:
+def _text(entry: HelpEntry, everything: bool) -> str:
     """Return what a flag does: its first sentence, or all of them with `everything`."""
-    text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
-    if "==SUPPRESS==" in text:
-        return ""
-    text = without_markup(text)
+    text = without_markup(re.sub(r"\s+", " ", entry.text.strip()))
     if not everything:
         text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
     return text.strip().rstrip(".")
 
 
-def _line(parser: FlagParser, name: str, everything: bool, width: int) -> str:
-    action = parser.flags[name]
-    flag_column = f"  {flag_of(name)} {type_name(parser.type_of(name), everything)}"
-    hidden = action.default in (None, (), inspect.Parameter.empty)
-    default = "" if hidden else f" ({action.default})"
-    text = _text(action, everything) + default
+def _line(entry: HelpEntry, everything: bool, width: int) -> str:
+    flag_column = f"  {flag_of(entry.name)} {type_name(flag_type(entry.annotation), everything)}"
+    default = "" if entry.default in (None, ()) else f" ({entry.default})"
+    text = _text(entry, everything) + default
     wrapped = textwrap.wrap(text, max(20, width - _COLUMN), break_on_hyphens=False) or [""]
     line_break = f"\n{'':<{_COLUMN}}"
     first_line = flag_column + line_break
@@ -72,14 +123,57 @@ def _line(parser: FlagParser, name: str, everything: bool, width: int) -> str:
     return first_line + line_break.join(wrapped)
 
 
-def print_flags(parser: FlagParser, everything: bool = False) -> None:
-    """Print the help: grouped, a line per flag; `everything` adds the rarely used flags and the full texts."""
+def flags_text(groups: Mapping[str, Sequence[HelpEntry]], everything: bool = False) -> str:
+    """Return a line for each flag, in groups; `everything` adds the rarely used flags and the full texts."""
     width = help_width()
-    for group, names in parser.shown:
-        rare = marked_parameters(group.cls, Rare)
-        shown = [name for name in names if everything or name not in rare]
-        if not shown:
-            continue
-        print(f"\n{group.title}:")  # noqa: T201
-        for name in shown:
-            print(_line(parser, name, everything, width))  # noqa: T201
+    lines = []
+    for title, entries in groups.items():
+        shown = [entry for entry in entries if everything or not entry.rare]
+        if shown:
+            lines += [f"\n{title}:", *(_line(entry, everything, width) for entry in shown)]
+    return "\n".join(lines)
+
+
+def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
+    """Return the help of a command line.
+
+    Args:
+        program: how it is started, such as ``python -m recipes.mnist``.
+        everything: adds the rarely used flags and the full texts.
+    """
+    width = help_width()
+    usage = f"usage: {program} [{'|'.join(COMMANDS)}] [flags]"
+    more_help = {} if everything else {"--help-all": "all flags, with their full texts"}
+    settings = {
+        "--config FILE": "YAML file of settings; the last wins, and what is typed wins over all",
+        "--print-config": "print all settings as such a file, and exit",
+        "--version": "print the version, and exit",
+    }
+    lines = [
+        *textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False),
+        "",
+        *textwrap.wrap(page.summary, width),
+        "",
+        _columns("Commands", COMMANDS, width),
+        flags_text(page.groups, everything),
+        "",
+        _columns("Settings (--no-NAME is the same as --NAME false)", more_help | settings, width),
+        "",
+        "Examples:",
+        f"  {program} --max-epochs 2 --name first",
+        f"  {program} test --ckpt runs/{page.title}/NAME/checkpoints/best.ckpt",
+    ]
+    return "\n".join(lines)
+
+
+# The functions below go with `recipes.runner.requests._print_help`, which becomes a call of `help_text`.
+
+
+def print_columns(title: str, texts: Mapping[str, str], width: int) -> None:
+    """Print names and their texts in two columns."""
+    print(_columns(title, texts, width))  # noqa: T201
+
+
+def print_flags(parser: Any, everything: bool = False) -> None:
+    """Print the flags of a parser."""
+    print(flags_text(parser.help_groups(), everything))  # noqa: T201

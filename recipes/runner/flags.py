@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, set_parsing_settings
 from typing_extensions import override
 
-from datamodules.contract import marked_parameters
+from datamodules.contract import Rare, marked_parameters
 from datamodules.errors import UserError
 from datamodules.lightning import pl
-from recipes.runner.command import as_flags, flag_of
+from recipes.runner.command import flag_of
+from recipes.runner.flag_help import HelpEntry
 from recipes.runner.flag_types import allows_none, flag_type, is_switch, switch_values, takes_list, type_name
-from recipes.runner.hints import OTHER_NAMES, OTHER_PLACES, flag_meant, nearest
+from recipes.runner.hints import nearest, unknown_flag, valid_names
 from recipes.runner.merging import FURTHER, as_plain, layered
 from recipes.runner.saved_run import read_settings
 
@@ -122,6 +123,18 @@ class FlagParser(ArgumentParser):
     def defaults(self) -> dict[str, Any]:
         """Return the defaults of all flags."""
         return {name: value for name, value in self.get_defaults().as_dict().items() if name in self.flags}
+
+    def help_groups(self) -> dict[str, list[HelpEntry]]:
+        """Return what the help shows of each flag, under the headings of the groups."""
+        return {group.title: [self._help_entry(group, name) for name in names] for group, names in self.shown}
+
+    def _help_entry(self, group: FlagGroup, name: str) -> HelpEntry:
+        action = self.flags[name]
+        default = None if action.default is inspect.Parameter.empty else action.default
+        text = (action.help or "").replace("%%", "%")
+        if "==SUPPRESS==" in text:
+            text = ""
+        return HelpEntry(name, self.type_of(name), default, text, name in marked_parameters(group.cls, Rare))
 
     def select(self, settings: Mapping[str, Any], title: str) -> dict[str, Any]:
         """Return the parameters of one group's class."""
@@ -233,9 +246,7 @@ class FlagParser(ArgumentParser):
 
     def _known(self) -> list[str]:
         """Return all valid names: the flags, and the Trainer's other parameters."""
-        further = inspect.signature(pl.Trainer).parameters if FURTHER in self.flags else ()
-        excluded = {*self.flags, *OTHER_PLACES}
-        return [*self.flags, *(f"{FURTHER}.{name}" for name in further if name not in excluded)]
+        return valid_names(self.flags, inspect.signature(pl.Trainer).parameters)
 
     def _hint(self, name: str, further: str) -> str:
         """Return a question about the setting that was meant, or an empty text.
@@ -251,14 +262,7 @@ class FlagParser(ArgumentParser):
         """Refuse a flag that does not exist."""
         if name in self.flags or name == "config" or (name.startswith(f"{FURTHER}.") and FURTHER in self.flags):
             return
-        further = f"{FURTHER}.{name}"
-        valid_names = self._known()
-        if FURTHER in self.flags and name in OTHER_PLACES and name not in OTHER_NAMES:
-            raise UserError(f"there is no flag --{flag}: {as_flags(OTHER_PLACES[name], self.flags)}")
-        hint = flag_meant(name, [*valid_names, "help", "help_all"])
-        if further in valid_names:
-            hint = f"; did you mean --{further}?"
-        raise UserError(f"there is no flag --{flag}{hint or '; --help-all lists the flags'}")
+        raise UserError(unknown_flag(flag, name, self.flags, inspect.signature(pl.Trainer).parameters))
 
     def _spell_out(self, args: Sequence[str], takes_inputs: bool) -> tuple[list[str], list[str]]:
         """Rewrite arguments for jsonargparse: underscores in names, and values for bare switches and lists."""

@@ -4,9 +4,14 @@ This module imports neither torch nor Lightning, so that a misspelled flag is re
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from recipes.runner.flag_names import ALL_FLAGS
+from recipes.finding import find_recipes
+from recipes.runner.command import as_flags
+from recipes.runner.constructor_sources import read_help
+
+_FURTHER = "trainer"
+"""The flag with the parameters of the Trainer that have no flag of their own."""
 
 _CLOSE = 0.75
 """The similarity of two names, from 0 to 1, from which one is taken for a misspelling of the other."""
@@ -158,6 +163,11 @@ merely looks like it is suggested.
 """
 
 
+def _is_flag_of_a_recipe(name: str) -> bool:
+    pages = (read_help(f"recipes.{recipe}") for recipe in find_recipes())
+    return any(page is not None and name in page.names() for page in pages)
+
+
 def meant(name: str, names: Iterable[str]) -> str | None:
     """Return the setting that a name stands for, or None.
 
@@ -175,7 +185,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
             if suggestion.partition(" ")[0] in candidates:
                 return suggestion
         return None
-    if normalised in ALL_FLAGS:  # A flag of another recipe is not misspelled.
+    if _is_flag_of_a_recipe(normalised):  # A flag of another recipe is not misspelled.
         return None
     # These look alike and mean the contrary.
     opposites = (normalised.replace("min_", "max_"), normalised.replace("max_", "min_"), f"un{normalised}")
@@ -220,3 +230,38 @@ def flag_meant(name: str, names: Iterable[str]) -> str:
     flag, blank, value = suggestion.partition(" ")
     dashed = flag if "." in flag else flag.replace("_", "-")
     return f"; did you mean --{dashed}{blank}{value}?"
+
+
+def valid_names(flags: Collection[str], trainer_parameters: Iterable[str]) -> list[str]:
+    """Return the flags, and ``trainer.NAME`` for each parameter of the Trainer that has no flag.
+
+    Args:
+        trainer_parameters: all parameters of Lightning's Trainer.
+    """
+    if _FURTHER not in flags:
+        return list(flags)
+    excluded = {*flags, *OTHER_PLACES}
+    return [*flags, *(f"{_FURTHER}.{name}" for name in trainer_parameters if name not in excluded)]
+
+
+def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameters: Iterable[str]) -> str:
+    """Return the error for a flag that does not exist, and what to type in its place.
+
+    Args:
+        flag: the flag as it was typed, without the dashes before it.
+        name: the name of the parameter that it would have.
+        flags: the names of all flags.
+        trainer_parameters: all parameters of Lightning's Trainer.
+
+    Example:
+        >>> unknown_flag("max-epoch", "max_epoch", ["lr", "max_epochs"], [])
+        'there is no flag --max-epoch; did you mean --max-epochs?'
+    """
+    if _FURTHER in flags and name in OTHER_PLACES and name not in OTHER_NAMES:
+        return f"there is no flag --{flag}: {as_flags(OTHER_PLACES[name], flags)}"
+    names = valid_names(flags, trainer_parameters)
+    hint = flag_meant(name, [*names, "help", "help_all"])
+    further = f"{_FURTHER}.{name}"
+    if further in names:
+        hint = f"; did you mean --{further}?"
+    return f"there is no flag --{flag}{hint or '; --help-all lists the flags'}"

@@ -1,24 +1,26 @@
 """Speed up the imports of a program: no garbage collection, and the worker processes import meanwhile.
 
-Importing torch, torchvision and Lightning takes seconds, a quarter of them for collections that free nothing.
+Importing torch, torchvision and Lightning takes seconds, a quarter of them for collections that free nothing. The help
+and a wrong flag need none of them.
 """
 
 import atexit
 import gc
+import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from recipes.runner.flag_names import flag_names
+from recipes.runner.constructor_sources import read_help, read_trainer_parameters
+from recipes.runner.flag_help import COMMANDS, HELP_FLAGS, help_text
 from recipes.runner.fork_server import start_fork_server
-from recipes.runner.hints import flag_meant
+from recipes.runner.hints import unknown_flag
 from recipes.runner.worker import is_worker
 from recipes.version import __version__
 
-_HELP = {"-h", "--help", "--help-all", "--help_all"}
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 _NO_TRAINING = {"predict", "export", "list"}
 _DEVICES = re.compile(r"--devices[= ](\S+)")
@@ -42,7 +44,7 @@ def _announce(args: Sequence[str]) -> None:
         return
     # Lightning is not imported yet, so that only flags and variables of the launchers tell the rank.
     is_other_rank = _OTHER_NODE.search(" ".join(args)) or any(os.environ.get(name, "0") != "0" for name in _RANKS)
-    if is_other_rank or {*_HELP, "--print-config", "--print_config"}.intersection(args):
+    if is_other_rank or {*HELP_FLAGS, "--print-config", "--print_config"}.intersection(args):
         return
     # The standard output of these commands is read by other programs.
     stream = sys.stderr if {"predict", "export"}.intersection(args) else sys.stdout
@@ -51,32 +53,53 @@ def _announce(args: Sequence[str]) -> None:
 
 
 def _answer_at_once(args: Sequence[str]) -> None:
-    """Print the version, or refuse a misspelled flag of our recipes, before anything is imported.
+    """Print the help or the version, or refuse a flag that does not exist, before anything is imported.
 
-    A name that is not close to a flag is left to the parser, which also knows the Trainer's parameters.
+    The help and the flags of another program than a recipe of this package are left to its parser.
     """
-    if "--version" in args:
+    if is_worker(os.environ):
+        return
+    help_flags = HELP_FLAGS.intersection(args)
+    if "--version" in args and not help_flags:
         print(f"lightning-recipes {__version__}")  # noqa: T201
         sys.exit(0)
-    flags = flag_names(_recipe_name())
-    if not flags or is_worker(os.environ):
+    recipe = _recipe_package()
+    page = read_help(recipe) if recipe else None
+    if page is None:
         return
+    if help_flags:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            return  # It is no command, which the parser reports.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # A docstring may have what the terminal cannot show.
+        print(help_text(program_name(), page, any(flag.endswith("all") for flag in help_flags)))  # noqa: T201
+        sys.exit(0)
+    problem = _unknown_flag(args, page.names())
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+def _unknown_flag(args: Sequence[str], flags: Collection[str]) -> str:
+    """Return the error for the first flag that does not exist; an empty text where all exist."""
     for arg in args:
-        flag = arg.removeprefix("--").partition("=")[0]
+        flag, equals, _ = arg.removeprefix("--").partition("=")
         name = flag.replace("-", "_")
-        if not arg.startswith("--") or name.removeprefix("no_") in {*flags, "config", "print_config", "help_all"}:
+        if name not in flags and not equals:
+            name = name.removeprefix("no_")
+        exists = name in {*flags, "config", "print_config"} or name.startswith("trainer.")
+        if exists or not re.match(r"--\w", arg):
             continue
-        hint = "" if "." in name else flag_meant(name, flags)
-        if hint:
-            print(f"error: there is no flag --{flag}{hint}", file=sys.stderr)  # noqa: T201
-            sys.exit(2)
+        trainer_parameters = read_trainer_parameters()
+        return "" if trainer_parameters is None else unknown_flag(flag, name, flags, trainer_parameters)
+    return ""
 
 
-def _recipe_name() -> str:
-    """Return the folder of the recipe that was started, such as mnist; empty for another program."""
+def _recipe_package() -> str:
+    """Return the package of the recipe that was started, such as recipes.mnist; empty for another program."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     package = spec.parent if spec else ""
-    return package.removeprefix("recipes.") if package.startswith("recipes.") else ""
+    return package if package.startswith("recipes.") else ""
 
 
 def _discard_last_warnings() -> None:
@@ -88,7 +111,7 @@ def _discard_last_warnings() -> None:
 
 def _will_start_processes(args: Sequence[str]) -> bool:
     """Return whether the command will start processes on this node, judged by its text only."""
-    if any(name in os.environ for name in _RANKS) or {*_HELP, *_NO_TRAINING}.intersection(args):
+    if any(name in os.environ for name in _RANKS) or {*HELP_FLAGS, *_NO_TRAINING}.intersection(args):
         return False
     command_line = " ".join(args)
     if _AGENT.search(command_line):

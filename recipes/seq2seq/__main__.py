@@ -2,6 +2,8 @@ from recipes.runner.quick_imports import quick_imports
 
 with quick_imports():
     from datamodules import TranslationDataModule
-    from recipes import Seq2SeqTranslator, run
+    from recipes import run
+
+    from .recipe import Seq2SeqTranslator
 
 run(Seq2SeqTranslator, TranslationDataModule)

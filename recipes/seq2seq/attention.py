@@ -19,9 +19,10 @@ from datamodules.translation.text import EOS, PAD, SOS
 from recipes.figures.drawing import PALETTE, Figure, colour_style
 from recipes.figures.plots import attention_plot
 from recipes.prediction import predict
-from recipes.seq2seq.decoding import Vocabularies
-from recipes.seq2seq.network import TranslationNetwork
-from recipes.seq2seq.vocabularies import known
+
+from .decoding import Vocabularies
+from .network import TranslationNetwork
+from .vocabularies import known
 
 _ENDINGS = (".html", ".png")
 _EXAMPLE = "attention_"

@@ -13,7 +13,8 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import AnyVocabulary
 from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK
-from recipes.seq2seq.network import TranslationNetwork
+
+from .network import TranslationNetwork
 
 Vocabularies = tuple[AnyVocabulary, AnyVocabulary]
 """The vocabularies of source and target."""

@@ -31,12 +31,13 @@ from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
-from recipes.seq2seq.attention import AttentionMap, AttentionWriter, add_examples, attention_maps, forget_examples
-from recipes.seq2seq.decoding import Vocabularies, beam_search, sentences_of
-from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
-from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores, sentences_to_translate
-from recipes.seq2seq.transformer import TransformerNet
-from recipes.seq2seq.vocabularies import check_given, check_sizes, known, take_vocabularies, vocabulary_metadata
+
+from .attention import AttentionMap, AttentionWriter, add_examples, attention_maps, forget_examples
+from .decoding import Vocabularies, beam_search, sentences_of
+from .network import Seq2SeqNet, TranslationNetwork, target_positions
+from .scores import BleuTokenizer, DetokenisedScores, TranslationScores, sentences_to_translate
+from .transformer import TransformerNet
+from .vocabularies import check_given, check_sizes, known, take_vocabularies, vocabulary_metadata
 
 NetworkName = Literal["rnn", "transformer"]
 
@@ -92,7 +93,7 @@ class Seq2SeqTranslator(Recipe):
         lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`).
     """
 
-    title = "seq2seq"
+    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of it is another recipe.
     data_class = TranslationDataModule
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 24}
     monitor = "val/bleu"

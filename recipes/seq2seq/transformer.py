@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 from recipes.dropout import Dropout
-from recipes.seq2seq.network import Encoded, TranslationNetwork, position_mask
+
+from .network import Encoded, TranslationNetwork, position_mask
 
 _MAX_WEIGHTS = 512 * 512  # Longer sentences use torch's attention, which does not hold the weights in memory.
 

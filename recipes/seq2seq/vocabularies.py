@@ -9,8 +9,9 @@ from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.subwords import SubwordVocabulary
 from datamodules.translation.text import Normalisation
-from recipes.seq2seq.decoding import Vocabularies
 from recipes.weights import read_beside, skip_patterns
+
+from .decoding import Vocabularies
 
 _SIDES = ("source", "target")
 _LAYERS = ("source_embedding", "target_embedding", "output")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.runner.command import as_flags
-from recipes.runner.flag_names import flag_names
+from recipes.runner.constructor_sources import read_help
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "help" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ VALUES = [
 """What the code fills in, in the messages of the page: commands, files, figures, and errors of others."""
 
 
-FLAGS = {name for recipe in ("mnist", "resnet", "seq2seq") for name in flag_names(recipe)}
+FLAGS = {name for recipe in ("mnist", "resnet", "seq2seq") for name in read_help(f"recipes.{recipe}").names()}
 
 
 def strings_of(tree: ast.AST) -> Iterator[list[str]]:

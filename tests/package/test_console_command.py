@@ -54,17 +54,35 @@ def test_a_folder_recipes_in_the_current_folder_does_not_shadow_the_console_comm
     assert "\nmnist: " in _call(console, "list", folder=tmp_path).stdout
 
 
-def test_a_copied_folder_is_a_recipe(console: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    shutil.copytree(ROOT / "recipes" / "mnist", tmp_path / "recipes" / "mine")
+@pytest.fixture
+def with_letters(tmp_path: Path) -> Path:
+    """A folder with the packages, and with the fourth recipe that CONTRIBUTING.md makes of MNIST's folder."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    commands = [line for line in page.splitlines() if "recipes/letters" in line and line.startswith(("cp ", "sed "))]
+    assert len(commands) == 2
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
     for package in ("callbacks", "datamodules"):
         (tmp_path / package).symlink_to(ROOT / package)
-    done = _call(console, "mine", "--help", root=tmp_path)
-    assert done.stdout.startswith("usage: lightning-recipes mine ["), done.stderr
-    script = "from recipes.finding import recipe_class; print(recipe_class('mine').__module__)"
-    named = _call(sys.executable, "-c", script, root=tmp_path, folder=tmp_path)
-    assert named.stdout == "recipes.mine.recipe\n", named.stderr
-    assert "\nmine: " in _call(console, "list", root=tmp_path).stdout
+    subprocess.run("\n".join(commands), shell=True, check=True, cwd=tmp_path)
+    return tmp_path
+
+
+def test_a_copied_folder_is_a_recipe(console: str, with_letters: Path) -> None:
+    assert "\nletters: " in _call(console, "list", root=with_letters).stdout
+    page = _call(console, "letters", "--help", root=with_letters).stdout
+    assert page.startswith("usage: lightning-recipes letters [")
+    assert "--ckpt runs/letters/NAME/" in page
+    script = "from recipes.finding import recipe_class; print(recipe_class('letters'))"
+    found = _call(sys.executable, "-c", script, root=with_letters, folder=with_letters)
+    assert found.stdout == "<class 'recipes.letters.recipe.LetterClassifier'>\n", found.stderr
+
+
+def test_a_copied_folder_trains_into_its_own_runs(console: str, with_letters: Path, tmp_path: Path) -> None:
+    flags = "--dataset digits --max-epochs 1 --limit-train-batches 1 --logger none --name first"
+    done = _call(console, "letters", *flags.split(), root=with_letters, folder=tmp_path)
+    assert "\nletters: 1 x " in done.stdout, done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["letters"]
+    assert (tmp_path / "runs" / "letters" / "first" / "checkpoints" / "best.ckpt").is_file()
 
 
 def test_a_folder_of_the_user_that_hides_a_package_is_named_in_one_line(tmp_path: Path) -> None:

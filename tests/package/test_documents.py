@@ -12,8 +12,8 @@ DOCUMENTS = sorted(
 _TOP = r"recipes|callbacks|datamodules|benchmarks|tests|\.ci"
 _PATH = re.compile(rf"(?<![\w/.-])(?:{_TOP})/[\w./*-]*[\w/]")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
-_ANY = {"NAME", "RECIPE"}
-"""These stand for any name."""
+_ANY = {"NAME", "RECIPE", "letters"}
+"""These stand for any name; letters is the recipe that a reader makes of a copy."""
 
 
 def _paths(document: Path) -> set[tuple[Path, str]]:

@@ -1,7 +1,8 @@
 """Which room may import which. A room is a folder of a package, or one of the modules beside them.
 
 Imports run one way: from recipes to callbacks to data modules, and inside a package from a higher level to a lower one.
-Imports inside functions count too.
+Imports inside functions count too. Imports inside a recipe's folder are relative, and no others, so that a copy of the
+folder is another recipe.
 """
 
 import ast
@@ -73,9 +74,11 @@ def _imports(module: str) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{module}:{node.lineno}: a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in MODULES else str(node.module) for name in names]
+            source = str(node.module)
+            if node.level:
+                source = f"{module.rpartition('.')[0]}.{source}".removesuffix(".None")
+            names = [f"{source}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else source for name in names]
         else:
             continue
         yield from (
@@ -104,6 +107,42 @@ def test_every_import_is_allowed() -> None:
             if not _may_import(module, target)
         ]
     assert not wrong, "\n".join(dict.fromkeys(wrong))
+
+
+PUBLIC = {
+    alias.name: f"recipes.{node.module}"
+    for node in ast.walk(ast.parse((ROOT / "recipes" / "__init__.pyi").read_text()))
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+"""The module of each name that ``from recipes import ...`` imports."""
+
+
+def _modules_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules in an import that is not relative."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if node.module == "recipes":
+        return [PUBLIC.get(alias.name, f"recipes.{alias.name}") for alias in node.names]
+    return [str(node.module)]
+
+
+def test_imports_are_relative_inside_the_folder_of_a_recipe() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        folder = ""
+        if _room(module).startswith("recipes.NAME"):
+            folder = ".".join(module.split(".")[:2])
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            line = f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+            if isinstance(node, ast.ImportFrom) and node.level:
+                if not folder or node.level > 1:
+                    wrong.append(f"{line}: write the name of the package")
+            elif folder and any(f"{name}.".startswith(f"{folder}.") for name in _modules_of(node)):
+                wrong.append(f"{line}: write from .MODULE import NAME")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_imports_of_modules_make_no_circle() -> None:

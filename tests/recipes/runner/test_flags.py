@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from datamodules.errors import UserError
-from recipes.runner.flag_help import print_flags
+from recipes.runner.flag_help import flags_text
 from recipes.runner.flag_types import type_name
 from recipes.runner.flags import FlagGroup, FlagParser
 
@@ -162,9 +162,8 @@ def test_the_last_file_wins_over_the_others_and_the_command_line_over_all(parser
     assert (config.power, config.kind, config.spare_wheels) == found
 
 
-def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser, capsys):
-    print_flags(parser)
-    lines = capsys.readouterr().out.splitlines()
+def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser):
+    lines = flags_text(parser.help_groups()).splitlines()
     assert "  --power FLOAT                   in watts (2.5)" in lines
     assert "  --kind gas|oil                  what burns (gas)" in lines
     assert sum("--seed" in line for line in lines) == 1

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from recipes import MNISTClassifier, Recipe, ResNetFineTuner, Seq2SeqTranslator
 from recipes.runner.classes import Classes
-from recipes.runner.flag_names import flag_names
 from recipes.runner.hints import OTHER_NAMES, flag_meant, meant
 
 PAGE = Path(__file__).parents[3] / "docs/help/coming-from.md"
@@ -46,22 +45,22 @@ def test_a_flag_of_another_program_leads_to_what_the_page_names_beside_it():
 @pytest.mark.parametrize(
     ("name", "recipe", "hint"),
     [
-        ("model", "resnet", "arch"),
-        ("model", "mnist", "network"),
-        ("fp16", "mnist", "precision 16-mixed"),
-        ("gradient_accumulation_steps", "mnist", "accumulate"),
-        ("max-epoch", "seq2seq", "max-epochs"),
-        ("batchsize", "mnist", "batch-size"),
-        ("num-classes", "seq2seq", None),
-        ("log-interval", "resnet", "log-every-n-steps"),
-        ("early-stopping", "mnist", "patience"),
-        ("zzzzzz", "mnist", None),
-        ("loss_scale", "mnist", None),
+        ("model", ResNetFineTuner, "arch"),
+        ("model", MNISTClassifier, "network"),
+        ("fp16", MNISTClassifier, "precision 16-mixed"),
+        ("gradient_accumulation_steps", MNISTClassifier, "accumulate"),
+        ("max-epoch", Seq2SeqTranslator, "max-epochs"),
+        ("batchsize", MNISTClassifier, "batch-size"),
+        ("num-classes", Seq2SeqTranslator, None),
+        ("log-interval", ResNetFineTuner, "log-every-n-steps"),
+        ("early-stopping", MNISTClassifier, "patience"),
+        ("zzzzzz", MNISTClassifier, None),
+        ("loss_scale", MNISTClassifier, None),
     ],
 )
-def test_a_name_leads_to_a_flag_that_is_near_or_to_none(name: str, recipe: str, hint: str | None):
+def test_a_name_leads_to_a_flag_that_is_near_or_to_none(name: str, recipe: type[Recipe], hint: str | None):
     expected = f"; did you mean --{hint}?" if hint else ""
-    assert flag_meant(name.replace("-", "_"), flag_names(recipe)) == expected
+    assert flag_meant(name.replace("-", "_"), Classes(recipe, recipe.data_class).parser().flags) == expected
 
 
 def test_what_other_names_stand_for_are_flags():

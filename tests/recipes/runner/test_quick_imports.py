@@ -1,10 +1,10 @@
 """Imports without garbage collection, and everything after them with it."""
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +33,18 @@ SCRIPT = """
     assert after() is None, "what comes later is collected"
 """
 
+
+ANSWER = """
+import sys
+from recipes.__main__ import main
+
+try:
+    main()
+finally:
+    slow = {'torch', 'lightning', 'pytorch_lightning', 'torchvision', 'numpy', 'jsonargparse'} & sys.modules.keys()
+    sys.stderr.write(''.join(f'{name} was imported' for name in slow))
+"""
+"""The console command; it says which of the packages were imported that take seconds."""
 
 BLOCK = "from recipes.runner.quick_imports import quick_imports\nwith quick_imports():\n    "
 
@@ -78,8 +90,31 @@ def test_nothing_is_said_as_a_command_ends_but_of_a_broken_import() -> None:
     assert (done.returncode, done.stderr) == (2, "error: there is no flag --helo; did you mean --help?\n")
 
 
-def test_help_imports_no_tensorboard() -> None:
-    done = _python("-X", "importtime", "-m", "recipes.mnist", "--help")
-    assert "--max-epochs" in done.stdout
-    assert "| torch\n" in done.stderr
-    assert not re.search(r"\| +tensorboard$", done.stderr, re.MULTILINE)
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        ("mnist --help", 0, "usage: lightning-recipes mnist ["),
+        ("resnet predict -h", 0, "usage: lightning-recipes resnet ["),
+        ("seq2seq --help-all", 0, "usage: lightning-recipes seq2seq ["),
+        ("mnist --version", 0, "lightning-recipes "),
+        ("mnist --max-epoch 3", 2, "error: there is no flag --max-epoch; did you mean --max-epochs?\n"),
+        ("mnist test --zzzzzz", 2, "error: there is no flag --zzzzzz; --help-all lists the flags\n"),
+        ("resnet --benchmark", 2, "error: there is no flag --benchmark; did you mean --trainer.benchmark?\n"),
+        ("seq2seq --no-num-classes", 2, "error: there is no flag --no-num-classes; --help-all lists the flags\n"),
+        ("mnist --callbacks=1", 2, "error: there is no flag --callbacks: a program passes them to run() or fit()\n"),
+    ],
+)
+def test_a_question_is_answered_before_torch_is_imported(args: str, status: int, says: str) -> None:
+    done = _python("-c", ANSWER, *args.split())
+    assert done.returncode == status, done.stderr
+    if status:
+        assert (done.stdout, done.stderr) == ("", says)
+    else:
+        assert (done.stdout[: len(says)], done.stderr) == (says, "")
+
+
+@pytest.mark.parametrize("args", ["--trainer.benchmrk true", "tets --help", "--no-sync-bn", "--config a.yaml"])
+def test_what_is_no_wrong_flag_is_left_to_the_parser(args: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = _python("-c", ANSWER, "mnist", *args.split(), env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.stderr.startswith("torch was imported")
