@@ -9,9 +9,11 @@ The agents of all nodes share the `TCPStore` of node 0's agent. Our agent differ
 - After a signal, stopped workers continue, so that they can save. It says which workers did not end, and how to resume.
 """
 
+import ast
 import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -23,6 +25,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +43,18 @@ from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError, first_line
 from recipes.runner.command import Command
 from recipes.runner.failures import describe_failure, exit_now, is_users, print_loss, was_lost
 from recipes.runner.fork_server import start_fork_server, start_method
 from recipes.runner.guards import how_to_resume
-from recipes.runner.join import folder_in
 from recipes.runner.launch import Launch
 from recipes.runner.printing import print_error
 from recipes.runner.rendezvous import make_rendezvous, open_store
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
-from recipes.runner.worker import STARTED_AT, STORE_PREFIX, Program, work
+from recipes.runner.worker import Handed, work
 
+_PICKLED_MAIN = b"\x8c\x08__main__"  # The name of a module in a pickle: an opcode, its length, and its text.
 _FAILURE = "lightning_recipes/failure"
 _SECONDS_TO_END = 5.0  # For workers to end by themselves once another one has failed with an error.
 _SECONDS_TO_SAVE = 25.0  # For workers to end after a signal. Schedulers kill after 30, and a line has to come before.
@@ -63,16 +66,23 @@ class Failure:
     """The reason why a run has ended on this node.
 
     Args:
-        line: the line to print.
+        message: the reason in words; empty where it is printed already.
         status: the exit status of the agent.
         lost: a worker or a node was lost; it did not end by its own error.
         unreachable: node 0's agent does not answer.
+        worker: the worker that has failed, in words, where the message does not name it.
     """
 
-    line: str
+    message: str
     status: int
     lost: bool = False
     unreachable: bool = False
+    worker: str = ""
+
+    @property
+    def line(self) -> str:
+        """The line to print."""
+        return f"error on {self.worker}: {self.message}" if self.worker else f"error: {self.message}"
 
 
 class NodeAgent(LocalElasticAgent):
@@ -83,10 +93,20 @@ class NodeAgent(LocalElasticAgent):
         spec: what each worker runs.
         store: the store of node 0's agent.
         logs: where torch writes the error files of the workers.
+        hand_over: returns a pickled `recipes.runner.run.Task` for the workers, from whether they start again.
     """
 
-    def __init__(self, launch: Launch, spec: WorkerSpec, store: TCPStore, logs: DefaultLogsSpecs) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        spec: WorkerSpec,
+        store: TCPStore,
+        logs: DefaultLogsSpecs,
+        hand_over: Callable[[bool], bytes],
+    ) -> None:
         super().__init__(spec, logs, start_method())
+        self._hand_over = hand_over
+        self._has_started = False
         self.launch = launch
         self.store = store
         self.failure: Failure | None = None
@@ -100,8 +120,10 @@ class NodeAgent(LocalElasticAgent):
         # A new prefix, so that no rank reads the addresses of an earlier start, which are still in the store.
         if worker_group.group_rank == 0:
             restart_store.set("prefix", uuid.uuid4().hex)
-        (program,) = worker_group.spec.args
-        program.environ[STORE_PREFIX] = restart_store.get("prefix").decode()
+        (handed,) = worker_group.spec.args
+        handed.store_prefix = restart_store.get("prefix").decode()
+        handed.task = self._hand_over(self._has_started)
+        self._has_started = True
         group.master_addr = self.store.host
         group.master_port = self.store.port
         return dict(super()._start_workers(worker_group))
@@ -136,7 +158,8 @@ class NodeAgent(LocalElasticAgent):
         rank, failure = next(iter(result.failures.items()))
         node = f"node {self.launch.node_rank}, {socket.gethostname()}"
         status = failure.exitcode if failure.exitcode > 0 else 1
-        self.failure = Failure(describe_failure(failure, rank, node), status, was_lost(failure))
+        worker, message = describe_failure(failure, rank, node)
+        self.failure = Failure(message, status, was_lost(failure), worker=worker)
         # After a signal all workers have saved, and the run is over. In an elastic run the signal may have been for
         # another node, and the nodes that stay go on.
         is_over = status - 128 in SIGNALS and self.launch.min_nodes >= (self._worker_group.group_world_size or 1)
@@ -144,7 +167,7 @@ class NodeAgent(LocalElasticAgent):
             self._remaining_restarts = 0
         if self._remaining_restarts:
             restarts_left = f"{self._remaining_restarts - 1} restart{'s' if self._remaining_restarts != 2 else ''} left"
-            reason = self.failure.line or f"rank {rank} ({node}) ended on {name_of(status - 128)}"
+            reason = self.failure.line if message else f"rank {rank} ({node}) ended on {name_of(status - 128)}"
             print_error(f"{reason}; starting again, {restarts_left}")
         elif has_other_nodes and self.failure.lost:
             # Another node may have the cause, and report it within a moment.
@@ -160,7 +183,7 @@ class NodeAgent(LocalElasticAgent):
         """Return the failure that another node has written before it ended."""
         if self.store.check([_FAILURE]):
             return Failure(**json.loads(self.store.get(_FAILURE)))
-        return Failure("error: another node has ended; its own output says why", 1, lost=True)
+        return Failure("another node has ended; its own output says why", 1, lost=True)
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -225,14 +248,34 @@ def _silence(*packages: str) -> None:
 
 
 @contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from importing the program in each worker before the worker runs it."""
+def _main_module_hidden(task: bytes) -> Iterator[None]:
+    """Keep multiprocessing from importing the program in each worker, unless the program defines what they need."""
     main = sys.modules["__main__"]
+    if _PICKLED_MAIN in task:
+        _check_guard(main)
+        yield
+        return
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def _check_guard(main: types.ModuleType) -> None:
+    """Refuse a program that other processes cannot import, or that would start again in each of them."""
+    path = getattr(main, "__file__", None)
+    if path is None:
+        raise UserError(
+            "several processes import the classes of a run, and yours are defined in a notebook or an interpreter: put"
+            " them into a file, and import them from there"
+        )
+    statements = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    if not any(isinstance(each, ast.If) and "__name__" in ast.unparse(each.test) for each in statements):
+        raise UserError(
+            f"several processes import {path} for its classes, and would start the run again: put the call under"
+            ' if __name__ == "__main__":'
+        )
 
 
 def _handled_signals() -> str:
@@ -241,36 +284,46 @@ def _handled_signals() -> str:
     return ",".join(signum.name for signum in SIGNALS if signum != ignored)
 
 
+def _handed(hand_over: Callable[[bool], bytes], starts_again: bool) -> bytes:
+    try:
+        return hand_over(starts_again)
+    except (AttributeError, TypeError, ImportError, pickle.PicklingError) as error:
+        raise UserError(
+            f"the run cannot be handed to other processes ({first_line(error)}): define classes and functions at the"
+            " top level of a file, or train on one device"
+        ) from error
+
+
 def run_agent(
     launch: Launch,
-    preload: list[str],
+    hand_over: Callable[[bool], bytes],
+    *,
     timeout: float,
     command: Command,
+    modules: Iterable[str],
+    folder: Path | None,
     after_loss: Callable[[], str],
-    started_at: float,
 ) -> None:
     """Train in worker processes of this node, and return when they have ended without an error.
 
     Args:
         launch: the nodes and devices of the run.
-        preload: the modules of recipe and data, for the fork server.
+        hand_over: returns the pickled task of the workers, from whether they start again.
         timeout: seconds to wait for the other nodes, at the start and in a restart.
         command: what was typed.
+        modules: the modules of recipe and data, for the fork server.
+        folder: the run's folder; None on another node than that of rank 0.
         after_loss: called where the run ends because a process was lost; what it returns is printed.
-        started_at: `time.monotonic` at the start of the command.
 
     Raises:
-        UserError: the nodes do not find each other.
-        SystemExit: a worker failed, or this process received a signal.
+        UserError: the nodes do not find each other, or the run cannot be handed over.
+        RunFailedError: a worker failed, and a program has called `recipes.fit`.
+        KeyboardInterrupt: Ctrl-C has ended the workers of such a program.
+        SystemExit: a worker of a command failed, or this process received a signal.
     """
-    program = Program.of_this_process()
-    if program is None:
-        raise UserError(
-            "several processes need a program in a file or a module; save this program as a file, and start that"
-        )
-    program.environ[STARTED_AT] = str(started_at)
+    first_task = _handed(hand_over, False)
     # First, since it imports while this process waits for the other nodes.
-    start_fork_server(preload)
+    start_fork_server(modules)
     store = open_store(launch, timeout, command)
     handler = make_rendezvous(launch, store, timeout)
     # Otherwise torch opens a second store, which listens on all interfaces.
@@ -282,13 +335,13 @@ def run_agent(
         local_world_size=launch.devices,
         rdzv_handler=handler,
         entrypoint=work,
-        args=(program,),
+        args=(Handed(launch),),
         max_restarts=launch.max_restarts,
         monitor_interval=0.1,
     )
-    with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden():
-        agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs))
-        failure = _run(agent, launch, timeout, command)
+    with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden(first_task):
+        agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs), partial(_handed, hand_over))
+        failure = _run(agent, launch, timeout, command, folder)
         # An immediate exit would leave the semaphores of the workers behind.
         del agent
     if failure is None:
@@ -296,11 +349,14 @@ def run_agent(
         return
     if failure.lost:
         print_loss(failure.line, after_loss)
-    elif failure.line:
+    elif failure.message and not command.in_program:
         print_error(failure.line)
     if failure.unreachable:
         exit_now(failure.status)  # A regular exit would wait for a thread that waits for node 0.
     _close(handler, launch)
+    if command.in_program and failure.message:
+        kind = UserError if failure.status == UserError.exit_status else RunFailedError
+        raise kind(f"{failure.worker}: {failure.message}" if failure.worker else failure.message)
     sys.exit(failure.status)
 
 
@@ -314,19 +370,18 @@ def _close(handler: DynamicRendezvousHandler, launch: Launch) -> None:
         time.sleep(_SECONDS_TO_READ)
 
 
-def _last_save(agent: NodeAgent, command: Command) -> str:
+def _last_save(folder: Path | None, command: Command) -> str:
     """Return which checkpoint the run has, and the command that resumes it."""
-    folder = None
-    with suppress(RuntimeError):  # Node 0, which has the store, may have ended.
-        folder = folder_in(agent.store)
-    checkpoint = newest_valid_checkpoint(Path(folder) / "checkpoints", logs=False) if folder else None
-    if folder is None or checkpoint is None:
+    if folder is None:
+        return "node 0 says which save is the last"
+    checkpoint = newest_valid_checkpoint(folder / "checkpoints", logs=False)
+    if checkpoint is None:
         return "nothing was saved"
-    advice = how_to_resume(command, Path(folder), checkpoint)
+    advice = how_to_resume(command, folder, checkpoint)
     return f"the last save is that of update {read_run(checkpoint).updates}; {advice}"
 
 
-def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> Failure | None:
+def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command, folder: Path | None) -> Failure | None:
     """Run the agent until the run has ended, and return its failure, or None."""
     try:
         result = agent.run()
@@ -335,12 +390,14 @@ def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> 
             name = name_of(received.sigval)
             print_error(
                 f"error: {agent.killed} did not end on {name} within {_SECONDS_TO_SAVE:g} s, and had to be killed;"
-                f" {_last_save(agent, command)}"
+                f" {_last_save(folder, command)}"
             )
             note = requeue_on(received.sigval)
             if note:
                 print_error(note)
         # The rendezvous stays open: the other nodes of an elastic run go on.
+        if command.in_program and received.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from received
         sys.exit(128 + int(received.sigval))
     except RendezvousTimeoutError:
         missing_node: dict[str, Any] = {
@@ -349,12 +406,12 @@ def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command) -> 
             "master_port": agent.store.port,
         }
         return Failure(
-            f"error: fewer than {launch.min_nodes} nodes joined within {timeout:g} s; type on each node that is"
+            f"fewer than {launch.min_nodes} nodes joined within {timeout:g} s; type on each node that is"
             f" missing, I being its number: {command.using(**missing_node)}, or wait longer with --rendezvous-timeout",
             2,
         )
     except RendezvousClosedError:
         return agent.failure or agent.failure_elsewhere()
     except RendezvousConnectionError:
-        return Failure(f"error: node 0 at {launch.address}:{launch.port} has ended or cannot be reached", 1, True, True)
+        return Failure(f"node 0 at {launch.address}:{launch.port} has ended or cannot be reached", 1, True, True)
     return agent.failure if result is not None and result.is_failed() else None

@@ -44,6 +44,11 @@ class Classes:
         """The class of the data module."""
         return self.data if isinstance(self.data, type) else type(self.data)
 
+    @property
+    def both(self) -> tuple[type, type]:
+        """The classes of recipe and data module."""
+        return self.recipe, self.data_class
+
     def build_data(self, options: Mapping[str, Any]) -> pl.LightningDataModule:
         """Build the data module, and pass it the samples that were given in memory."""
         if not isinstance(self.data, type):

@@ -6,7 +6,8 @@ from recipes.export import export
 from recipes.runner.evaluation import evaluate
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.guards import restoring
-from recipes.runner.report import print_pairs, relative_path
+from recipes.runner.printing import relative_path
+from recipes.runner.report import print_pairs
 from recipes.runner.run_result import RunResult
 from recipes.runner.stock_loaders import evaluate_each_sample_once
 from recipes.runner.training import train

@@ -1,4 +1,4 @@
-"""Resolve the settings of a command once, and build recipe, data module and callbacks from them.
+"""Build recipe, data module and callbacks of a run from its record, and complete what follows from the data.
 
 Settings that are None or "auto" are resolved in this order:
 
@@ -26,17 +26,17 @@ from recipes.base import Recipe
 from recipes.runner.callbacks_of_run import callbacks_maker
 from recipes.runner.classes import Classes, free_parameters
 from recipes.runner.command import Command
-from recipes.runner.flags import FlagParser
 from recipes.runner.join import share
 from recipes.runner.launch import Launch
 from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import detect_machine, shared_cores
-from recipes.runner.merging import as_plain, fill, is_auto
+from recipes.runner.merging import as_plain, fill
 from recipes.runner.printing import rank_zero_print
 from recipes.runner.processes import on_devices_of
 from recipes.runner.resume import ResumePoint
-from recipes.runner.saved_run import SavedRun, read_run
+from recipes.runner.saved_run import SavedRun
 from recipes.runner.settings import RunSettings, TrainerSettings
+from recipes.runner.spec import RunSpec
 
 
 @contextmanager
@@ -60,6 +60,7 @@ class Experiment:
         auto_settings: the settings that the first command of the run has left to the run.
         launch: the position of this process in the run.
         point: the folder and the checkpoint where the run resumes.
+        saved: the settings and the progress in that checkpoint.
         recipe: to train or evaluate.
         data: to train or evaluate on.
         callbacks: makes the callbacks of a Trainer, new ones at each call; see `callbacks_maker`.
@@ -74,6 +75,7 @@ class Experiment:
     auto_settings: Sequence[str]
     launch: Launch
     point: ResumePoint
+    saved: SavedRun | None
     recipe: Recipe
     data: pl.LightningDataModule
     callbacks: Callable[..., list[Callback]]
@@ -95,13 +97,12 @@ class Experiment:
     @property
     def update_items(self) -> int | None:
         """Samples of an update on all devices, or batches limited by tokens; None if they are not known."""
-        saved = read_run(self.point.checkpoint).update_items if self.point.checkpoint else None
-        return saved or self.run.global_batch_size
+        return (self.saved and self.saved.update_items) or self.run.global_batch_size
 
     @property
     def micro_batches(self) -> int | None:
         """Micro-batches of an update on all devices; None if their number is not known yet."""
-        saved = read_run(self.point.checkpoint) if self.point.checkpoint else None
+        saved = self.saved
         if saved and not self.update_items and saved.devices != self.launch.world_size:
             return None  # A stock loader keeps the samples of an update, and their number is not known here.
         batch_size = 1 if self.tokens_parameter else self.config.get("batch_size")
@@ -191,74 +192,53 @@ def _check_reached(recipe: Recipe, decided: Mapping[str, Any]) -> None:
             )
 
 
-def build_experiment(
-    command: str,
-    settings: Mapping[str, Any],
-    parser: FlagParser,
-    classes: Classes,
-    *,
-    run: RunSettings,
-    trainer: TrainerSettings,
-    config: Mapping[str, Any],
-    launch: Launch,
-    point: ResumePoint,
-    typed: Command,
-    inputs: Sequence[str] = (),
-    notes: str = "",
-) -> Experiment:
+def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Command, notes: str = "") -> Experiment:
     """Complete the settings that are None or "auto", and build recipe, data module and callbacks.
 
     Args:
-        settings: all settings of the command.
-        parser: selects the settings of the recipe and of the data module.
-        run: the settings of the run, with unresolved threads.
-        trainer: the settings of the Trainer, with unresolved devices.
-        config: the settings that define the experiment, as plain values.
-        inputs: the inputs of predict.
+        spec: the record of the run.
+        typed: what the user typed.
+        notes: a note on memory for the run's first line.
 
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
-    saved_run = read_run(point.checkpoint) if point.checkpoint else None
-    if saved_run and saved_run.devices not in (None, launch.world_size):
-        rank_zero_print(
-            f"devices: {saved_run.devices} before, {launch.world_size} now; the updates and their order stay"
-        )
-    auto_settings = [name for name, value in config.items() if is_auto(value)]
-    if saved_run and saved_run.auto_settings is not None:
-        auto_settings = list(saved_run.auto_settings)
-    on_cpu = detect_machine(trainer.accelerator).kind == "cpu"
-    threads = _settle_threads(command, run, saved_run, launch, on_cpu=on_cpu, in_program=typed.in_program)
-    run = replace(run, threads=threads)
+    saved = spec.saved
+    if saved and saved.devices not in (None, launch.world_size):
+        rank_zero_print(f"devices: {saved.devices} before, {launch.world_size} now; the updates and their order stay")
+    on_cpu = detect_machine(spec.trainer.accelerator).kind == "cpu"
+    threads = _settle_threads(spec.command, spec.run, saved, launch, on_cpu=on_cpu, in_program=typed.in_program)
+    run = replace(spec.run, threads=threads)
     with as_user_errors(MisconfigurationException):
         # Before the recipe is built: SeedControl seeds the initial weights.
         seeds = SeedControl(run.seed)
-        data_options = classes.with_inputs(parser.select(settings, "Data"), inputs)
-        recipe_options = parser.select(settings, "Recipe")
+        data_options = spec.data
+        recipe_options = spec.recipe
         data = classes.build_data(data_options)
         from_data: Mapping[str, Any] = {}
         # Before the data are read: the recipe's constructor refuses wrong settings before a download.
-        if saved_run is None and not run.ckpt:
-            length = {name: settings[name] for name in ("max_epochs", "max_steps")}
+        if saved is None and not run.ckpt:
+            length = {"max_epochs": spec.trainer.max_epochs, "max_steps": spec.trainer.max_steps}
             from_data = classes.recipe.settings_from_data(data, **{**recipe_options, **length})
             recipe_options = fill(recipe_options, from_data)
         recipe = classes.recipe(**recipe_options)
         not_passed = {name: value for name, value in from_data.items() if name not in recipe_options}
         _check_reached(recipe, not_passed)
         if not run.ckpt:
-            saved = saved_run.config if saved_run else None
-            data, data_options = _resolve_data(data_options, saved, classes, data, recipe, launch)
-    trainer = on_devices_of(launch, trainer)
+            saved_config = saved.config if saved else None
+            data, data_options = _resolve_data(data_options, saved_config, classes, data, recipe, launch)
+    trainer = on_devices_of(launch, spec.trainer)
     # The recipe first: its constructor computes defaults, and it may share parameters with the data module.
-    resolved = fill(fill({**config, "threads": run.threads}, recipe.hparams), data_options)
+    resolved = fill(fill({**spec.config, "threads": run.threads}, recipe.hparams), data_options)
     return Experiment(
-        command=command,
+        command=spec.command,
         run=run,
         trainer=trainer,
         config=MappingProxyType({name: as_plain(value) for name, value in resolved.items()}),
-        auto_settings=auto_settings,
+        auto_settings=spec.auto_settings,
         launch=launch,
-        point=point,
+        point=spec.point,
+        saved=saved,
         recipe=recipe,
         data=data,
         callbacks=callbacks_maker(
@@ -270,5 +250,5 @@ def build_experiment(
             shows_progress=trainer.enable_progress_bar is not False,
         ),
         typed=typed,
-        notes=notes,
+        notes=spec.notes + notes,
     )

@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get
 from callbacks.lib.signals import SIGNALS
 from datamodules.errors import RunFailedError, UserError, first_line
 from recipes.runner.printing import print_error, rank_of_process
-from recipes.runner.worker import is_worker
 
 # Gloo and NCCL raise a plain RuntimeError, so that only its text tells a lost connection.
 _LOST_CONNECTION = (
@@ -46,11 +45,12 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 @contextmanager
-def failures_reported(after_loss: Callable[[], str]) -> Iterator[None]:
+def failures_reported(after_loss: Callable[[], str] | None = None) -> Iterator[None]:
     """Record the exception that ends this process for the agent that started it, if any.
 
     Args:
-        after_loss: called where another rank was lost and no agent of ours calls it; returns what was done, in words.
+        after_loss: called where another rank was lost; returns what was done, in words. None in a worker of our agent,
+            which calls it itself.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def failures_reported(after_loss: Callable[[], str]) -> Iterator[None]:
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             recorded = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
         get_error_handler().record_exception(recorded)
-        if consequence and not is_worker(os.environ):
+        if consequence and after_loss:
             print_loss(
                 f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"
                 f" reached: {short(error)}",
@@ -135,27 +135,30 @@ def was_lost(failure: ProcessFailure) -> bool:
     return failure.exitcode < 0 or message_of(failure)[0] == LostConnectionError.__name__
 
 
-def describe_failure(failure: ProcessFailure, rank: int, node: str) -> str:
-    """Return the line to print for a failed worker; empty for one that ended on a signal and has printed it.
+def describe_failure(failure: ProcessFailure, rank: int, node: str) -> tuple[str, str]:
+    """Return which worker has failed and why; empty texts for one that ended on a signal and has printed it.
 
     Args:
         failure: the failure that torch's agent has recorded.
         rank: the rank of the worker.
         node: the worker's node, in words.
+
+    Returns:
+        The worker in words, for an error that only this rank may have, else an empty text; and the message.
     """
     worker = f"rank {rank} ({node})"
     kind, message = message_of(failure)
     if is_users(failure):
-        return f"error: {message}" if rank == 0 else f"error on {worker}: {message}"
+        return "" if rank == 0 else worker, message
     if kind == LostConnectionError.__name__:
-        return f"error: {worker} lost its connection to another rank, which has ended or cannot be reached: {message}"
+        return "", f"{worker} lost its connection to another rank, which has ended or cannot be reached: {message}"
     if kind:
         first_line_of_message = message.splitlines()[0] if message else ""
-        return f"error: {worker} failed: {kind}: {first_line_of_message}"
+        return "", f"{worker} failed: {kind}: {first_line_of_message}"
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         out_of_memory = ", perhaps because the machine ran out of memory" if name == "SIGKILL" else ""
-        return f"error: {worker} was killed by {name}{out_of_memory}"
+        return "", f"{worker} was killed by {name}{out_of_memory}"
     if failure.exitcode - 128 in SIGNALS:
-        return ""
-    return f"error: {worker} exited with status {failure.exitcode}"
+        return "", ""
+    return "", f"{worker} exited with status {failure.exitcode}"

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
 from signal import SIGINT
 from typing import Any
 
@@ -40,6 +41,19 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
     if isinstance(data, str | os.PathLike):
         return recipe.data_class, {data_contract(recipe.data_class).place_parameter: os.fspath(data)}, None
     return recipe.data_class, {}, data
+
+
+@dataclass(frozen=True)
+class _MakeCallbacks:
+    """Makes the callbacks of a Trainer; other processes can receive it."""
+
+    callbacks: Sequence[Callback] | Callable[[], Sequence[Callback]]
+
+    def __call__(self) -> Sequence[Callback]:
+        made = self.callbacks() if callable(self.callbacks) else self.callbacks
+        for callback in made:
+            check_package(lightning_package(), callback)
+        return made
 
 
 @contextmanager
@@ -81,8 +95,11 @@ def fit(
     """Train a recipe with the settings and guarantees of its command line, and return the best model.
 
     The run has a folder with checkpoints, curves and results, can be interrupted and resumed, and ends with the weights
-    that the command line gives. Ctrl-C saves and raises KeyboardInterrupt. One device trains; a program that torchrun
-    or Slurm starts trains on all of theirs.
+    that the command line gives. Ctrl-C saves and raises KeyboardInterrupt.
+
+    One device trains by default. ``devices=N`` starts N processes on this machine, which import the classes: a program
+    that defines them itself calls `fit` under ``if __name__ == "__main__":``. The result is read from the run's folder.
+    A program that torchrun or Slurm starts trains on all of their devices.
 
     Args:
         recipe: the name of a recipe, such as mnist, resnet or seq2seq, or a class of yours.
@@ -119,19 +136,13 @@ def fit(
         raise UserError(f"fit() takes no {', '.join(sorted(unsupported))}: other commands of a recipe do")
     if "devices" not in settings and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
         arguments["devices"] = 1
-    callback_list = [callbacks] if isinstance(callbacks, Callback) else callbacks
-
-    def make_callbacks() -> Sequence[Callback]:
-        made = callback_list() if callable(callback_list) else callback_list
-        for callback in made:
-            check_package(lightning_package(), callback)
-        return made
-
+    make_callbacks = _MakeCallbacks([callbacks] if isinstance(callbacks, Callback) else callbacks)
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
     typed = Command(program, call=_call(recipe, settings))
     with nullcontext() if verbose else warnings_only():
-        this_run = Run(Classes(recipe_type, data_source, make_callbacks, samples), typed, time.monotonic())
-        request = Request("fit", Given(this_run.parser.read_arguments({**arguments, **settings}), {}))
+        classes = Classes(recipe_type, data_source, make_callbacks, samples)
+        this_run = Run(classes, typed, time.monotonic(), verbose=verbose)
+        request = Request("fit", Given(this_run.resolver.parser.read_arguments({**arguments, **settings}), {}))
         # A notebook shows standard error in another place than standard output.
         stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
         with stream, _one_run_of_a_program(), failures_reported(this_run.after_loss):

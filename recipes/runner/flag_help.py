@@ -66,16 +66,16 @@ class HelpPage:
         return [entry.name for entries in self.groups.values() for entry in entries]
 
 
-def help_width() -> int:
+def _help_width() -> int:
     """Return the width of the help in columns: the terminal's, but at least 80; 100 without a terminal."""
     return max(80, shutil.get_terminal_size((100, 24)).columns)
 
 
-def without_markup(text: str) -> str:
+def _without_markup(text: str) -> str:
     """Return a docstring's text without Sphinx roles and backticks.
 
     Example:
-        >>> without_markup("pass ``True``, see :class:`~torch.utils.data.DataLoader`")
+        >>> _without_markup("pass ``True``, see :class:`~torch.utils.data.DataLoader`")
         'pass True, see DataLoader'
     """
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text).replace("`", "")
@@ -83,7 +83,7 @@ def without_markup(text: str) -> str:
 
 def summary_of(docstring: str) -> str:
     """Return the first line of a docstring, without markup."""
-    return without_markup(docstring.strip().splitlines()[0])
+    return _without_markup(docstring.strip().splitlines()[0])
 
 
 def _columns(title: str, texts: Mapping[str, str], width: int) -> str:
@@ -105,7 +105,7 @@ def _columns(title: str, texts: Mapping[str, str], width: int) -> str:
 
 def _text(entry: HelpEntry, everything: bool) -> str:
     """Return what a flag does: its first sentence, or all of them with `everything`."""
-    text = without_markup(re.sub(r"\s+", " ", entry.text.strip()))
+    text = _without_markup(re.sub(r"\s+", " ", entry.text.strip()))
     if not everything:
         text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
     return text.strip().rstrip(".")
@@ -125,7 +125,7 @@ def _line(entry: HelpEntry, everything: bool, width: int) -> str:
 
 def flags_text(groups: Mapping[str, Sequence[HelpEntry]], everything: bool = False) -> str:
     """Return a line for each flag, in groups; `everything` adds the rarely used flags and the full texts."""
-    width = help_width()
+    width = _help_width()
     lines = []
     for title, entries in groups.items():
         shown = [entry for entry in entries if everything or not entry.rare]
@@ -141,7 +141,7 @@ def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
         program: how it is started, such as ``python -m recipes.mnist``.
         everything: adds the rarely used flags and the full texts.
     """
-    width = help_width()
+    width = _help_width()
     usage = f"usage: {program} [{'|'.join(COMMANDS)}] [flags]"
     more_help = {} if everything else {"--help-all": "all flags, with their full texts"}
     settings = {
@@ -164,16 +164,3 @@ def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
         f"  {program} test --ckpt runs/{page.title}/NAME/checkpoints/best.ckpt",
     ]
     return "\n".join(lines)
-
-
-# The functions below go with `recipes.runner.requests._print_help`, which becomes a call of `help_text`.
-
-
-def print_columns(title: str, texts: Mapping[str, str], width: int) -> None:
-    """Print names and their texts in two columns."""
-    print(_columns(title, texts, width))  # noqa: T201
-
-
-def print_flags(parser: Any, everything: bool = False) -> None:
-    """Print the flags of a parser."""
-    print(flags_text(parser.help_groups(), everything))  # noqa: T201

@@ -1,8 +1,9 @@
-"""Create and lock the folder of a run."""
+"""Make and lock the folder of a run."""
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,40 +17,49 @@ from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.results import write_text
 from recipes.runner.resume import ResumePoint, numbered
 
+_LOCK = ".lock"
 # Seconds: the loader workers of a killed run inherit its lock, and hold it for a while.
 _LOCK_TIMEOUT = 20.0
 
 
-@contextmanager
-def run_folder(parent: Path, name: str | None, start: ResumePoint) -> Iterator[Path]:
-    """Yield the run's folder, locked for this process.
-
-    A new folder in which nothing was logged or saved is removed when a `UserError` ends the run.
+def settle_folder(parent: Path, name: str | None, point: ResumePoint) -> ResumePoint:
+    """Return where a run starts, with its folder, which is made where it is new.
 
     Args:
         parent: the folder of the recipe's runs.
         name: ``--name``.
+
+    Raises:
+        UserError: the folder cannot be made, or holds links to what lies outside of it.
     """
-    folder = Path(start.folder) if start.folder else None
-    if folder is None and start.checkpoint:
-        rank_zero_print(f"{start.checkpoint} is not in the folder of a run: resuming in a new folder")
-    if not is_rank_zero():
-        # Only rank 0 writes here; Lightning broadcasts the paths of its checkpoints to the other ranks.
-        yield folder or parent / "unknown"
-        return
-    if folder:
-        is_new = _make(folder)
+    if point.folder:
+        folder = Path(point.folder)
+        made = _make(folder)
     else:
-        folder = _new_folder(parent, name)
-        is_new = True
+        if point.checkpoint:
+            rank_zero_print(f"{point.checkpoint} is not in the folder of a run: resuming in a new folder")
+        folder, made = _new_folder(parent, name)
     _refuse_links(folder)
-    with locked(folder):
-        try:
-            yield folder
-        except UserError:
-            if is_new and not (folder / METRICS).exists() and not any(folder.glob("checkpoints/*.ckpt")):
+    return replace(point, folder=str(folder), made=str(made) if made else None)
+
+
+@contextmanager
+def removed_if_unused(point: ResumePoint) -> Iterator[None]:
+    """Remove a new folder in which nothing was logged or saved, where an error ends the command; on rank 0."""
+    try:
+        yield
+    except BaseException as error:
+        if point.folder and point.made and is_rank_zero():
+            folder = Path(point.folder)
+            is_empty = not any(path.name != _LOCK for path in folder.glob("*"))
+            is_unused = not (folder / METRICS).exists() and not any(folder.glob("checkpoints/*.ckpt"))
+            if is_empty or (is_unused and isinstance(error, UserError)):
                 shutil.rmtree(folder, ignore_errors=True)
-            raise
+                with suppress(OSError):  # Another run may have a folder there.
+                    while str(folder) != point.made:
+                        folder = folder.parent
+                        folder.rmdir()
+        raise
 
 
 def _refuse_links(folder: Path) -> None:
@@ -66,34 +76,40 @@ def _refuse_links(folder: Path) -> None:
             )
 
 
-def _make(folder: Path) -> bool:
-    """Make a folder; return False where it exists."""
+def _make(folder: Path) -> Path | None:
+    """Make a folder; return the first of its parents that was made with it, or None where the folder exists."""
+    made = folder
+    while not made.parent.exists():
+        made = made.parent
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        return False
+        return None
     except OSError as error:
         raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass `run_dir`") from error
-    return True
+    return made
 
 
-def _new_folder(parent: Path, name: str | None) -> Path:
+def _new_folder(parent: Path, name: str | None) -> tuple[Path, Path | None]:
     """Make a new folder; if the name exists, a number is added."""
     unnumbered = parent / (name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-    folder = next(path for path in numbered(unnumbered) if _make(path))
+    folder, made = next((path, made) for path in numbered(unnumbered) if (made := _make(path)))
     if name and folder != unnumbered:
         print_error(f"note: {unnumbered} exists, so this run is {folder}; to go on in the first, resume it")
-    return folder
+    return folder, made
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder; called on rank 0 only.
+    """Hold the lock of a run's folder, on rank 0.
 
     Raises:
         UserError: another process trains in it.
     """
-    lock = FileLock(folder / ".lock")
+    if not is_rank_zero():  # Only rank 0 writes.
+        yield
+        return
+    lock = FileLock(folder / _LOCK)
     try:
         lock.acquire(timeout=_LOCK_TIMEOUT, poll_interval=0.2)
     except Timeout as error:

@@ -16,8 +16,7 @@ from datamodules.lightning import pl
 from recipes.runner.command import Command
 from recipes.runner.experiment import Experiment
 from recipes.runner.failures import exit_now
-from recipes.runner.printing import is_rank_zero, rank_zero_print
-from recipes.runner.report import relative_path
+from recipes.runner.printing import is_rank_zero, rank_zero_print, relative_path
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Join the run: form the process group, and compare settings and code of the ranks in one collective."""
+"""Join the run: form the process group, and receive from rank 0 what it has settled."""
 
 import hashlib
 import os
@@ -6,10 +6,11 @@ import platform
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,11 @@ from datamodules.errors import UserError, first_line
 from datamodules.lightning import pl, rank_zero_only
 from datamodules.notes import warn
 from recipes.runner.command import Command
-from recipes.runner.launch import Launch, LaunchSettings
+from recipes.runner.launch import Launch
 from recipes.runner.network import LOOPBACK, choose_interface, listen_at
-from recipes.runner.worker import STORE_PREFIX, is_worker
-
-UPDATES_DONE = "updates done"
-"""The entry of a rank's settings with the number of updates in its checkpoint."""
 
 _PACKAGES = ("recipes", "callbacks", "datamodules")
-_FOLDER_KEY = "lightning_recipes/folder"
+_T = TypeVar("_T")
 
 
 def code_version(files: Iterable[Path]) -> str:
@@ -51,20 +48,49 @@ def _sources(classes: Iterable[type]) -> list[Path]:
     return files + [path for path in user_files if path.suffix == ".py" and path.is_file()]
 
 
-def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[str, Any]:
-    """Return all that has to be equal on all ranks, by name.
+def versions(classes: Iterable[type] = ()) -> dict[str, Any]:
+    """Return the versions that have to be equal on all ranks, by name.
 
     Args:
-        settings: the settings of the experiment as plain values; folders may differ.
         classes: the user's classes, whose files belong to the code.
     """
-    same = {k: v for k, v in settings.items() if not k.endswith("_dir")}
-    return same | {
+    return {
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": pl.__version__,
         "the code": code_version(_sources(classes)),
     }
+
+
+def describe_differences(everyone: list[dict[str, Any]]) -> str:
+    """Return what differs on each rank from rank 0; an empty text where nothing does.
+
+    Example:
+        >>> ranks = [{"where": "node 0, a", "versions": {"torch": "2.14"}}]
+        >>> ranks.append({"where": "node 1, b", "versions": {"torch": "2.15"}})
+        >>> describe_differences(ranks)
+        'rank 1 (node 1, b): torch is 2.15, on rank 0 2.14'
+    """
+    lines = []
+    expected = everyone[0]["versions"]
+    for rank, record in enumerate(everyone):
+        found = record["versions"]
+        changed = [name for name in found if found[name] != expected[name]]
+        changes = [f"{name} is {found[name]}, on rank 0 {expected[name]}" for name in changed]
+        if changes:
+            lines.append(f"rank {rank} ({record['where']}): {', '.join(changes)}")
+    return "; ".join(lines)
+
+
+def _compare(launch: Launch, classes: Iterable[type]) -> None:
+    """Refuse, on all ranks, versions and code that differ from those of rank 0."""
+    shape = {"nodes": launch.num_nodes, "devices of the node": launch.devices}
+    where = f"node {launch.node_rank}, {socket.gethostname()}"
+    records: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(records, {"where": where, "versions": versions(classes) | shape})
+    difference = describe_differences(records)
+    if difference:
+        raise UserError(f"the ranks differ: {difference}. Start all with one command and one version of the code")
 
 
 def _agents_store() -> dist.TCPStore:
@@ -74,30 +100,14 @@ def _agents_store() -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
 
-def share_folder(folder: Path) -> None:
-    """Store the folder of the run, for later starts of its processes by the agents, on any node."""
-    if is_worker(os.environ):
-        _agents_store().set(_FOLDER_KEY, str(folder.resolve()))
-
-
-def folder_in(store: dist.Store) -> str | None:
-    """Return the folder of the run that the agents of a store have started; None before rank 0 has made it."""
-    return store.get(_FOLDER_KEY).decode() if store.check([_FOLDER_KEY]) else None
-
-
-def shared_folder() -> str | None:
-    """Return the folder of a run that its agents have restarted; None at the first start, and without agents."""
-    return folder_in(_agents_store()) if is_worker(os.environ) else None
-
-
 def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
     """Open the store for the process group; each start of the processes has its own keys.
 
     Raises:
         UserError: rank 0's port is taken.
     """
-    if is_worker(os.environ):
-        return dist.PrefixStore(os.environ[STORE_PREFIX], _agents_store())
+    if launch.store_prefix:
+        return dist.PrefixStore(launch.store_prefix, _agents_store())
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         if launch.restarts and launch.num_nodes > 1:
             warn(
@@ -118,67 +128,25 @@ def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
     return dist.TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
-def describe_differences(everyone: list[dict[str, Any]]) -> str:
-    """Return the settings of each rank that differ from those of rank 0; an empty text where none do.
-
-    Example:
-        >>> ranks = [{"where": "node 0, a", "settings": {"lr": 0.1, "torch": "2.15"}}]
-        >>> ranks.append({"where": "node 1, b", "settings": {"lr": 0.2, "torch": "2.15"}})
-        >>> describe_differences(ranks)
-        'rank 1 (node 1, b): lr is 0.2, on rank 0 0.1'
-    """
-    lines = []
-    expected = everyone[0]["settings"]
-    for rank, record in enumerate(everyone):
-        settings = record["settings"]
-        names = sorted(name for name in expected.keys() | settings.keys() if expected.get(name) != settings.get(name))
-        if names:
-            changes = ", ".join(f"{name} is {settings.get(name)}, on rank 0 {expected.get(name)}" for name in names)
-            lines.append(f"rank {rank} ({record['where']}): {changes}")
-    return "; ".join(lines)
-
-
-def _compare(launch: Launch, settings: dict[str, Any]) -> None:
-    """Refuse, on all ranks, settings, data or code that differ from those of rank 0."""
-    shape = {"nodes": launch.num_nodes, "devices of the node": launch.devices}
-    record_of_this_rank = {"where": f"node {launch.node_rank}, {socket.gethostname()}", "settings": settings | shape}
-    records: list[Any] = [None] * launch.world_size
-    dist.all_gather_object(records, record_of_this_rank)
-    difference = describe_differences(records)
-    if not difference:
-        return
-    # First, since ranks with another checkpoint also differ in the settings that come from it.
-    if len({record["settings"].get(UPDATES_DONE) for record in records}) > 1:
-        raise UserError(
-            f"the ranks do not find the same checkpoint: {difference}. Pass a `run_dir` that all nodes share, or"
-            " resume=FILE"
-        )
-    raise UserError(
-        f"the ranks have different settings: {difference}. Start all with one command and one version of the code"
-    )
-
-
-def join_run(
-    launch: Launch, settings: Callable[[], dict[str, Any]], options: LaunchSettings, command: Command
-) -> Launch:
-    """Form the process group with the other ranks, and compare settings with them.
+def join_run(launch: Launch, timeout: float, command: Command, classes: Iterable[type] = ()) -> Launch:
+    """Form the process group with the other ranks, and compare the versions.
 
     Args:
-        settings: returns what has to be equal on all ranks, by name; called only where there are several ranks.
-        options: the timeouts.
+        timeout: seconds to wait for the other ranks.
+        classes: the user's classes, whose files belong to the code.
 
     Returns:
         The launch with the port of the rendezvous.
 
     Raises:
-        UserError: a rank is missing, or its settings differ.
+        UserError: a rank is missing, or runs another version.
     """
     rank_zero_only.rank = launch.rank  # type: ignore[attr-defined]
     if launch.world_size == 1:
         return launch
     if not dist.is_initialized():
-        launch = _form_group(launch, options.rendezvous_timeout, command)
-    _compare(launch, settings())
+        launch = _form_group(launch, timeout, command)
+    _compare(launch, classes)
     return launch
 
 
@@ -193,7 +161,7 @@ def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
         dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
     except RuntimeError as error:
         # A worker's error may reflect the end of another rank, which its agent reports.
-        if is_worker(os.environ):
+        if launch.store_prefix:
             raise
         raise UserError(
             f"the {launch.world_size} processes did not meet at {launch.address}:{launch.port} within {timeout:g} s:"
@@ -205,21 +173,68 @@ def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
     return replace(launch, port=port)
 
 
+def check_files(launch: Launch, folder: str | None, checkpoint: str | None) -> None:
+    """Compare what the nodes find on their disks: the run's folder and the checkpoint to resume from.
+
+    A folder that another node does not have is a warning: rank 0 alone writes, but a resume would fail.
+
+    Raises:
+        UserError: a node does not find the checkpoint.
+    """
+    if launch.num_nodes == 1:
+        return
+    where = f"node {launch.node_rank}, {socket.gethostname()}"
+    absent = [path is not None and not Path(path).exists() for path in (checkpoint, folder)]
+    of_ranks: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(of_ranks, (where, *absent))
+    for where, lacks_checkpoint, lacks_folder in of_ranks:
+        if lacks_checkpoint:
+            raise UserError(
+                f"{where} does not find the checkpoint {checkpoint}: pass a `run_dir` that all nodes share, or"
+                " resume=FILE"
+            )
+        if lacks_folder:
+            warn(
+                f"warning: {where} does not find the run's folder {folder}, and a resume reads its checkpoint on every"
+                " node: pass a `run_dir` that all nodes share"
+            )
+            return
+
+
+class RankZeroFailed(SystemExit):
+    """End of a rank since rank 0 has ended with an error, which rank 0 reports."""
+
+
 def leave_run() -> None:
     """End the process group of this process, if it has one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def share(compute: Callable[[], Any]) -> Any:
-    """Return a value that rank 0 computes and all ranks get, such as a setting that depends on files.
+def share(compute: Callable[[], _T]) -> _T:
+    """Return a value that rank 0 computes and all ranks get, such as the record of the run.
 
     Args:
         compute: called on rank 0 only.
+
+    Raises:
+        RankZeroFailed: on the other ranks, once rank 0 has ended, if `compute` has raised a `UserError`.
     """
     # A single process, which has no process group.
     if not dist.is_initialized():
         return compute()
-    value = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(value)
-    return value[0]
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = compute()
+        except UserError as error:
+            dist.broadcast_object_list([None, error.exit_status])
+            raise
+    dist.broadcast_object_list(answer)
+    value, status = answer
+    if status is not None:
+        with suppress(RuntimeError):
+            dist.barrier()  # It fails as rank 0 ends, so that its error is printed before a launcher sees this end.
+        raise RankZeroFailed(status)
+    result: _T = value
+    return result

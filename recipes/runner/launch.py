@@ -18,7 +18,6 @@ from recipes.runner.command import DEFAULT_PORT, Command, flag_of
 from recipes.runner.launch_variables import first_number, integer_of, is_slurm_step, slurm_port
 from recipes.runner.machine import Machine, check_cores, number_of_devices
 from recipes.runner.network import LOOPBACK
-from recipes.runner.worker import is_worker
 
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")
 
@@ -77,6 +76,7 @@ class Launch:
         max_restarts: how often the agent starts the processes again.
         restarts: the launcher may start the processes again, or with another number of nodes.
         collective_timeout: seconds that a rank waits for the others in a collective call.
+        store_prefix: the prefix of this start's keys in the store of our agents; empty where they have not started it.
     """
 
     launcher: str
@@ -91,6 +91,36 @@ class Launch:
     max_restarts: int = 0
     restarts: bool = False
     collective_timeout: float = 1800.0
+    store_prefix: str = ""
+
+    def of_worker(self, env: Mapping[str, str], store_prefix: str) -> "Launch":
+        """Return the launch of a process that our agent, whose launch this is, has started.
+
+        Args:
+            env: the environment variables of the process, which torch's agent has set.
+
+        Raises:
+            UserError: the nodes have different numbers of processes.
+        """
+        world, devices = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+        nodes = world // devices
+        if nodes * devices != world:
+            raise UserError(
+                f"this node has {devices} of {world} processes; expected as many on each node: start all with the same"
+                " --devices"
+            )
+        return replace(
+            self,
+            launcher="local" if nodes == 1 else "manual",
+            num_nodes=nodes,
+            node_rank=int(env["RANK"]) // devices,
+            local_rank=int(env["LOCAL_RANK"]),
+            address=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
+            starts_agent=False,
+            restarts=int(env["TORCHELASTIC_RESTART_COUNT"]) < int(env["TORCHELASTIC_MAX_RESTARTS"]),
+            store_prefix=store_prefix,
+        )
 
     @property
     def world_size(self) -> int:
@@ -164,10 +194,9 @@ class _LaunchPlanner:
             )
 
     def by_variables(self) -> Launch:
-        """Plan for processes with ranks in their environment: of torchrun, our agent, mpirun or a script."""
+        """Plan for processes with ranks in their environment: of torchrun, mpirun or a script."""
         env = self.env
-        is_ours = is_worker(env)
-        by_torchrun = "TORCHELASTIC_RUN_ID" in env and not is_ours
+        by_torchrun = "TORCHELASTIC_RUN_ID" in env
         world = integer_of(env, "WORLD_SIZE") or 1
         devices = integer_of(env, "LOCAL_WORLD_SIZE") or world
         nodes = world // devices
@@ -183,11 +212,6 @@ class _LaunchPlanner:
                 f"WORLD_SIZE says that this is one of {world} processes; set RANK, LOCAL_RANK and MASTER_ADDR too, or"
                 " start them by torchrun, as torchrun -m in place of python -m, or unset it"
             )
-        if is_ours and nodes * devices != world:
-            raise UserError(
-                f"this node has {devices} of {world} processes; expected as many on each node: start all with the same"
-                " --devices"
-            )
         if nodes * devices != world or rank % devices != local:
             raise UserError(
                 f"process {rank} (RANK) of {world} (WORLD_SIZE) is process {local} of {devices} on its node"
@@ -195,7 +219,7 @@ class _LaunchPlanner:
                 f" {command.using()}"
             )
         # torchrun may restart an elastic run with another number of nodes than the flags say.
-        if not restarts and not is_ours:
+        if not restarts:
             self.check_agreement(nodes, devices, launcher_name, command)
         given = {"master_addr": self.settings.master_addr, "master_port": self.settings.master_port}
         given = {name: value for name, value in given.items() if value is not None}
@@ -205,18 +229,8 @@ class _LaunchPlanner:
                 f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
                 f" {command.using(**dict.fromkeys(given))}"
             )
-        launcher = "manual"
-        if by_torchrun:
-            launcher = "torchrun"
-        elif is_ours and nodes == 1:
-            launcher = "local"
+        launcher = "torchrun" if by_torchrun else "manual"
         launch = Launch(launcher, nodes, devices, rank // devices, local, restarts=restarts)
-        if is_ours:
-            # Not from the flags, which our agent's command has as well: its store may have another port.
-            port = integer_of(env, "MASTER_PORT") or DEFAULT_PORT
-            restarts_left = max_restarts > restarts_made
-            minimum = self.settings.nodes[0]
-            return replace(launch, address=env["MASTER_ADDR"], port=port, min_nodes=minimum, restarts=restarts_left)
         if world == 1:
             return launch
         return replace(launch, address=self.master or LOOPBACK, port=self.port or DEFAULT_PORT)

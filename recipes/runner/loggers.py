@@ -19,7 +19,7 @@ from datamodules.errors import UserError
 from datamodules.lightning import CSVLogger, ExperimentWriter, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import write_rows
-from recipes.runner.saved_run import read_run
+from recipes.runner.saved_run import SavedRun
 from recipes.runner.summary import SUMMARY, EpochSummary
 
 METRICS = "metrics.csv"
@@ -169,13 +169,12 @@ def logger_names(text: str) -> list[str]:
     return names
 
 
-def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
+def loggers(folder: Path, saved: SavedRun | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
     """Build the loggers of a run by name; their failures, such as a full disk, are printed and do not end the run.
 
-    With `resume`, what was logged before that checkpoint is kept, and W&B and MLflow continue their run. MLflow logs to
-    the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
+    With `saved`, the checkpoint of a resume, what was logged before it is kept, and W&B and MLflow continue their run.
+    MLflow logs to the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
     """
-    saved = read_run(resume) if resume else None
     saved_ids = saved.run_ids if saved else {}
     _print_no_traceback_of_writers()
     loggers_of_run = []

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from datamodules.lightning import rank_zero_only
 
@@ -29,3 +30,11 @@ def rank_zero_print(message: str) -> None:
 def print_error(line: str) -> None:
     """Print a line on standard error."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def relative_path(path: str | Path) -> str:
+    """Return a path relative to the current folder, where it is inside it."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

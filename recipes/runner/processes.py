@@ -28,12 +28,6 @@ def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettin
     if command in ("predict", "export"):
         return Launch("local", 1, 1)
     launch = plan_launch(os.environ, options, trainer.devices, detect_machine(trainer.accelerator), typed)
-    if launch.starts_agent and typed.in_program:
-        raise UserError(
-            f"a program trains on one device by itself, and {launch.devices} are asked for; start it as"
-            f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
-            " or use the recipe's command line"
-        )
     check_strategy(trainer.strategy)
     return launch
 

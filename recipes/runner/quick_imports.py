@@ -12,13 +12,13 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import current_process
 from pathlib import Path
 
 from recipes.runner.constructor_sources import read_help, read_trainer_parameters
 from recipes.runner.flag_help import COMMANDS, HELP_FLAGS, help_text
 from recipes.runner.fork_server import start_fork_server
 from recipes.runner.hints import unknown_flag
-from recipes.runner.worker import is_worker
 from recipes.version import __version__
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
@@ -40,8 +40,6 @@ def program_name() -> str:
 
 def _announce(args: Sequence[str]) -> None:
     """Print on rank 0 that the imports take seconds."""
-    if is_worker(os.environ):  # Its agent has printed the line.
-        return
     # Lightning is not imported yet, so that only flags and variables of the launchers tell the rank.
     is_other_rank = _OTHER_NODE.search(" ".join(args)) or any(os.environ.get(name, "0") != "0" for name in _RANKS)
     if is_other_rank or {*HELP_FLAGS, "--print-config", "--print_config"}.intersection(args):
@@ -57,8 +55,6 @@ def _answer_at_once(args: Sequence[str]) -> None:
 
     The help and the flags of another program than a recipe of this package are left to its parser.
     """
-    if is_worker(os.environ):
-        return
     help_flags = HELP_FLAGS.intersection(args)
     if "--version" in args and not help_flags:
         print(f"lightning-recipes {__version__}")  # noqa: T201
@@ -131,6 +127,10 @@ def quick_imports() -> Iterator[None]:
     once. Ctrl-C exits with status 130 and no message. The interpreter exits without a collection of the imported
     objects, which would take over a second. If several processes will train, their fork server imports meanwhile.
     """
+    # A worker imports the program for its classes: its agent has printed the line.
+    if getattr(current_process(), "_inheriting", False):
+        yield
+        return
     _answer_at_once(sys.argv[1:])
     _announce(sys.argv[1:])
     if _will_start_processes(sys.argv[1:]):

@@ -11,13 +11,13 @@ import torch
 
 from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError
 from datamodules.lightning import TensorBoardLogger, is_overridden, pl
 from recipes.runner.classes import takes_inputs
 from recipes.runner.curves import run_curves
 from recipes.runner.experiment import Experiment
 from recipes.runner.page import write_page
-from recipes.runner.printing import print_error
+from recipes.runner.printing import print_error, relative_path
 from recipes.runner.results import (
     RESULTS,
     Stopwatch,
@@ -36,14 +36,6 @@ from recipes.tables import Table
 _REPORT = "report.html"
 
 
-def relative_path(path: str | Path) -> str:
-    """Return a path relative to the current folder, where it is inside it."""
-    try:
-        return str(Path(path).resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
 def print_pairs(rows: dict[str, str]) -> None:
     """Print two columns, a name and its value."""
     column = max(map(len, rows)) + 2
@@ -59,14 +51,6 @@ def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         print("  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths)).rstrip())  # noqa: T201
-
-
-def check_output(output: str | None, endings: Sequence[str]) -> None:
-    """Refuse a file that could not be written, before anything is computed."""
-    if output is not None and Path(output).suffix not in endings:
-        raise UserError(f"output={output}: expected a name that ends in {' or '.join(endings)}")
-    if output is not None and not Path(output).parent.is_dir():
-        raise UserError(f"output={output}: there is no folder {Path(output).parent}")
 
 
 def _best(result: RunResult) -> dict[str, Any] | None:

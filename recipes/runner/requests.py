@@ -1,6 +1,5 @@
 """Parse a command line into a request, or print a text such as the help."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,26 +10,16 @@ import yaml
 from datamodules.errors import UserError
 from recipes.base import Recipe
 from recipes.runner.classes import Classes, takes_inputs
-from recipes.runner.flag_help import help_width, print_columns, print_flags, without_markup
+from recipes.runner.flag_help import COMMANDS, HELP_FLAGS, HelpPage, help_text, summary_of
 from recipes.runner.flags import FlagParser, Given
 from recipes.runner.hints import nearest
 from recipes.runner.merging import as_plain, layered, with_length
-from recipes.runner.report import check_output
 from recipes.version import __version__
 
-COMMANDS = {
-    "fit": "train, then test the best checkpoint (the default)",
-    "validate": "score a checkpoint on the validation part",
-    "test": "score a checkpoint on the test set",
-    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
-    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
-    "export": "write the network of a checkpoint for other programs, and verify the file",
-}
 SCORING = ("validate", "test")
 """The commands that take a file of weights in place of a checkpoint."""
 _TAKE_INPUTS = ("predict", "verify")
 """The commands after which arguments that are no flags may stand."""
-_HELP = {"-h", "--help", "--help-all", "--help_all"}
 _PRINT_CONFIG = {"--print-config", "--print_config"}
 
 
@@ -56,9 +45,10 @@ def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) 
         The request to carry out; None where a text was printed.
     """
     command, arguments = _command(args)
-    help_flags = _HELP & set(arguments)
+    help_flags = HELP_FLAGS.intersection(arguments)
     if help_flags:
-        _print_help(parser, recipe, everything=any(arg.endswith("all") for arg in help_flags))
+        page = HelpPage(summary_of(recipe.__doc__ or recipe.__name__), recipe.title, parser.help_groups())
+        print(help_text(parser.prog, page, everything=any(arg.endswith("all") for arg in help_flags)))  # noqa: T201
         return None
     if "--version" in arguments:
         print(f"lightning-recipes {__version__}")  # noqa: T201
@@ -86,27 +76,6 @@ def _command(args: Sequence[str]) -> tuple[str, list[str]]:
         hint = nearest(arguments[0], COMMANDS) or f"; expected one of {', '.join(COMMANDS)}, or a flag"
         raise UserError(f"unknown command {arguments[0]!r}{hint}")
     return command, arguments
-
-
-def _print_help(parser: FlagParser, recipe: type[Recipe], everything: bool) -> None:
-    width = help_width()
-    summary = without_markup((recipe.__doc__ or recipe.__name__).strip().splitlines()[0])
-    usage = f"usage: {parser.prog} [{'|'.join(COMMANDS)}] [flags]"
-    lines = textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False)
-    print("\n".join([*lines, "", *textwrap.wrap(summary, width), ""]))  # noqa: T201
-    print_columns("Commands", COMMANDS, width)
-    print_flags(parser, everything)
-    more_help = {} if everything else {"--help-all": "all flags, with their full texts"}
-    settings = {
-        "--config FILE": "YAML file of settings; the last wins, and what is typed wins over all",
-        "--print-config": "print all settings as such a file, and exit",
-        "--version": "print the version, and exit",
-    }
-    print()  # noqa: T201
-    print_columns("Settings (--no-NAME is the same as --NAME false)", more_help | settings, width)
-    checkpoint = f"runs/{recipe.title}/NAME/checkpoints/best.ckpt"
-    print(f"\nExamples:\n  {parser.prog} --max-epochs 2 --name first")  # noqa: T201
-    print(f"  {parser.prog} test --ckpt {checkpoint}")  # noqa: T201
 
 
 def _refuse(*rules: tuple[Any, str]) -> None:
@@ -162,4 +131,12 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
         ),
     )
     if not fits and command != "export":
-        check_output(output, recipe.prediction_files if predicts else (".json", ".csv"))
+        _check_output(output, recipe.prediction_files if predicts else (".json", ".csv"))
+
+
+def _check_output(output: str | None, endings: Sequence[str]) -> None:
+    """Refuse a file that could not be written, before anything is computed."""
+    if output is not None and Path(output).suffix not in endings:
+        raise UserError(f"output={output}: expected a name that ends in {' or '.join(endings)}")
+    if output is not None and not Path(output).parent.is_dir():
+        raise UserError(f"output={output}: there is no folder {Path(output).parent}")

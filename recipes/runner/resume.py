@@ -14,7 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from recipes.runner.saved_run import (
     read_settings,
     readable_checkpoints,
 )
-from recipes.runner.worker import is_worker
 
 _LINEAGE = "lineage.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
@@ -50,12 +49,16 @@ class ResumePoint:
         checkpoint: the checkpoint to resume from.
         finished: the run has been trained and tested.
         given: the user has named the checkpoint.
+        made: the folder, or the first of its parents, that was made for this run; None where the folder existed.
+        job: the name of the Slurm or torchrun job, which restarts and requeues share; None without restarts.
     """
 
     folder: str | None = None
     checkpoint: str | None = None
     finished: bool = False
     given: bool = False
+    made: str | None = None
+    job: str | None = None
 
 
 def find_resume_point(
@@ -108,7 +111,7 @@ def find_resume_point(
             trained = (candidate for candidate in map(resume_same, newest) if candidate and candidate.checkpoint)
             point = next((candidate for candidate in trained if not candidate.finished), ResumePoint())
     _used.add(point.folder)
-    return point
+    return replace(point, job=launch_name(os.environ, name)) if point.given else point
 
 
 def resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
@@ -181,7 +184,7 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
     return ResumePoint(str(folder) if folder else None, resume, given=True)
 
 
-def start_from(checkpoint: str, folder: Path, name: str | None) -> list[Path]:
+def start_from(checkpoint: str, folder: Path, job: str | None) -> list[Path]:
     """Start a run in a folder from the checkpoint of ``--resume FILE``; on rank 0, right before training.
 
     Checkpoints with more updates are renamed, since ``--resume auto`` would take them until the run has made as many
@@ -190,7 +193,7 @@ def start_from(checkpoint: str, folder: Path, name: str | None) -> list[Path]:
     Args:
         checkpoint: the checkpoint to resume from.
         folder: the run's folder.
-        name: ``--name``.
+        job: the name of the job, for its restarts.
 
     Returns:
         The new paths, which end in ``.abandoned``.
@@ -203,7 +206,6 @@ def start_from(checkpoint: str, folder: Path, name: str | None) -> list[Path]:
     for path, run in readable_checkpoints(folder / "checkpoints").items():
         if run.updates > updates:
             renamed.append(path.rename(path.with_name(f"{path.name}-{run.updates}.abandoned")))
-    job = launch_name(os.environ, name)
     if job:
         write_rows(folder / _LINEAGE, _lineage(folder) | {job: checkpoint})
     return renamed
@@ -249,7 +251,7 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
     if slurm_name:
         return slurm_name
     run = environment.get("TORCHELASTIC_RUN_ID")
-    if run is None or is_worker(environment) or not any(_torchrun_restarts(environment)):
+    if run is None or not any(_torchrun_restarts(environment)):
         return None
     if run != "none":
         return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"

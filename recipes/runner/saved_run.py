@@ -109,10 +109,10 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
     )
 
 
-def note_unknown_settings(path: str | Path, known: Collection[str]) -> None:
+def note_unknown_settings(path: str | Path, saved: SavedRun, known: Collection[str]) -> None:
     """Log the settings of a checkpoint that are not known, and so are left out."""
-    saved = read_run(path).config
-    unknown = ", ".join(f"{name}={saved[name]!r}" for name in sorted(saved) if name not in known)
+    config = saved.config
+    unknown = ", ".join(f"{name}={config[name]!r}" for name in sorted(config) if name not in known)
     if unknown:
         warn(f"warning: {path} has settings that this recipe leaves out: {unknown:.300}")
 

@@ -96,7 +96,7 @@ def build_trainer(
             **options,
             precision=run.precision,  # type: ignore[arg-type]
             deterministic=run.deterministic or None,
-            logger=loggers(folder, experiment.point.checkpoint, logger_names(run.logger)) if folder else False,
+            logger=loggers(folder, experiment.saved, logger_names(run.logger)) if folder else False,
             callbacks=list(callbacks),
             plugins=[_environment(launch), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,

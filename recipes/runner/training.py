@@ -14,17 +14,15 @@ from recipes.figures.images import Picture
 from recipes.runner.callbacks_of_run import checkpoint_callbacks
 from recipes.runner.early_stopping import why_stopped
 from recipes.runner.experiment import Experiment
-from recipes.runner.folder import run_folder, write_config
+from recipes.runner.folder import locked, write_config
 from recipes.runner.guards import guarded
-from recipes.runner.join import share_folder
 from recipes.runner.loggers import log_settings
-from recipes.runner.printing import is_rank_zero, rank_zero_print
-from recipes.runner.report import relative_path, report, report_interrupted, report_unsaved
+from recipes.runner.printing import is_rank_zero, rank_zero_print, relative_path
+from recipes.runner.report import report, report_interrupted, report_unsaved
 from recipes.runner.results import Stopwatch
 from recipes.runner.resume import start_from
 from recipes.runner.run_files import RunFiles, figures_of, tables_of
 from recipes.runner.run_result import RunResult
-from recipes.runner.saved_run import read_run
 from recipes.runner.trainer import build_trainer
 from recipes.runner.weights_record import WeightsRecorder, weights_hash
 from recipes.tables import Table
@@ -39,8 +37,9 @@ def train(experiment: Experiment, started_at: float) -> RunResult:
     forget_failures()
     if experiment.trainer.fast_dev_run:
         return _train_in(None, experiment, Stopwatch(started_at))
-    parent = Path(experiment.run.run_dir) / experiment.recipe.title
-    with run_folder(parent, experiment.run.name, experiment.point) as folder:
+    assert experiment.point.folder is not None, "the record of a run names its folder"
+    folder = Path(experiment.point.folder)
+    with locked(folder):
         files = RunFiles(started_at, folder, partial(report_interrupted, experiment))
         return _train_in(folder, experiment, files)
 
@@ -69,12 +68,11 @@ def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch)
 
 
 def _recorder(experiment: Experiment, folder: Path) -> WeightsRecorder:
-    resume = experiment.point.checkpoint
     return WeightsRecorder(
         folder,
         experiment.recipe.title,
-        resumed=read_run(resume) if resume else None,
-        checkpoint=resume,
+        resumed=experiment.saved,
+        checkpoint=experiment.point.checkpoint,
         config=experiment.config,
         auto_settings=experiment.auto_settings,
     )
@@ -83,10 +81,8 @@ def _recorder(experiment: Experiment, folder: Path) -> WeightsRecorder:
 def _record_start(experiment: Experiment, folder: Path) -> None:
     """Record which checkpoint this job resumes from, and rename the later checkpoints of the run."""
     checkpoint = experiment.point.checkpoint
-    if is_rank_zero():
-        share_folder(folder)
     if checkpoint and experiment.point.given:
-        for path in start_from(checkpoint, folder, experiment.run.name):
+        for path in start_from(checkpoint, folder, experiment.point.job):
             rank_zero_print(
                 f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
             )

@@ -13,27 +13,11 @@ from datamodules.errors import RunFailedError, UserError
 from datamodules.lightning import DummyLogger, pl
 from recipes.runner.callbacks_of_run import checkpoint_callbacks
 from recipes.runner.experiment import Experiment
-from recipes.runner.report import print_pairs, relative_path
+from recipes.runner.printing import relative_path
+from recipes.runner.report import print_pairs
 from recipes.runner.results import differences, environment
-from recipes.runner.saved_run import readable_checkpoints
 from recipes.runner.trainer import build_trainer
-from recipes.runner.weights_record import Interval, interval_to_repeat, weights_hash
-
-
-def find_interval(folder: Path) -> Interval:
-    """Return the interval of a run to train again.
-
-    Raises:
-        UserError: no interval can be trained again.
-    """
-    checkpoints = {run.updates: path for path, run in readable_checkpoints(folder / "checkpoints").items()}
-    interval = interval_to_repeat(folder, checkpoints)
-    if interval:
-        return interval
-    raise UserError(
-        f"no part of {relative_path(folder)} can be trained again: it was resumed from elsewhere, and no checkpoint"
-        " from before one of its recorded saves is left"
-    )
+from recipes.runner.weights_record import Interval, weights_hash
 
 
 class _Repeats(VerifiedCheckpointIO):

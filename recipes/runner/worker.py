@@ -1,87 +1,61 @@
-"""Run the program in a worker process, which the agent has started, as torchrun would."""
+"""Start a worker process: the agent has forked it, and hands it the record of its run."""
 
 import multiprocessing
 import os
-import runpy
+import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from callbacks.lib.signals import SIGNALS
+from recipes.runner.launch import Launch
 
-STORE_PREFIX = "LIGHTNING_RECIPES_STORE_PREFIX"
-"""The environment variable with the prefix of this start's keys in the agents' store; our agent sets it."""
-
-STARTED_AT = "LIGHTNING_RECIPES_STARTED_AT"
-"""The environment variable with the start time of the command, by `time.monotonic`."""
-
-
-def is_worker(env: Mapping[str, str]) -> bool:
-    """Return whether our agent has started this process."""
-    return STORE_PREFIX in env
+_CAUSE_IS_SEEN = 2.0  # Seconds: an agent looks at its workers ten times a second.
 
 
 @dataclass
-class Program:
-    """The program that the workers run.
+class Handed:
+    """What an agent hands to each of its workers.
 
     Args:
-        args: the program's `sys.argv`.
-        module: the module, where the program was started by ``python -m``.
-        path: the file, where the program was started by its file.
-        variables: initial global variables of the program's module.
+        launch: the launch of the agent.
+        task: a pickled `recipes.runner.run.Task`.
+        store_prefix: the prefix of this start's keys in the store of the agents.
         environ: the environment variables of a worker, without those of its rank.
     """
 
-    args: list[str]
-    module: str | None
-    path: str | None
-    variables: dict[str, Any]
-    environ: dict[str, str]
-
-    @classmethod
-    def of_this_process(cls) -> "Program | None":
-        """Return the program of this process; None in an interpreter or a notebook."""
-        main = sys.modules["__main__"]
-        spec = getattr(main, "__spec__", None)
-        path = getattr(main, "__file__", None)
-        if spec is None and path is None:
-            return None
-        variables = {"PROGRAM": vars(main)["PROGRAM"]} if "PROGRAM" in vars(main) else {}
-        module = spec.name.removesuffix(".__main__") if spec else None
-        return cls(list(sys.argv), module, str(Path(path).resolve()) if path else None, variables, dict(os.environ))
+    launch: Launch
+    task: bytes = b""
+    store_prefix: str = ""
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
-def work(program: Program) -> None:
-    """Run the program as one rank of its run; torch's agent has set the variables of the rank.
+def work(handed: Handed) -> None:
+    """Carry out a run as one of its ranks; torch's agent has set the variables of the rank.
 
     Raises:
-        SystemExit: the program ended with a status other than 0.
+        SystemExit: the run has ended with a status other than 0.
     """
     rank_environ = dict(os.environ)
     # The fork server has the environment of its own start; the program needs that of the agent's command.
     os.environ.clear()
-    os.environ.update(program.environ | {name: rank_environ[name] for name in rank_environ if _is_of_rank(name)})
+    os.environ.update(handed.environ | {name: rank_environ[name] for name in rank_environ if _is_of_rank(name)})
     _end_with_agent()
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # The worker inherits from the fork server that they are ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from datamodules.lightning import rank_zero_only
+    from recipes.runner.join import RankZeroFailed
 
     rank_zero_only.rank = int(os.environ["RANK"])  # type: ignore[attr-defined]
-    sys.argv = list(program.args)
+    task = pickle.loads(handed.task)
     try:
-        if program.module:
-            runpy.run_module(program.module, program.variables, run_name="__main__", alter_sys=True)
-        else:
-            assert program.path is not None
-            sys.path.insert(0, str(Path(program.path).parent))
-            runpy.run_path(program.path, program.variables, run_name="__main__")
+        task.carry_out_as_worker(handed.launch, handed.store_prefix)
+    except RankZeroFailed:
+        time.sleep(_CAUSE_IS_SEEN)
+        raise
     except SystemExit as end:
         # torch's agent takes every process that exits for a failed one, so status 0 has to become a return.
         if end.code not in (None, 0):
@@ -108,7 +82,7 @@ def _end_with_agent() -> None:
 
 def end_with_torchrun(env: Mapping[str, str]) -> None:
     """End this process when its torchrun has gone: the next torchrun's processes would train beside it."""
-    if "TORCHELASTIC_RUN_ID" not in env or is_worker(env) or os.name == "nt":
+    if "TORCHELASTIC_RUN_ID" not in env or os.name == "nt":
         return
     parent = os.getppid()
 

@@ -231,14 +231,59 @@ def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     assert not (tmp_path / "runs/failing/run").exists()
 
 
-def test_nodes_that_were_started_unlike_each_other_are_refused_on_both(tmp_path):
-    for unlike, text in (
-        ("--lr 0.5", "the ranks have different settings: rank 1 (node 1, {host}): lr is 0.5, on rank 0 "),
-        ("--devices 2", "expected as many on each node: start all with the same --devices"),
-    ):
-        both = on_two_nodes(tmp_path, "", unlike)
-        assert [ended.status for ended in both] == [2, 2], both
-        assert all(text.format(host=socket.gethostname()) in last_line(ended) for ended in both), both
+def test_the_settings_of_node_0_are_everybodys_and_its_number_of_devices_has_to_be(tmp_path):
+    both = on_two_nodes(tmp_path, "--lr 0.25", "--lr 0.5")
+    assert [ended.status for ended in both] == [0, 0], both
+    assert "\nlr: 0.25\n" in (tmp_path / "runs/failing/run/config.yaml").read_text()
+    both = on_two_nodes(tmp_path, "", "--devices 2")
+    assert [ended.status for ended in both] == [2, 2], both
+    assert all("expected as many on each node: start all with the same --devices" in last_line(e) for e in both), both
+
+
+PROGRAM = """
+import sys
+
+from recipes import fit
+from tests.support.launch_recipe import FailingLine, Points
+
+
+class Mine(FailingLine):
+    title = "mine"
+
+
+def train(devices, **settings):
+    settings |= {"max_epochs": 2, "accelerator": "cpu", "verbose": False, "threads": 1, "global_batch_size": 16}
+    return fit(Mine, Points, devices=devices, name=f"on-{devices}", **settings).weights_sha256
+
+
+GUARD
+    print(">", train(1))
+    print(">", train(2))
+    print(">", train(2))  # Another run, in another folder.
+    try:
+        train(2, fail_rank=1, fail_how="raise")
+    except ValueError as error:
+        print(">", error)
+"""
+
+
+def test_a_program_starts_processes_for_a_class_of_its_own_and_gets_their_result(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.replace("GUARD", 'if __name__ == "__main__":'))
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    program = Agent(tmp_path, "guarded", [sys.executable, str(file)], environment)
+    assert program.wait() == 0, program.output()
+    printed = [line for line in program.output().splitlines() if line.startswith("> ")]
+    one, two, again, error = [line.removeprefix("> ") for line in printed]
+    assert one == two == again
+    assert len(one) == 64
+    assert error == f"rank 1 (node 0, {socket.gethostname()}) failed: ValueError: a bad pixel"
+    assert {path.name for path in (tmp_path / "runs/mine").iterdir()} == {"on-1", "on-2", "on-2-2", "on-2-3"}
+    file.write_text(PROGRAM.replace("GUARD", "if True:").replace('print(">", train(1))', ""))
+    program = Agent(tmp_path, "bare", [sys.executable, str(file)], environment)
+    assert program.wait() != 0
+    assert f"several processes import {file} for its classes" in program.output()
+    assert 'put the call under if __name__ == "__main__":' in program.output()
 
 
 def test_an_error_on_one_node_is_said_on_every_node_and_a_missing_node_is_told(tmp_path):

@@ -381,4 +381,4 @@ def test_augmented_images_are_not_cached_as_features(stripes, pretrained, tmp_pa
     status, _, err = type_in(tmp_path, *args)
     assert status == 2
     assert "pass --augment none" in err
-    assert not list((tmp_path / "runs" / "resnet").iterdir())
+    assert not (tmp_path / "runs").exists()

@@ -199,28 +199,18 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     from recipes.runner.classes import Classes
     from recipes.runner.command import Command
     from recipes.runner.experiment import build_experiment
+    from recipes.runner.flags import Given
     from recipes.runner.launch import Launch
-    from recipes.runner.resume import ResumePoint
-    from recipes.runner.settings import RunSettings, TrainerSettings
+    from recipes.runner.requests import Request
+    from recipes.runner.spec import Resolver
     from recipes.runner.trainer import _global_batch_text
     from tests.recipes.runner.test_resume import save
 
     config = {"batch_size": batch_size, "accumulate": 1, "num_classes": 3, "shade": "grey"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # On one device.
     classes = Classes(Points3, Points, list)
-    parser = classes.parser("prog")
-    settings = parser.defaults() | config
-    experiment = build_experiment(
-        "fit",
-        settings,
-        parser,
-        classes,
-        run=RunSettings(**parser.select(settings, "Run")),
-        trainer=TrainerSettings(**parser.select(settings, "Trainer")),
-        config=config,
-        launch=Launch("local", 1, 4),
-        point=ResumePoint(checkpoint=last),
-        typed=Command("prog"),
-    )
+    typed = Command("prog")
+    spec = Resolver(classes, typed).resolve(Request("fit", Given({"resume": last}, {})))
+    experiment = build_experiment(spec, classes, Launch("local", 1, 4), typed)
     assert _global_batch_text(experiment) == line
     assert "devices: 1 before, 4 now; the updates and their order stay" in capsys.readouterr().out

@@ -2,63 +2,105 @@
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from datamodules import UserError
-from recipes.runner import rendezvous
+from recipes.runner import join, rendezvous
 from recipes.runner.command import Command
-from recipes.runner.join import _open_store, join_run, share
-from recipes.runner.launch import Launch, LaunchSettings
+from recipes.runner.join import RankZeroFailed, _open_store, check_files, join_run, share
+from recipes.runner.launch import Launch
 from tests.support.ranks import free_port, run_ranks
 
 COMMAND = Command("python -m r", [])
 
 
-def _launch(port: int, nodes: int = 1, rank: int | None = None) -> Launch:
-    rank = int(os.environ["RANK"]) if rank is None else rank
+def _launch(port: int, nodes: int = 1) -> Launch:
+    rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     devices = world // nodes
     return Launch("manual", nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
 
 
-def _join(port: int, by_rank: list[Any], claims: list[int], seconds: float = 600.0) -> tuple[str, Any]:
+def _join(port: int, of_rank: dict[int, str], seconds: float = 600.0) -> tuple[str, Any]:
     rank = int(os.environ["RANK"])
-    if rank >= len(by_rank):
+    if rank not in of_rank:
         return "absent", None
-    options = LaunchSettings(rendezvous_timeout=seconds)
-    try:
-        joined = join_run(_launch(port, rank=claims[rank]), lambda: by_rank[rank], options, COMMAND)
-    except UserError as error:
-        return str(error), None
+    with patch.object(join, "code_version", return_value=of_rank[rank]):
+        try:
+            joined = join_run(_launch(port), seconds, COMMAND)
+        except UserError as error:
+            return str(error), None
     return joined.describe(), share(lambda: f"of rank {rank}")
 
 
 def test_ranks_join_at_the_port_that_they_were_told_and_share_what_rank_0_says():
     port = free_port()
-    settings = [{"lr": 0.1}, {"lr": 0.1}]
-    answers = run_ranks(_join, 2, port, settings, [0, 1])
+    answers = run_ranks(_join, 2, port, {0: "a", 1: "a"})
     assert answers == [(f"started manually, 1 node x 2 devices, 127.0.0.1:{port}", "of rank 0")] * 2
 
 
-def test_a_process_with_other_settings_is_named_on_both():
-    for answer, _ in run_ranks(_join, 2, free_port(), [{"lr": 0.1, "a": {0: 4}}, {"lr": 0.2, "a": {0: 4}}], [0, 1]):
-        assert (
-            f"rank 1 (node 0, {socket.gethostname()}): lr is 0.2, on rank 0 0.1. Start all with one command" in answer
-        )
-
-
-def test_ranks_with_unequal_checkpoints_are_told_to_share_the_folder():
-    for answer, _ in run_ranks(_join, 2, free_port(), [{"updates done": 5}, {"updates done": 0}], [0, 1]):
-        assert answer.startswith("the ranks do not find the same checkpoint: rank 1")
-        assert "Pass a `run_dir` that all nodes share" in answer
+def test_a_process_with_other_code_is_named_on_both():
+    for answer, _ in run_ranks(_join, 2, free_port(), {0: "a", 1: "b"}):
+        where = f"rank 1 (node 0, {socket.gethostname()})"
+        assert f"{where}: the code is b, on rank 0 a. Start all with one command" in answer
 
 
 def test_where_a_rank_is_missing_the_others_say_how_many_have_come():
-    for answer, _ in run_ranks(_join, 3, free_port(), [{}, {}], [0, 1], 3.0)[:2]:
+    for answer, _ in run_ranks(_join, 3, free_port(), {0: "a", 1: "a"}, 3.0)[:2]:
         assert "the 3 processes did not meet at 127.0.0.1:" in answer
         assert "within 3 s: " in answer
+
+
+def _settle(port: int) -> Any:
+    join_run(_launch(port), 600.0, COMMAND)
+
+    def refuse() -> None:
+        raise UserError("no data")
+
+    try:
+        share(refuse)
+    except RankZeroFailed as ended:
+        return ended.code
+    except UserError as error:
+        dist.destroy_process_group()  # As the end of the process does, for which the others wait.
+        return str(error)
+    return None
+
+
+def test_an_error_of_rank_0_ends_the_others_with_its_status():
+    assert run_ranks(_settle, 2, free_port()) == ["no data", 2]
+
+
+def _look(port: int, missing: str) -> str:
+    launch = join_run(_launch(port, nodes=2), 600.0, COMMAND)
+    lines: list[str] = []
+    with patch.object(join, "warn", lines.append), patch.object(Path, "exists", _exists(launch.rank, missing)):
+        try:
+            check_files(launch, "folder", "last.ckpt")
+        except UserError as error:
+            return str(error)
+    return lines[0]
+
+
+def _exists(rank: int, missing: str) -> Any:
+    return lambda path: rank == 0 or path.name != missing
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("last.ckpt", "does not find the checkpoint last.ckpt: pass a `run_dir` that all nodes share, or resume=FILE"),
+        ("folder", "does not find the run's folder folder, and a resume reads its checkpoint on every node"),
+    ],
+)
+def test_a_node_that_does_not_share_the_folder_is_named(missing: str, message: str):
+    for found in run_ranks(_look, 2, free_port(), missing):
+        assert f"node 1, {socket.gethostname()} {message}" in found
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,17 @@ def test_torchrun_within_a_step_of_slurm_decides():
     assert plan(by_torchrun(1234)[1] | by_slurm(7, nodes=1, devices=2)[0]).launcher == "torchrun"
 
 
-def test_a_worker_takes_its_place_from_the_agent_and_its_flags_are_those_of_the_agent():
-    env = by_torchrun(9, nodes=2, devices=2)[3] | {"LIGHTNING_RECIPES_STORE_PREFIX": "a"}
-    assert plan(env, 2, "1:4", master_port=1234) == Launch("manual", 2, 2, 1, 1, "127.0.0.1", 9)
-    assert plan(by_torchrun(9)[1] | {"LIGHTNING_RECIPES_STORE_PREFIX": "a"}, 2).launcher == "local"
+def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
+    agent = Launch("manual", 4, 2, address="a", port=1234, starts_agent=True, min_nodes=1, max_restarts=3)
+    env = by_torchrun(9, nodes=2, devices=2)[3] | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1"}
+    expected = Launch("manual", 2, 2, 1, 1, "127.0.0.1", 9, max_restarts=3, restarts=True, store_prefix="b")
+    assert agent.of_worker(env, "b") == expected
+    last = agent.of_worker(
+        by_torchrun(9)[1] | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "3"}, "b"
+    )
+    assert (last.launcher, last.restarts) == ("local", False)
+    with pytest.raises(UserError, match="this node has 2 of 3 processes; expected as many on each node"):
+        agent.of_worker(env | {"WORLD_SIZE": "3"}, "b")
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,14 @@ import os
 import resource
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 from typing_extensions import override
 
-from recipes.runner import loggers as module
 from recipes.runner.loggers import log_settings, loggers
+from recipes.runner.saved_run import SavedRun
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 
@@ -81,8 +79,7 @@ def _log_after_a_resume(folder: str) -> list[str]:
     file = Path(folder) / "metrics.csv"
     first = os.environ.get("NODE_RANK", "0") == "0"
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with patch.object(module, "read_run", return_value=SimpleNamespace(updates=2, run_ids={})):
-        (logger,) = loggers(Path(folder), "last.ckpt", ["csv"])
+    (logger,) = loggers(Path(folder), SavedRun({}, updates=2, epochs=0), ["csv"])
     contents = [file.read_text()] if first else []
     for limit in (0, 10**6):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -249,17 +249,20 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
     def begins() -> ResumePoint:
         return find_resume_point(file, name, tmp_path / "runs", CONFIG, {})
 
-    assert begins() == ResumePoint(str(folder), file, given=True)
+    assert begins() == ResumePoint(str(folder), file, given=True, job="slurm-7")
     folder.mkdir(parents=True)
-    assert start_from(file, folder, name) == []
-    assert begins() == ResumePoint(str(folder), file, given=True), "it was stopped before it saved anything"
+    assert start_from(file, folder, "slurm-7") == []
+    assert begins() == ResumePoint(str(folder), file, given=True, job="slurm-7"), (
+        "it was stopped before it saved anything"
+    )
     own = make_run(tmp_path / "runs", folder.name, 4)
     assert begins() == ResumePoint(str(folder), str(own))
     Path(file).unlink()
     assert begins() == ResumePoint(str(folder), str(own)), "where it began need not last"
     outside.setenv("SLURM_JOB_ID", "8")
     save(Path(file), 3)
-    assert begins() == ResumePoint(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file, given=True)
+    new = f"{folder}-2" if name else str(folder.with_name("slurm-8"))
+    assert begins() == ResumePoint(new, file, given=True, job="slurm-8")
 
 
 def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeue_keeps_its_own_progress(
@@ -273,10 +276,9 @@ def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeu
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).checkpoint == best
     become_job(outside, "7")
     save(last, 12)
-    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), best, given=True), (
-        "another job went there"
-    )
-    assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt-12.abandoned"]
+    again = ResumePoint(str(tmp_path / "a"), best, given=True, job="slurm-7")
+    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == again, "another job went there"
+    assert start_from(best, tmp_path / "a", "slurm-7") == [home / "last.ckpt-12.abandoned"]
     save(last, 11)
     assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(last))
     kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}

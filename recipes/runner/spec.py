@@ -1,0 +1,283 @@
+"""Settle what a run is: from a request to one record, in one process, which hands it to all others.
+
+`Resolver` finds the checkpoint to resume from and merges the settings, which are one mapping throughout:
+``defaults | checkpoint | files | typed``, merged by `merge`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import UserError
+from recipes.runner.classes import Classes, free_parameters, marks_of
+from recipes.runner.command import Command, flag_of
+from recipes.runner.flags import FlagParser
+from recipes.runner.folder import settle_folder
+from recipes.runner.launch import LaunchSettings
+from recipes.runner.machine import resolve_precision
+from recipes.runner.merging import as_plain, describe_differences, is_auto, merge, same_setting, with_length
+from recipes.runner.printing import relative_path
+from recipes.runner.requests import SCORING, Request, check_request
+from recipes.runner.resume import ResumePoint, find_resume_point, resume_in
+from recipes.runner.saved_run import SavedRun, note_unknown_settings, read_run, readable_checkpoints
+from recipes.runner.settings import RunSettings, TrainerSettings
+from recipes.runner.weights_record import Interval, interval_to_repeat
+from recipes.weights import read_settings_beside
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run is, as plain values: settled in one process, and equal on all ranks.
+
+    Args:
+        command: fit, validate, test, predict or export.
+        recipe: the arguments of the recipe; None and "auto" are completed from the data.
+        data: the arguments of the data module.
+        run: the settings of the run, with the resolved precision.
+        trainer: the settings of the Trainer, with the requested devices.
+        config: the settings that define the experiment, as they are saved.
+        auto_settings: the settings that the first command of the run has left to the run.
+        point: the folder and the checkpoint where the run starts or resumes.
+        saved: the settings and the progress in that checkpoint.
+        interval: the part of a run that verify trains again.
+        notes: a note on the precision for the run's first line.
+    """
+
+    command: str
+    recipe: dict[str, Any]
+    data: dict[str, Any]
+    run: RunSettings
+    trainer: TrainerSettings
+    config: dict[str, Any]
+    auto_settings: tuple[str, ...]
+    point: ResumePoint
+    saved: SavedRun | None = None
+    interval: Interval | None = None
+    notes: str = ""
+
+    @property
+    def updates_done(self) -> int:
+        """Updates in the checkpoint that the run resumes from."""
+        return self.saved.updates if self.saved else 0
+
+
+class Resolver:
+    """Settles the runs of a command line, or of `recipes.fit`.
+
+    Args:
+        classes: the classes of recipe and data module.
+        typed: what the user typed, for commands in messages.
+    """
+
+    def __init__(self, classes: Classes, typed: Command) -> None:
+        self.classes = classes
+        self.typed = typed
+        self.parser: FlagParser = classes.parser(typed.program)
+        self.flags: frozenset[str] = frozenset() if typed.in_program else frozenset(self.parser.flags)
+        """The settings that messages spell as flags."""
+        self._marks = marks_of(self.parser)
+
+    def processes(self, request: Request) -> tuple[TrainerSettings, LaunchSettings]:
+        """Return the settings that say which processes a command needs; no checkpoint has others.
+
+        Raises:
+            UserError: the command does not use one of its settings, or lacks one.
+        """
+        if request.command == "verify":
+            settings = self._settings_of_interval(request, self._interval(request))
+        else:
+            settings = self._merge(request)
+            check_request(request, settings, self.classes)
+        trainer = TrainerSettings(**self.parser.select(settings, "Trainer"))
+        if request.command == "predict":
+            trainer = replace(trainer, devices=1)
+        return trainer, LaunchSettings(**self.parser.select(settings, "Launch"))
+
+    def resolve(self, request: Request, before: RunSpec | None = None) -> RunSpec:
+        """Settle a run.
+
+        Args:
+            before: the record of the first start, where an agent starts the processes again: the run goes on in its
+                folder.
+
+        Raises:
+            UserError: a setting, a checkpoint or a combination of them is refused.
+        """
+        if request.command == "verify":
+            interval = self._interval(request)
+            settings = self._settings_of_interval(request, interval)
+            self.parser.import_optimizer(settings, request.given.settings)
+            settings["max_time"] = None  # A slower machine must not end before the interval does.
+            point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
+            return self._spec("fit", settings, request, point, interval)
+        command = request.command
+        given = request.given.settings
+        settings = self._merge(request)
+        point = ResumePoint()
+        if command == "fit":
+            point = self._find_resume_point(settings, given, before)
+        checkpoint = point.checkpoint or settings["ckpt"]
+        if checkpoint:
+            # The settings of the checkpoint replace the defaults, so that the command needs none of them.
+            saved = self._saved_run(checkpoint)
+            settings = self._merge(request, saved.config, saved.auto_settings if point.checkpoint else None)
+            note_unknown_settings(checkpoint, saved, self.parser.flags)
+            if point.checkpoint and before is None:
+                self._check_experiment(checkpoint, saved, settings)
+                if point.given:
+                    _refuse_finished(saved, settings)
+        elif command in SCORING:
+            # All tensors of a file of weights have to match.
+            settings = self._merge(request, read_settings_beside(settings["weights"]) | {"weights_skip": None})
+        self.parser.check_required(settings, given)
+        if command == "fit":
+            self.parser.import_optimizer(settings, given)
+        return self._spec(command, settings, request, point)
+
+    def in_folder(self, spec: RunSpec) -> RunSpec:
+        """Return the record with the run's folder, which is made; a trial and other commands have none."""
+        if spec.command != "fit" or spec.interval or spec.trainer.fast_dev_run or spec.point.finished:
+            return spec
+        parent = Path(spec.run.run_dir) / self.classes.recipe.title
+        return replace(spec, point=settle_folder(parent, spec.run.name, spec.point))
+
+    def _spec(
+        self,
+        command: str,
+        settings: dict[str, Any],
+        request: Request,
+        point: ResumePoint,
+        interval: Interval | None = None,
+    ) -> RunSpec:
+        if command == "predict":
+            settings["devices"] = 1
+        settings["precision"], reason = resolve_precision(settings["precision"], settings["accelerator"])
+        config = self._config(settings)
+        # The argument of verify is a folder.
+        inputs = () if interval else request.given.inputs
+        saved = read_run(point.checkpoint) if point.checkpoint else None
+        auto_settings = saved.auto_settings if saved else None
+        if auto_settings is None:
+            auto_settings = tuple(name for name, value in config.items() if is_auto(value))
+        return RunSpec(
+            command=command,
+            recipe=self.parser.select(settings, "Recipe"),
+            data=self.classes.with_inputs(self.parser.select(settings, "Data"), inputs),
+            # These constructors check ranges: a wrong setting is refused before a process starts.
+            run=RunSettings(**self.parser.select(settings, "Run")),
+            trainer=TrainerSettings(**self.parser.select(settings, "Trainer")),
+            config=config,
+            auto_settings=tuple(auto_settings),
+            point=point,
+            saved=saved,
+            interval=interval,
+            notes=f" ({reason})" if reason else "",
+        )
+
+    def _merge(
+        self,
+        request: Request,
+        saved: Mapping[str, Any] | None = None,
+        auto_settings: Sequence[str] | None = None,
+        keeps: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Merge the settings of a request on top of saved ones; see `merge`."""
+        given = request.given.settings
+        defaults = self.parser.defaults()
+        if request.command == "fit":
+            defaults = with_length(defaults, given)
+        if saved is not None:
+            saved = self.parser.read(saved, "the saved settings")
+        return merge(self._marks, defaults, given, saved, auto_settings, keeps, request.given.typed)
+
+    def _config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that define the experiment, as they are saved."""
+        return {name: as_plain(value) for name, value in settings.items() if name not in self._marks.one_call}
+
+    def _find_resume_point(
+        self, settings: Mapping[str, Any], given: Mapping[str, Any], before: RunSpec | None
+    ) -> ResumePoint:
+        if before and before.point.folder:
+            point = resume_in(Path(before.point.folder), given)
+            return replace(point, made=before.point.made) if point.checkpoint else before.point
+        name = settings["name"]
+        if name is not None and Path(name).name != name:
+            raise UserError(f"name={name} is not the name of a folder; pass `run_dir` for where runs go")
+        resume = settings["resume"]
+        if settings["fast_dev_run"] or settings["enable_checkpointing"] is False:
+            resume = "none" if resume in (None, "auto") else resume
+        parent = Path(settings["run_dir"]) / self.classes.recipe.title
+        return find_resume_point(resume, name, parent, self._config(settings), given, self._marks.free)
+
+    def _saved_run(self, checkpoint: str) -> SavedRun:
+        """Read the run of a checkpoint, which has to be one of this recipe."""
+        saved = read_run(checkpoint)
+        recipe = self.classes.recipe
+        if not recipe.owns(saved.recipes):
+            title = recipe.titles()[0]
+            raise UserError(
+                f"{relative_path(checkpoint)} is a checkpoint of the recipe {saved.recipes[0]}, and this is {title};"
+                f" run that recipe, or pass a checkpoint of {title}"
+            )
+        return saved
+
+    def _check_experiment(self, checkpoint: str, saved: SavedRun, settings: Mapping[str, Any]) -> None:
+        """Refuse settings of another experiment than the one to resume."""
+        config = self._config(settings)
+        # Other threads round otherwise, as another precision does, and a line of the run says so.
+        free = self._marks.free | {"threads"} | {name for name in self._marks.null_ends if config[name] is None}
+        differences = describe_differences(saved.config, config, free, saved.auto_settings)
+        if differences:
+            raise UserError(
+                f"{relative_path(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or"
+                ' start fresh: pass another `name`, and weights="FILE" for a warm start'
+            )
+
+    def _interval(self, request: Request) -> Interval:
+        """Return the part of a run that verify trains again."""
+        recipe = self.classes.recipe
+        folder = request.folder
+        if folder is None:
+            raise UserError(f"verify needs the folder of a run; pass verify runs/{recipe.title}/NAME")
+        checkpoints = {run.updates: path for path, run in readable_checkpoints(folder / "checkpoints").items()}
+        interval = interval_to_repeat(folder, checkpoints)
+        if interval is None:
+            raise UserError(
+                f"no part of {relative_path(folder)} can be trained again: it was resumed from elsewhere, and no"
+                " checkpoint from before one of its recorded saves is left"
+            )
+        if not recipe.owns([interval.start.recipe]):
+            raise UserError(
+                f"{relative_path(folder)} is a run of the recipe {interval.start.recipe}, and this is {recipe.title}:"
+                " pass it to that recipe's command"
+            )
+        return interval
+
+    def _settings_of_interval(self, request: Request, interval: Interval) -> dict[str, Any]:
+        """Return the settings with which an interval was trained; by default on as many devices as the run had."""
+        start = interval.start
+        given = request.given.settings
+        may_differ = self._marks.of_machine | {"enable_progress_bar"} | free_parameters(self.classes)
+        compared = [name for name in given if name not in self._marks.one_call | may_differ]
+        changed = [name for name in compared if not same_setting(name, start.config.get(name), given[name])]
+        if changed:
+            raise UserError(f"verify trains with the settings of the run: leave out {', '.join(map(flag_of, changed))}")
+        user_chose_devices = "devices" in given or "TORCHELASTIC_RUN_ID" in os.environ
+        split = {} if user_chose_devices else {name: start.environment.get(name) for name in ("devices", "num_nodes")}
+        keeps = ("accelerator", "strategy", *split)
+        settings = self._merge(request, {**start.config, **split}, keeps=keeps)
+        check_request(request, settings, self.classes)
+        return settings
+
+
+def _refuse_finished(saved: SavedRun, settings: Mapping[str, Any]) -> None:
+    """Refuse to resume a run that has finished from a checkpoint that the user has named."""
+    if saved.is_finished(settings["max_epochs"], settings["max_steps"]):
+        length = "max_steps" if settings["max_epochs"] == -1 else "max_epochs"
+        trained = saved.updates if length == "max_steps" else saved.epochs
+        raise UserError(
+            f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass"
+            f" {length}={2 * max(1, trained)} to train longer"
+        )
