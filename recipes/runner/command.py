@@ -120,8 +120,8 @@ class Command:
             topology = "--standalone" if self.nodes == 1 else rendezvous
             start = f"torchrun {topology} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
         if self.launcher in ("slurm", "torchrun"):
-            # The launcher decides how many processes there are, and these flags might contradict it.
-            flags = {"devices": None, "num_nodes": None} | flags
+            # The launcher decides how many processes there are and where they are, which these flags might contradict.
+            flags = dict.fromkeys(("devices", "num_nodes", "node_rank", "master_addr")) | flags
         words: list[str] = []
         skips_value = False
         for i, arg in enumerate(self.args):

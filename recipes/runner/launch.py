@@ -13,6 +13,7 @@ from typing import Any
 
 from datamodules.contract import OneCall, Rare
 from datamodules.errors import UserError
+from datamodules.notes import warn
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.command import DEFAULT_PORT, Command, flag_of
 from recipes.runner.launch_variables import first_number, integer_of, is_slurm_step, slurm_port
@@ -253,6 +254,11 @@ class _LaunchPlanner:
                 f" each: {command.using()}"
             )
         self.check_agreement(nodes, devices, "Slurm", command)
+        if self.settings.max_restarts or self.settings.nodes[0] < self.settings.nodes[1]:
+            warn(
+                "note: srun has started the processes, so that `max_restarts` and nodes that leave and join have no"
+                " effect: Slurm requeues a job that has lost a process"
+            )
         lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         hosts = next((env[name] for name in lists if env.get(name)), "")
         address = self.master or (first_host(hosts) if nodes > 1 and hosts else LOOPBACK)

@@ -236,7 +236,8 @@ class Run:
         configure_logging(self.resolver.flags)
         with _failures_of_system(), threads_restored():
             trainer, options = self.resolver.processes(request)
-            launch = plan_processes(request.command, trainer, options, self._typed)
+            started = replace(self._typed, program=program_name()) if self._typed.in_program else self._typed
+            launch = plan_processes(request.command, trainer, options, started)
             typed = self._typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
             task = replace(self._task, typed=typed, timeout=options.rendezvous_timeout)
             if launch.starts_agent:

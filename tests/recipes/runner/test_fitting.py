@@ -233,3 +233,12 @@ def test_what_cannot_be_used_is_refused(message: str, tmp_path: Path) -> None:
 def test_help_shows_every_parameter_of_a_recipe() -> None:
     assert "label_smoothing: float = 0.0" in pydoc.plain(pydoc.render_doc(MNISTClassifier))
     assert "kwargs" not in str(inspect.signature(MNISTClassifier))
+
+
+def test_a_program_that_srun_should_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr("recipes.runner.run.program_name", lambda: "python train.py")
+    with pytest.raises(UserError, match="srun --nodes=2 --ntasks-per-node=1 python train.py"):
+        fit("mnist", dataset="digits", run_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -119,6 +119,21 @@ def test_flags_and_variables_say_where_slurms_processes_meet_and_flags_win():
     assert plan(by_slurm(7, nodes=1, devices=2)[1]).address == "127.0.0.1", "one machine needs no network"
 
 
+def test_restarts_that_srun_does_not_make_are_noted(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr("recipes.runner.launch.warn", lines.append)
+    env = by_slurm(7, nodes=2, devices=1)[0]
+    for settings, notes in (({}, 0), ({"max_restarts": 3}, 1), ({"nodes": "1:2"}, 1)):
+        plan(env, **{"nodes": 2} | settings)
+        assert len(lines) == notes, settings
+        lines.clear()
+
+
+def test_a_proposed_launcher_gets_no_flag_that_contradicts_it():
+    typed = Command("python -m r", ["--node-rank", "0", "--master-addr=n1", "--devices", "2", "--lr", "0.1"])
+    assert typed.started_by("slurm", 2, 4).using() == "srun --nodes=2 --ntasks-per-node=4 python -m r --lr 0.1"
+
+
 def test_torchrun_within_a_step_of_slurm_decides():
     assert plan(by_torchrun(1234)[1] | by_slurm(7, nodes=1, devices=2)[0]).launcher == "torchrun"
 
