@@ -160,8 +160,10 @@ def set_writer(logger: TensorBoardLogger | CSVLogger, writer: Any) -> None:
 
 def raised_by_restoring(error: BaseException) -> bool:
     """Whether an exception was raised while Lightning restored a checkpoint, by it or by code that it called."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") == checkpoint_connector.__name__ for frame, _ in frames)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    connector = [each for each in frames if each.f_globals.get("__name__") == checkpoint_connector.__name__]
+    # The connector saves checkpoints as well.
+    return any("restore" in frame.f_code.co_name or "resume" in frame.f_code.co_name for frame in connector)
 
 
 def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:

@@ -45,12 +45,15 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 @contextmanager
-def failures_reported(after_loss: Callable[[], str] | None = None) -> Iterator[None]:
+def failures_reported(
+    after_loss: Callable[[], str] | None = None, after_error: Callable[[str], None] | None = None
+) -> Iterator[None]:
     """Record the exception that ends this process for the agent that started it, if any.
 
     Args:
         after_loss: called where another rank was lost; returns what was done, in words. None in a worker of our agent,
             which calls it itself.
+        after_error: called with an error of this rank, in one line, before the other ranks notice its end.
     """
     try:
         yield
@@ -67,6 +70,8 @@ def failures_reported(after_loss: Callable[[], str] | None = None) -> Iterator[N
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             recorded = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
         get_error_handler().record_exception(recorded)
+        if after_error and not consequence and not isinstance(recorded, TimeoutError):
+            after_error(first_line(error))
         if consequence and after_loss:
             print_loss(
                 f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"

@@ -145,7 +145,7 @@ def fit(
         request = Request("fit", Given(this_run.resolver.parser.read_arguments({**arguments, **settings}), {}))
         # A notebook shows standard error in another place than standard output.
         stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
-        with stream, _one_run_of_a_program(), failures_reported(this_run.after_loss):
+        with stream, _one_run_of_a_program(), failures_reported(this_run.after_loss, this_run.after_error):
             result = this_run.execute(request)
     assert result is not None
     result.model.cpu().eval()

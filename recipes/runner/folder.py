@@ -51,7 +51,7 @@ def removed_if_unused(point: ResumePoint) -> Iterator[None]:
     except BaseException as error:
         if point.folder and point.made and is_rank_zero():
             folder = Path(point.folder)
-            is_empty = not any(path.name != _LOCK for path in folder.glob("*"))
+            is_empty = all(path.name.startswith(".") for path in folder.glob("*"))  # Of a lock at most.
             is_unused = not (folder / METRICS).exists() and not any(folder.glob("checkpoints/*.ckpt"))
             if is_empty or (is_unused and isinstance(error, UserError)):
                 shutil.rmtree(folder, ignore_errors=True)

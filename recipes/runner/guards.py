@@ -15,7 +15,7 @@ from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_
 from datamodules.lightning import pl
 from recipes.runner.command import Command
 from recipes.runner.experiment import Experiment
-from recipes.runner.failures import exit_now
+from recipes.runner.failures import exit_now, is_lost_connection
 from recipes.runner.printing import is_rank_zero, rank_zero_print, relative_path
 
 
@@ -45,7 +45,8 @@ def restoring(checkpoint: str | None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if not raised_by_restoring(error) or "Error(s) in loading state_dict" in str(error):
+        is_of_weights = "Error(s) in loading state_dict" in str(error)
+        if is_of_weights or is_lost_connection(error) or not raised_by_restoring(error):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(

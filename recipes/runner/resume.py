@@ -14,6 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ from recipes.runner.saved_run import (
 )
 
 _LINEAGE = "lineage.json"
+_FAILURE = ".failure.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
 _RESTARTS_WITHOUT_PROGRESS = 5
 
@@ -266,6 +268,32 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
     return f"elastic-{socket.gethostname()}-{os.getppid()}"
 
 
+def record_failure(folder: str | None, rank: int, error: str) -> None:
+    """Record in the run's folder that a rank of this Slurm batch job has failed, which is no reason to requeue it.
+
+    The other ranks only see that a rank has ended.
+
+    Args:
+        folder: the run's folder, where it is known.
+        error: the error in one line.
+    """
+    job = batch_job(os.environ)
+    if job and folder and Path(folder).is_dir():
+        start = {"job": job, "restarts": restarts(os.environ)}
+        with suppress(OSError):
+            write_rows(Path(folder) / _FAILURE, start | {"error": f"rank {rank} failed: {error}"})
+
+
+def _failure_of_job(folder: str, job: str) -> str:
+    """Return the error that a rank of this start of a job has recorded; an empty text where there is none."""
+    try:
+        failure = json.loads((Path(folder) / _FAILURE).read_text())
+        is_of_this_start = (failure["job"], failure["restarts"]) == (job, restarts(os.environ))
+        return str(failure["error"]) if is_of_this_start else ""
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+
+
 def requeue_after_loss(folder: str | None, updates: int) -> str:
     """Requeue this Slurm batch job, since one of its processes was killed or a node has gone.
 
@@ -283,6 +311,9 @@ def requeue_after_loss(folder: str | None, updates: int) -> str:
     restarts_made, restarts_allowed = _torchrun_restarts(os.environ)
     if job is None or restarts_made < restarts_allowed:
         return ""
+    failure = _failure_of_job(folder, job) if folder else ""
+    if failure:
+        return f"not requeued, because of an error of the program: {failure}"
     saved = readable_checkpoints(Path(folder) / "checkpoints").values() if folder else ()
     if restarts(os.environ) >= _RESTARTS_WITHOUT_PROGRESS and all(run.updates <= updates for run in saved):
         return (

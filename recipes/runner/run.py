@@ -39,7 +39,7 @@ from recipes.runner.processes import check_shared_update, plan_processes
 from recipes.runner.quick_imports import program_name
 from recipes.runner.requests import Request, read_request
 from recipes.runner.results import process_age
-from recipes.runner.resume import requeue_after_loss
+from recipes.runner.resume import record_failure, requeue_after_loss
 from recipes.runner.run_result import RunResult, read_result
 from recipes.runner.spec import Resolver, RunSpec
 from recipes.runner.worker import end_with_torchrun
@@ -75,7 +75,8 @@ def run(
     with _ended_in_one_line():
         this_run = Run(Classes(recipe_class, data_class, callbacks), typed, started_at)
         names = this_run.resolver.flags
-        with ending_on_signals(*SIGNALS), failures_reported(this_run.after_loss), errors_with_flags(names):
+        failures = failures_reported(this_run.after_loss, this_run.after_error)
+        with ending_on_signals(*SIGNALS), failures, errors_with_flags(names):
             request = read_request(this_run.resolver.parser, recipe_class, typed.args)
             if request:
                 this_run.execute(request)
@@ -148,11 +149,14 @@ class Task:
     verbose: bool = True
     spec: RunSpec | None = None
 
-    def carry_out(self, launch: Launch, settle: Callable[[], RunSpec]) -> RunResult | None:
+    def carry_out(
+        self, launch: Launch, settle: Callable[[], RunSpec], received: Callable[[RunSpec], None] | None = None
+    ) -> RunResult | None:
         """Join the other ranks, receive what rank 0 has settled, and carry out the command.
 
         Args:
             settle: returns the record of the run; called on rank 0 only.
+            received: called with the record on each rank.
 
         Returns:
             The result of fit; None for the other commands.
@@ -161,6 +165,8 @@ class Task:
         stop_gpu_search()
         launch = join_run(launch, self.timeout, self.typed, self.classes.both)
         spec = share(settle)
+        if received:
+            received(spec)
         if spec.point.finished:
             return self.finished(spec)
         checkpoint = spec.point.checkpoint
@@ -242,16 +248,22 @@ class Run:
             task = replace(self._task, typed=typed, timeout=options.rendezvous_timeout)
             if launch.starts_agent:
                 return self._start_processes(request, launch, task)
-            return task.carry_out(launch, partial(self._settle, request))
+            return task.carry_out(launch, partial(self._settle, request), self._receive)
 
     def after_loss(self) -> str:
         """Requeue the job where a process was lost, and return what was done, in words."""
         spec = self._spec
         return requeue_after_loss(spec.point.folder if spec else None, spec.updates_done if spec else 0)
 
+    def after_error(self, error: str) -> None:
+        """Tell the other ranks that an error of the program has ended this one; nothing is requeued then."""
+        record_failure(self._spec.point.folder if self._spec else None, rank_of_process(), error)
+
     def _settle(self, request: Request) -> RunSpec:
-        self._spec = self.resolver.in_folder(self.resolver.resolve(request))
-        return self._spec
+        return self.resolver.in_folder(self.resolver.resolve(request))
+
+    def _receive(self, spec: RunSpec) -> None:
+        self._spec = spec
 
     def _start_processes(self, request: Request, launch: Launch, task: Task) -> RunResult | None:
         """Settle the run on node 0, and train in processes of this node."""

@@ -191,10 +191,10 @@ def test_a_checkpoint_callback_says_whether_it_saves_within_epochs(settings: dic
 # One file alone
 
 
-@pytest.mark.parametrize("part", ["callbacks", "training"])
-def test_an_error_of_restoring_a_checkpoint_is_told_from_one_of_training(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["callbacks", "training", "saving"])
+def test_an_error_of_restoring_a_checkpoint_is_told_from_others(part: str, tmp_path: Path) -> None:
     class Fails(pl.Callback):
-        """Fails where its state is restored, or in training."""
+        """Fails where its state is restored, in training, or where a checkpoint is saved."""
 
         def state_dict(self) -> dict[str, Any]:
             return {"number": 1}
@@ -206,6 +206,13 @@ def test_an_error_of_restoring_a_checkpoint_is_told_from_one_of_training(part: s
         def on_train_batch_start(self, *args: Any) -> None:
             if part == "training" and resuming:
                 raise TypeError("a number was expected")
+
+        def on_save_checkpoint(self, *args: Any) -> None:
+            if part == "saving" and resuming:
+                raise TypeError("a number was expected")
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "b.ckpt")
 
     resuming = False
     trainer = quiet_trainer(Fails())

@@ -126,6 +126,72 @@ def test_a_job_that_is_interrupted_is_requeued_and_ends_as_an_undisturbed_one(ho
     assert weights_of(cluster.last(job)) == undisturbed
 
 
+PROGRAM = """
+import os
+import signal
+
+import torch.distributed as dist
+
+from datamodules import MNISTDataModule
+from recipes import MNISTClassifier, run
+
+RANK, FIRST = int(os.environ["SLURM_PROCID"]), os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+
+
+class Failing(MNISTClassifier):
+    title = "mnist"
+
+    def training_step(self, batch, batch_idx):
+        if "HOW" == "error" and RANK == 1 and self.trainer.global_step == 30:
+            raise ValueError("a bad pixel")
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        super().on_save_checkpoint(checkpoint)
+        if "HOW" == "kill" and FIRST and self.trainer.global_step == 30:
+            dist.barrier()  # The other rank is in the save as well.
+            if RANK == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    run(Failing, MNISTDataModule)
+"""
+
+
+def _program(cluster: Cluster, how: str) -> None:
+    """Make train.sh of the cluster start a program in which a rank fails."""
+    (cluster.folder / f"{how}.py").write_text(PROGRAM.replace("HOW", how))
+    script = train_script(cluster.folder).read_text()
+    assert script.count("python -m recipes.mnist") == 1
+    cluster.script.write_text(script.replace("python -m recipes.mnist", f"python {how}.py"))
+
+
+def test_an_error_of_the_program_on_one_rank_ends_the_job(cluster: Cluster) -> None:
+    try:
+        _program(cluster, "error")
+        job = cluster.sbatch()
+    finally:
+        train_script(cluster.folder)
+    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "FAILED", "failed", 200)
+    assert cluster.slurm.job(job)["Restarts"] == "0"
+    assert "not requeued, because of an error of the program: rank 1 failed: ValueError: a bad pixel" in cluster.log(
+        job
+    )
+
+
+def test_a_rank_that_is_killed_in_a_save_is_requeued(cluster: Cluster, undisturbed: str) -> None:
+    try:
+        _program(cluster, "kill")
+        job = cluster.sbatch()
+        cluster.restarts(job)
+    finally:
+        train_script(cluster.folder)
+    assert "cannot be restored" not in cluster.log(job)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
 def test_the_tasks_of_an_array_are_requeued_each_for_itself(cluster: Cluster, undisturbed: str) -> None:
     array = cluster.sbatch("--array=1-2")
     first, second = f"{array}_1", f"{array}_2"

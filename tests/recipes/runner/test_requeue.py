@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.runner.resume import requeue_after_loss
+from recipes.runner.resume import record_failure, requeue_after_loss
 from tests.recipes.runner.test_resume import make_run, save
 from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
 
@@ -43,6 +43,19 @@ def test_a_job_that_slurm_must_not_requeue_is_resumed_in_a_new_one(job, tmp_path
     why = "not requeued, because the job was submitted without --requeue"
     assert requeue_after_loss(None, 0) == why
     assert requeue_after_loss(str(tmp_path / "slurm-71"), 0) == f"{why}; resume in a new job with --name slurm-71"
+
+
+def test_a_job_of_which_a_rank_has_failed_by_an_error_is_not_requeued(job, tmp_path, monkeypatch):
+    folder = str(tmp_path)
+    job(0)
+    record_failure(folder, 1, "ValueError: a bad pixel")
+    line = "not requeued, because of an error of the program: rank 1 failed: ValueError: a bad pixel"
+    assert requeue_after_loss(folder, 0) == line
+    job(1)
+    assert requeue_after_loss(folder, 0) == "requeued as job 71", "the error was one of the start before"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    record_failure(str(tmp_path / "other"), 1, "")
+    assert not (tmp_path / "other").exists()
 
 
 def test_torchrun_restarts_the_processes_itself_as_long_as_it_may(job, monkeypatch):
