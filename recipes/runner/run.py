@@ -269,9 +269,11 @@ class Run:
         """Settle the run on node 0, and train in processes of this node."""
         from recipes.runner.agent import run_agent  # Imported here, since processes that train do not need it.
 
+        # On each node, so that a mistake is an error there at once, and not after a minute of waiting for node 0.
+        spec = self.resolver.resolve(request)
         if launch.node_rank == 0:
-            spec = self.resolver.resolve(request)
-            if spec.point.finished:
+            # The other nodes may not find its folder, and wait for processes that say so.
+            if spec.point.finished and launch.num_nodes == 1:
                 return task.finished(spec)
             batch_size = spec.config.get("batch_size") if spec.saved is None else None
             check_shared_update(launch, spec.run.global_batch_size, batch_size)

@@ -235,6 +235,11 @@ def test_the_settings_of_node_0_are_everybodys_and_its_number_of_devices_has_to_
     both = on_two_nodes(tmp_path, "--lr 0.25", "--lr 0.5")
     assert [ended.status for ended in both] == [0, 0], both
     assert "\nlr: 0.25\n" in (tmp_path / "runs/failing/run/config.yaml").read_text()
+    both = on_two_nodes(tmp_path, "--resume auto", "--resume auto --run-dir elsewhere")
+    assert [ended.status for ended in both] == [0, 0], both
+    assert "the run in runs/failing/run has finished, and stays as it is" in both[0].out
+    both = on_two_nodes(tmp_path, *["--resume nothere.ckpt"] * 2)
+    assert [last_line(ended) for ended in both] == ["error: there is no checkpoint nothere.ckpt"] * 2
     both = on_two_nodes(tmp_path, "", "--devices 2")
     assert [ended.status for ended in both] == [2, 2], both
     assert all("expected as many on each node: start all with the same --devices" in last_line(e) for e in both), both
