@@ -101,8 +101,7 @@ def _check_states(loaders: list[UpdateLoader], saved: int) -> None:
     if saved and saved != positions:
         raise UserError(
             f"the checkpoint holds the positions of {saved} training loaders, and here {positions} of {len(loaders)}"
-            f" ({names}) have one: resume with the loaders of the saved run, and on as many devices where the loader"
-            " follows their number"
+            f" ({names}) have one: resume with the loaders of the saved run, on as many devices"
         )
 
 

@@ -13,7 +13,6 @@ import ast
 import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -25,7 +24,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,7 @@ from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.errors import RunFailedError, UserError, first_line
+from datamodules.errors import RunFailedError, UserError
 from recipes.runner.command import Command
 from recipes.runner.failures import describe_failure, exit_now, is_users, print_loss, was_lost
 from recipes.runner.fork_server import start_fork_server, start_method
@@ -93,7 +91,7 @@ class NodeAgent(LocalElasticAgent):
         spec: what each worker runs.
         store: the store of node 0's agent.
         logs: where torch writes the error files of the workers.
-        hand_over: returns a pickled `recipes.runner.run.Task` for the workers, from whether they start again.
+        settle_again: returns the pickled task of workers that start again.
     """
 
     def __init__(
@@ -102,11 +100,10 @@ class NodeAgent(LocalElasticAgent):
         spec: WorkerSpec,
         store: TCPStore,
         logs: DefaultLogsSpecs,
-        hand_over: Callable[[bool], bytes],
+        settle_again: Callable[[], bytes],
     ) -> None:
         super().__init__(spec, logs, start_method())
-        self._hand_over = hand_over
-        self._has_started = False
+        self._settle_again = settle_again
         self.launch = launch
         self.store = store
         self.failure: Failure | None = None
@@ -121,9 +118,9 @@ class NodeAgent(LocalElasticAgent):
         if worker_group.group_rank == 0:
             restart_store.set("prefix", uuid.uuid4().hex)
         (handed,) = worker_group.spec.args
+        if handed.store_prefix:  # The processes start again.
+            handed.task = self._settle_again()
         handed.store_prefix = restart_store.get("prefix").decode()
-        handed.task = self._hand_over(self._has_started)
-        self._has_started = True
         group.master_addr = self.store.host
         group.master_port = self.store.port
         return dict(super()._start_workers(worker_group))
@@ -284,19 +281,10 @@ def _handled_signals() -> str:
     return ",".join(signum.name for signum in SIGNALS if signum != ignored)
 
 
-def _handed(hand_over: Callable[[bool], bytes], starts_again: bool) -> bytes:
-    try:
-        return hand_over(starts_again)
-    except (AttributeError, TypeError, ImportError, pickle.PicklingError) as error:
-        raise UserError(
-            f"the run cannot be handed to other processes ({first_line(error)}): define classes and functions at the"
-            " top level of a file, or train on one device"
-        ) from error
-
-
 def run_agent(
     launch: Launch,
-    hand_over: Callable[[bool], bytes],
+    task: bytes,
+    settle_again: Callable[[], bytes],
     *,
     timeout: float,
     command: Command,
@@ -308,7 +296,8 @@ def run_agent(
 
     Args:
         launch: the nodes and devices of the run.
-        hand_over: returns the pickled task of the workers, from whether they start again.
+        task: the pickled `recipes.runner.run.Task` of the workers.
+        settle_again: returns the task of workers that start again, from the newest checkpoint.
         timeout: seconds to wait for the other nodes, at the start and in a restart.
         command: what was typed.
         modules: the modules of recipe and data, for the fork server.
@@ -316,12 +305,11 @@ def run_agent(
         after_loss: called where the run ends because a process was lost; what it returns is printed.
 
     Raises:
-        UserError: the nodes do not find each other, or the run cannot be handed over.
+        UserError: the nodes do not find each other, or other processes cannot import the program.
         RunFailedError: a worker failed, and a program has called `recipes.fit`.
         KeyboardInterrupt: Ctrl-C has ended the workers of such a program.
         SystemExit: a worker of a command failed, or this process received a signal.
     """
-    first_task = _handed(hand_over, False)
     # First, since it imports while this process waits for the other nodes.
     start_fork_server(modules)
     store = open_store(launch, timeout, command)
@@ -335,12 +323,12 @@ def run_agent(
         local_world_size=launch.devices,
         rdzv_handler=handler,
         entrypoint=work,
-        args=(Handed(launch),),
+        args=(Handed(launch, task),),
         max_restarts=launch.max_restarts,
         monitor_interval=0.1,
     )
-    with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden(first_task):
-        agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs), partial(_handed, hand_over))
+    with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden(task):
+        agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs), settle_again)
         failure = _run(agent, launch, timeout, command, folder)
         # An immediate exit would leave the semaphores of the workers behind.
         del agent

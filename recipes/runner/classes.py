@@ -9,18 +9,16 @@ from jsonargparse import ArgumentParser
 from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
 from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
+from recipes.runner.flag_help import PREDICT_INPUTS
 from recipes.runner.flags import FlagGroup, FlagParser
 from recipes.runner.launch import LaunchSettings
 from recipes.runner.merging import Marks
 from recipes.runner.settings import NullEnds, OfMachine, RunSettings, TrainerSettings
 
-_INPUTS = "predict_inputs"
-"""The parameter of a data module that takes the arguments of predict, which are no flag."""
-
 
 def takes_inputs(data_class: type[pl.LightningDataModule]) -> bool:
     """Return whether a data module's constructor takes the arguments of the predict command."""
-    return _INPUTS in ArgumentParser(exit_on_error=False).add_class_arguments(data_class)
+    return PREDICT_INPUTS in ArgumentParser(exit_on_error=False).add_class_arguments(data_class)
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Classes:
         data_groups = []
         # A data module that was passed to `fit` is built already, so its parameters are no flags.
         if isinstance(self.data, type):
-            data_groups.append(FlagGroup("Data", self.data, frozenset({_INPUTS})))
+            data_groups.append(FlagGroup("Data", self.data, frozenset({PREDICT_INPUTS})))
         groups = [
             FlagGroup("Run", RunSettings),
             *data_groups,
@@ -80,14 +78,14 @@ class Classes:
         """Return the arguments of the data module, and the inputs of predict among them."""
         if not inputs:
             return options
-        return {**options, _INPUTS: list(inputs)}
+        return {**options, PREDICT_INPUTS: list(inputs)}
 
 
 def marks_of(parser: FlagParser) -> Marks:
     """Return which flags are special, by the marks of their types."""
     return Marks(
         free=parser.marked(Free) | USUALLY_FREE,
-        one_call=parser.marked(OneCall) | {_INPUTS},
+        one_call=parser.marked(OneCall) | {PREDICT_INPUTS},
         of_machine=parser.marked(OfMachine),
         null_ends=parser.marked(NullEnds),
     )

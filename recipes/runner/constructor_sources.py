@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.lightning_package import TRAINERS, lightning_package
-from recipes.runner.flag_help import HelpEntry, HelpPage, summary_of
+from recipes.runner.flag_help import PREDICT_INPUTS, HelpEntry, HelpPage, summary_of
 
 _OURS = ("recipes", "callbacks", "datamodules")
-_WITHOUT_FLAG = frozenset({"predict_inputs"})
-"""Parameters of a data module that are arguments of the predict command."""
 
 
 class NotInSourceError(Exception):
@@ -256,7 +254,7 @@ def _help_page(package: str) -> HelpPage:
         "Launch": _module("recipes.runner.launch")["LaunchSettings"],
     }
     defaults = recipe.attribute("trainer_defaults")
-    names_so_far = set(_WITHOUT_FLAG)
+    names_so_far = {PREDICT_INPUTS}
     groups = {}
     for title, cls in classes.items():
         texts = cls.texts()

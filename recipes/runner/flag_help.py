@@ -22,6 +22,8 @@ COMMANDS = {
     "export": "write the network of a checkpoint for other programs, and verify the file",
 }
 
+PREDICT_INPUTS = "predict_inputs"
+"""The parameter of a data module that takes the arguments of predict, which are no flag."""
 HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
 
 _COLUMN = 34

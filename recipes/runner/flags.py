@@ -24,8 +24,8 @@ from datamodules.lightning import pl
 from recipes.runner.command import flag_of
 from recipes.runner.flag_help import HelpEntry
 from recipes.runner.flag_types import allows_none, flag_type, is_switch, switch_values, takes_list, type_name
-from recipes.runner.hints import nearest, unknown_flag, valid_names
-from recipes.runner.merging import FURTHER, as_plain, layered
+from recipes.runner.hints import FURTHER, nearest, unknown_flag, valid_names
+from recipes.runner.merging import as_plain, layered
 from recipes.runner.saved_run import read_settings
 
 _CLASS_PATH = "optimizer"

@@ -10,7 +10,7 @@ from recipes.finding import find_recipes
 from recipes.runner.command import as_flags
 from recipes.runner.constructor_sources import read_help
 
-_FURTHER = "trainer"
+FURTHER = "trainer"
 """The flag with the parameters of the Trainer that have no flag of their own."""
 
 _CLOSE = 0.75
@@ -238,10 +238,10 @@ def valid_names(flags: Collection[str], trainer_parameters: Iterable[str]) -> li
     Args:
         trainer_parameters: all parameters of Lightning's Trainer.
     """
-    if _FURTHER not in flags:
+    if FURTHER not in flags:
         return list(flags)
     excluded = {*flags, *OTHER_PLACES}
-    return [*flags, *(f"{_FURTHER}.{name}" for name in trainer_parameters if name not in excluded)]
+    return [*flags, *(f"{FURTHER}.{name}" for name in trainer_parameters if name not in excluded)]
 
 
 def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameters: Iterable[str]) -> str:
@@ -257,11 +257,11 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
         >>> unknown_flag("max-epoch", "max_epoch", ["lr", "max_epochs"], [])
         'there is no flag --max-epoch; did you mean --max-epochs?'
     """
-    if _FURTHER in flags and name in OTHER_PLACES and name not in OTHER_NAMES:
+    if FURTHER in flags and name in OTHER_PLACES and name not in OTHER_NAMES:
         return f"there is no flag --{flag}: {as_flags(OTHER_PLACES[name], flags)}"
     names = valid_names(flags, trainer_parameters)
     hint = flag_meant(name, [*names, "help", "help_all"])
-    further = f"{_FURTHER}.{name}"
+    further = f"{FURTHER}.{name}"
     if further in names:
         hint = f"; did you mean --{further}?"
     return f"there is no flag --{flag}{hint or '; --help-all lists the flags'}"

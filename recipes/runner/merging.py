@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from recipes.runner.hints import FURTHER
+
 
 @dataclass(frozen=True)
 class Marks:
@@ -31,10 +33,6 @@ class Marks:
 def is_auto(value: Any) -> bool:
     """Return whether a value is None or "auto", so that the run resolves it."""
     return value is None or value == "auto"
-
-
-FURTHER = "trainer"
-"""The setting with the parameters of the Trainer that have no flag."""
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

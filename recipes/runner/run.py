@@ -21,7 +21,7 @@ import torch.distributed as dist
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
 from callbacks.lib.threads import threads_restored
-from datamodules.errors import RunFailedError, UserError, system_failure
+from datamodules.errors import RunFailedError, UserError, first_line, system_failure
 from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
 from recipes.runner.classes import Classes
@@ -201,6 +201,20 @@ class Task:
                 self.carry_out(launch.of_worker(os.environ, store_prefix), self._handed)
             leave_run()
 
+    def pickled(self) -> bytes:
+        """Return this task for another process.
+
+        Raises:
+            UserError: another process could not import a class or a function in it.
+        """
+        try:
+            return pickle.dumps(self)
+        except (AttributeError, TypeError, ImportError, pickle.PicklingError) as error:
+            raise UserError(
+                f"the run cannot be handed to other processes ({first_line(error)}): define classes and functions at"
+                " the top level of a file, or train on one device"
+            ) from error
+
     def _handed(self) -> RunSpec:
         assert self.spec is not None, "the agent of rank 0 hands over the record"
         return self.spec
@@ -280,16 +294,17 @@ class Run:
             self._check_result(spec)
             self._spec = self.resolver.in_folder(spec)
 
-        def hand_over(starts_again: bool) -> bytes:
-            if starts_again and self._spec:
+        def settle_again() -> bytes:
+            if self._spec:
                 self._spec = self.resolver.resolve(request, before=self._spec)
-            return pickle.dumps(replace(task, spec=self._spec))
+            return replace(task, spec=self._spec).pickled()
 
         folder = self._spec.point.folder if self._spec else None
         with removed_if_unused(self._spec.point) if self._spec else nullcontext():
             run_agent(
                 launch,
-                hand_over,
+                replace(task, spec=self._spec).pickled(),
+                settle_again,
                 timeout=task.timeout,
                 command=task.typed,
                 modules=sorted({kind.__module__ for kind in task.classes.both} - {"__main__"}),

@@ -90,10 +90,9 @@ class Resolver:
         else:
             settings = self._merge(request)
             check_request(request, settings, self.classes)
-        trainer = TrainerSettings(**self.parser.select(settings, "Trainer"))
-        if request.command == "predict":
-            trainer = replace(trainer, devices=1)
-        return trainer, LaunchSettings(**self.parser.select(settings, "Launch"))
+        return TrainerSettings(**self.parser.select(settings, "Trainer")), LaunchSettings(
+            **self.parser.select(settings, "Launch")
+        )
 
     def resolve(self, request: Request, before: RunSpec | None = None) -> RunSpec:
         """Settle a run.
@@ -111,11 +110,13 @@ class Resolver:
             self.parser.import_optimizer(settings, request.given.settings)
             settings["max_time"] = None  # A slower machine must not end before the interval does.
             point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
-            return self._spec("fit", settings, request, point, interval)
+            saved = read_run(point.checkpoint) if point.checkpoint else None
+            return self._spec("fit", settings, request, point, saved, interval)
         command = request.command
         given = request.given.settings
         settings = self._merge(request)
         point = ResumePoint()
+        saved = None
         if command == "fit":
             point = self._find_resume_point(settings, given, before)
         checkpoint = point.checkpoint or settings["ckpt"]
@@ -134,7 +135,7 @@ class Resolver:
         self.parser.check_required(settings, given)
         if command == "fit":
             self.parser.import_optimizer(settings, given)
-        return self._spec(command, settings, request, point)
+        return self._spec(command, settings, request, point, saved if point.checkpoint else None)
 
     def in_folder(self, spec: RunSpec) -> RunSpec:
         """Return the record with the run's folder, which is made; a trial and other commands have none."""
@@ -149,6 +150,7 @@ class Resolver:
         settings: dict[str, Any],
         request: Request,
         point: ResumePoint,
+        saved: SavedRun | None,
         interval: Interval | None = None,
     ) -> RunSpec:
         if command == "predict":
@@ -157,7 +159,6 @@ class Resolver:
         config = self._config(settings)
         # The argument of verify is a folder.
         inputs = () if interval else request.given.inputs
-        saved = read_run(point.checkpoint) if point.checkpoint else None
         auto_settings = saved.auto_settings if saved else None
         if auto_settings is None:
             auto_settings = tuple(name for name, value in config.items() if is_auto(value))

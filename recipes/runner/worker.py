@@ -27,7 +27,7 @@ class Handed:
     """
 
     launch: Launch
-    task: bytes = b""
+    task: bytes
     store_prefix: str = ""
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
