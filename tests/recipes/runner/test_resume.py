@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import MNISTDataModule, UserError
@@ -17,6 +18,7 @@ from recipes.runner import merging
 from recipes.runner import resume as rule
 from recipes.runner.classes import Classes, marks_of
 from recipes.runner.folder import locked
+from recipes.runner.join import RankZeroFailed
 from recipes.runner.resume import ResumePoint, launch_name, start_from
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
@@ -290,16 +292,22 @@ def _hold(path: str) -> str:
     from recipes.runner import folder
 
     folder._LOCK_TIMEOUT = 0.3
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        dist.init_process_group("gloo")
     try:
         with locked(Path(path)):
             return "held"
     except UserError as error:
         return str(error)
+    except RankZeroFailed as end:
+        return f"ends with {end.code}"
 
 
 def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
     with locked(tmp_path):
-        assert "another process is training in" in run_ranks(_hold, 1, str(tmp_path))[0]
+        on_rank_0, on_rank_1 = run_ranks(_hold, 2, str(tmp_path))
+    assert "another process is training in" in on_rank_0
+    assert on_rank_1 == "ends with 2", "without a line of its own"
     assert run_ranks(_hold, 1, str(tmp_path)) == ["held"]
 
 
