@@ -76,20 +76,21 @@ COMMANDS = (
     f"{_DIGITS} {_QUICK} --resume auto --name fresh",
     # A program.
     *("python program.py devices=1", "python program.py devices=2", "python program.py lr=-1 devices=2"),
-    *("python program.py max_epoch=1", "python program.py data='nowhere'"),
+    *("python program.py max_epoch=1", "python program.py data=nowhere"),
 )
 """What people type, right and wrong, in this order: later commands use the runs of earlier ones."""
 
 _PROGRAM = """
 import sys
+import yaml
 from recipes import fit
 
 if __name__ == "__main__":
-    options = dict(arg.split("=", 1) for arg in sys.argv[1:])
-    values = {name: value.strip("'") if "'" in value else float(value) for name, value in options.items()}
-    values = {name: int(value) if value in (1, 2) else value for name, value in values.items()}
-    result = fit("mnist", **{"dataset": "digits", "max_steps": 2, "batch_size": 64, **values})
-    print(result.weights_sha256)
+    options = {"dataset": "digits", "max_steps": 2, "batch_size": 64}
+    for arg in sys.argv[1:]:
+        name, value = arg.split("=", 1)
+        options[name] = yaml.safe_load(value)
+    print(fit("mnist", **options).weights_sha256)
 """
 
 _LEFT_OUT = (
