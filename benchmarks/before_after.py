@@ -25,7 +25,7 @@ __all__ = ["COMMANDS", "RUNS", "main"]
 
 _DIGITS = "python -m recipes.mnist --dataset digits --batch-size 64 --global-batch-size 128"
 _PHOTOS = "python -m recipes.resnet --data-dir photos --arch resnet18 --weights none --image-size 32 --batch-size 4"
-_PAIRS = "python -m recipes.seq2seq --data-dir pairs.tsv --batch-size 8 --tokenizer words"
+_PAIRS = "python -m recipes.seq2seq --data-file pairs.tsv --batch-size 8"
 _QUICK = "--max-steps 2 --no-enable-progress-bar"
 
 RUNS = {
@@ -68,9 +68,9 @@ COMMANDS = (
     *(f"{_DIGITS} {_QUICK} --name one", f"{_DIGITS} {_QUICK} --name one --resume auto"),
     *(f"{_DIGITS} {_QUICK} --name one --resume auto --lr 0.5", f"{_DIGITS} {_QUICK} --name one --resume auto --seed 2"),
     "python -m recipes.resnet test --ckpt runs/mnist/one/checkpoints/last.ckpt --data-dir photos",
-    "python -m recipes.mnist test --ckpt runs/mnist/one/checkpoints/best.ckpt --output scores.json",
-    "python -m recipes.mnist predict --ckpt runs/mnist/one/checkpoints/best.ckpt digit.png",
-    "python -m recipes.mnist export --ckpt runs/mnist/one/checkpoints/best.ckpt --format state-dict",
+    "python -m recipes.mnist test --ckpt runs/mnist/one/checkpoints/last.ckpt --output scores.json",
+    "python -m recipes.mnist predict --ckpt runs/mnist/one/checkpoints/last.ckpt digit.png",
+    "python -m recipes.mnist export --ckpt runs/mnist/one/checkpoints/last.ckpt --format state-dict",
     *("python -m recipes.mnist verify runs/mnist/one", "python -m recipes.mnist verify nowhere"),
     f"{_DIGITS} {_QUICK} --devices 2 --ema 0.99 --fast-dev-run true",
     f"{_DIGITS} {_QUICK} --resume auto --name fresh",
@@ -115,7 +115,7 @@ def _prepare(folder: Path) -> None:
             place = folder / "photos" / part / label
             place.mkdir(parents=True)
             for i in range(number):
-                colour = (20 * i + 9, 200 if label == "a" else 40, 7 * i)
+                colour = (15 * i + number, 200 if label == "a" else 40, 7 * i)
                 Image.new("RGB", (40, 36), colour).save(place / f"{i}.png")
     Image.new("L", (28, 28), 9).save(folder / "digit.png")
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
