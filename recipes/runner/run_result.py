@@ -28,7 +28,7 @@ class RunResult:
         epochs: all completed epochs, those before a resume included.
         stopped_early: the reason of early stopping; else empty.
         weights_sha256: the hash of the weights and buffers at the end of the training, see
-            `recipes.runner.weights_record.weights_hash`; None where the run has not ended.
+            `recipes.runner.verify.weights_hash`; None where the run has not ended.
         tables: tables of the validation and the test after training, by the name of their file.
         figures: the pictures of ``report.html`` except the curves, by name.
     """
