@@ -21,7 +21,7 @@ from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
 from recipes.optim import check_optimizer
 from recipes.optimization import CheckOptimization
 from recipes.schedules import ScheduleName, ScheduleSettings
-from recipes.tables import Table
+from recipes.tables import ResultTable
 from recipes.weights import InitialWeights, load_initial_weights, read_weights
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Recipe(OneLightning, pl.LightningModule):
         self.network = network if network.training else network.train()
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, ResultTable] = {}
         """The tables of the last evaluation by file name (.csv, .json or .txt); a run writes them into its folder."""
         self.figures: dict[str, Picture] = {}
         """The pictures of the last evaluation by name, for ``report.html``, TensorBoard and ``figures/``.

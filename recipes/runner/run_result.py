@@ -12,7 +12,7 @@ from recipes.figures.images import Picture
 from recipes.runner.curves import run_curves
 from recipes.runner.notebook import framed, plots, table
 from recipes.runner.results import read_results
-from recipes.tables import Table
+from recipes.tables import ResultTable
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +41,7 @@ class RunResult:
     epochs: int = 0
     stopped_early: str = ""
     weights_sha256: str | None = None
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, ResultTable] = field(default_factory=dict)
     figures: dict[str, Picture] = field(default_factory=dict)
 
     @override

@@ -34,7 +34,7 @@ from recipes.runner.verify import (
     read_saves,
     weights_hash,
 )
-from recipes.tables import Table
+from recipes.tables import ResultTable
 
 
 def train(experiment: Experiment, started_at: float) -> RunResult:
@@ -147,7 +147,7 @@ def _train_and_test(
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
     last_logged = _last_logged(trainer)
-    tables: dict[str, Table] = {}
+    tables: dict[str, ResultTable] = {}
     # Before the callbacks are replaced, and with them their pictures.
     figures: dict[str, Picture] = figures_of(trainer)
     # New callbacks, because those of the training may replace the checkpoint's weights: Lightning's `WeightAveraging`
