@@ -23,7 +23,6 @@ from typing import Any
 from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
 from datamodules.errors import UserError
 from recipes.runner.merging import describe_differences
-from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import RESULTS, read_results, write_rows
 from recipes.runner.saved_run import (
     SavedRun,
@@ -188,37 +187,40 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
     return ResumePoint(str(folder) if folder else None, resume, given=True, job=job, saved=saved)
 
 
-def start_from(checkpoint: str, updates: int, folder: Path, job: str | None) -> list[Path]:
+def start_from(point: ResumePoint, folder: Path) -> list[Path]:
     """Start a run in a folder from the checkpoint of ``--resume FILE``; on rank 0, right before training.
 
     Checkpoints with more updates are renamed, since ``--resume auto`` would take them until the run has made as many
     updates again.
 
     Args:
-        checkpoint: the checkpoint to resume from.
-        updates: the updates in that checkpoint.
+        point: the checkpoint, and the job for its restarts.
         folder: the run's folder.
-        job: the name of the job, for its restarts.
 
     Returns:
         The new paths, which end in ``.abandoned``.
     """
-    if not is_rank_zero():
+    if not point.given or point.saved is None:
         return []
     renamed = []
     # Before the lineage is written, so that a job that is restarted in between does not resume from them.
     for run in readable_checkpoints(folder / "checkpoints"):
-        if run.updates > updates:
+        if run.updates > point.saved.updates:
             renamed.append(run.path.rename(run.path.with_name(f"{run.path.name}-{run.updates}.abandoned")))
-    if job:
-        write_rows(folder / _LINEAGE, _lineage(folder) | {job: checkpoint})
+    if point.job:
+        write_rows(folder / _LINEAGE, _lineage(folder) | {point.job: point.checkpoint})
     return renamed
 
 
 def _lineage(folder: Path) -> dict[str, str]:
     """Return the checkpoints that jobs resumed from in a folder, as they were typed, by the name of the job."""
+    return _read_json(folder / _LINEAGE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the entries of a JSON file; none where the file is missing or damaged."""
     try:
-        return dict(json.loads((folder / _LINEAGE).read_text()))
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
@@ -288,12 +290,9 @@ def record_failure(folder: str | None, rank: int, error: str) -> None:
 
 def _failure_of_job(folder: str, job: str) -> str:
     """Return the error that a rank of this start of a job has recorded; an empty text where there is none."""
-    try:
-        failure = json.loads((Path(folder) / _FAILURE).read_text())
-        is_of_this_start = (failure["job"], failure["restarts"]) == (job, restarts(os.environ))
-        return str(failure["error"]) if is_of_this_start else ""
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return ""
+    failure = _read_json(Path(folder) / _FAILURE)
+    is_of_this_start = (failure.get("job"), failure.get("restarts")) == (job, restarts(os.environ))
+    return str(failure.get("error", "")) if is_of_this_start else ""
 
 
 def requeue_after_loss(folder: str | None, updates: int) -> str:

@@ -69,23 +69,15 @@ def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch)
     if folder and is_rank_zero():
         write_config(folder, experiment.config)
         log_settings(trainer.loggers, experiment.config)
-    if folder:
-        _record_start(experiment, folder)
+        for path in start_from(experiment.point, folder):
+            rank_zero_print(
+                f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
+            )
     result = _train_and_test(trainer, experiment, folder, stopwatch)
     if trainer.is_global_zero:
         report(trainer, experiment, stopwatch, result)
         report_unsaved(folder)
     return result
-
-
-def _record_start(experiment: Experiment, folder: Path) -> None:
-    """Record which checkpoint this job resumes from, and rename the later checkpoints of the run."""
-    point = experiment.point
-    if point.checkpoint and point.saved and point.given:
-        for path in start_from(point.checkpoint, point.saved.updates, folder, point.job):
-            rank_zero_print(
-                f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
-            )
 
 
 def _ignore(*_: Any, **__: Any) -> None:
