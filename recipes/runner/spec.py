@@ -109,7 +109,8 @@ class Resolver:
         Raises:
             UserError: a setting, a checkpoint or a combination of them is refused.
         """
-        if self._interval:
+        if request.command == "verify":
+            assert self._interval is not None, "`processes` has found the interval"
             return self._spec_of_interval(request, self._interval)
         command = request.command
         given = request.given.settings
