@@ -253,7 +253,7 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
 
     assert begins() == ResumePoint(str(folder), file, given=True, job="slurm-7")
     folder.mkdir(parents=True)
-    assert start_from(file, folder, "slurm-7") == []
+    assert start_from(begins(), folder) == []
     assert begins() == ResumePoint(str(folder), file, given=True, job="slurm-7"), (
         "it was stopped before it saved anything"
     )
@@ -274,13 +274,16 @@ def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeu
     home = last.parent
     best = str(save(home / "best.ckpt", 10))
     torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
-    assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt-14.abandoned"]
+    assert start_from(find_resume_point(best, None, tmp_path, CONFIG, {}), tmp_path / "a") == [
+        home / "last.ckpt-14.abandoned"
+    ]
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).checkpoint == best
     become_job(outside, "7")
     save(last, 12)
     again = ResumePoint(str(tmp_path / "a"), best, given=True, job="slurm-7")
-    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == again, "another job went there"
-    assert start_from(best, tmp_path / "a", "slurm-7") == [home / "last.ckpt-12.abandoned"]
+    point = find_resume_point(best, None, tmp_path, CONFIG, {})
+    assert point == again, "another job went there"
+    assert start_from(point, tmp_path / "a") == [home / "last.ckpt-12.abandoned"]
     save(last, 11)
     assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(last))
     kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}
