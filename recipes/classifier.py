@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.contract import Free, Rare, data_contract
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
@@ -64,10 +64,14 @@ class Classifier(Recipe):
     ) -> None:
         if num_classes is None:
             raise UserError(
-                "the number of classes was neither given nor found in the data; pass one such as num_classes=10"
+                "the number of classes was neither given nor found in the data; pass one such as"
+                f" {spelled('num_classes', 10)}"
             )
         if num_classes < 2:
-            raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
+            raise UserError(
+                f"{spelled('num_classes', num_classes)} leaves nothing to classify; pass {spelled('num_classes', 2)} or"
+                " more"
+            )
         check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
         # A buffer, so that it moves to the device. It is not in the state dict, whose names would otherwise depend on

@@ -9,7 +9,6 @@ import pytest
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier
 from recipes.runner.classes import Classes, marks_of
-from recipes.runner.command import as_flags
 from recipes.runner.merging import Marks, as_plain, fill, merge, with_length
 from recipes.runner.settings import TrainerSettings
 
@@ -107,18 +106,3 @@ def test_the_trainer_has_only_further_parameters_of_its_own(name: str, message: 
         TrainerSettings(trainer={name: "maybe"})
     assert str(refused.value).startswith(message)
     assert TrainerSettings(max_epochs=2, trainer={"benchmark": True}).options()["benchmark"] is True
-
-
-def test_a_message_names_settings_as_who_asks_spells_them():
-    names = {"weights", "max_epochs", "weights_skip"}
-    message = 'pass weights="FILE" or `weights_skip`, or max_epochs=2; `other`=3, lr=1, weights="a b", weights=\'x\''
-    assert as_flags(message, names) == (
-        'pass --weights FILE or --weights-skip, or --max-epochs 2; `other`=3, lr=1, --weights "a b", --weights x'
-    )
-
-
-def test_paths_commands_and_names_that_are_no_settings_stay_as_they_are():
-    names = {"lr", "name", "flip"}
-    kept = "there is no runs/mnist/lr=0.1/last.ckpt: python -m recipes.mnist --name=foo --lr=0.1"
-    assert as_flags(kept, names) == kept
-    assert as_flags("pass flip=True or flip=False", names) == "pass --flip or --no-flip"
