@@ -20,11 +20,7 @@ class MISSING:
 
 @contextmanager
 def spelling_as_flags(names: Iterable[str]) -> Iterator[None]:
-    """Have messages of this process spell settings as flags.
-
-    Args:
-        names: the settings that are flags; others stay as in Python.
-    """
+    """Have messages of this process spell these settings as flags; others stay as in Python."""
     global _flags
     before = _flags
     _flags = frozenset(names)
@@ -35,12 +31,7 @@ def spelling_as_flags(names: Iterable[str]) -> Iterator[None]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a parameter.
-
-    Example:
-        >>> flag_of("max_epochs")
-        '--max-epochs'
-    """
+    """Return the flag of a parameter, such as --max-epochs for max_epochs."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -74,10 +65,6 @@ class UserError(ValueError):
         setting: the name of the setting.
         value: its value.
         to_type: what to pass instead.
-
-    Example:
-        >>> UserError("expected 1 or more", setting="batch_size", value=0, to_type="pass 64")
-        UserError('batch_size=0: expected 1 or more; pass 64')
     """
 
     exit_status: ClassVar[int] = 2
@@ -87,10 +74,9 @@ class UserError(ValueError):
         self.setting = setting
         self.value = value
         self.to_type = to_type
-        start = f"{spelled(setting, value)}: " if setting else ""
-        end = f"; {to_type}" if to_type else ""
+        text = f"{spelled(setting, value)}: {problem}" if setting else problem
         # The only argument of the exception: another process gets the text as it is, and the fields besides.
-        super().__init__(f"{start}{problem}{end}")
+        super().__init__(f"{text}; {to_type}" if to_type else text)
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython and notebooks show: the message without a traceback."""

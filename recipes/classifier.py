@@ -17,7 +17,7 @@ from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
 from recipes.mistakes import is_image_batch, training_grid
 from recipes.scores import ClassificationScores
-from recipes.tables import EvaluationTables
+from recipes.tables import EvaluationTables, Headline
 
 
 class Classifier(Recipe):
@@ -186,15 +186,15 @@ class Classifier(Recipe):
         preprocessing = data_contract(self.data_module()).preprocessing()
         return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
 
-    def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """Return the rows of the final table with the main scores."""
+    @override
+    def headline(self, scores: dict[str, float]) -> list[Headline]:
         prefix = "test" if "test/accuracy" in scores else "val"
         keys = {
             "val accuracy": "val/accuracy",
             f"{prefix} accuracy": f"{prefix}/accuracy",
             f"{prefix} macro-F1": f"{prefix}/macro_f1",
         }
-        return {name: f"{100 * scores[key]:.2f} %" for name, key in keys.items() if key in scores}
+        return [Headline(title, key, f"{100 * scores[key]:.2f} %") for title, key in keys.items() if key in scores]
 
     @override
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:

@@ -53,18 +53,15 @@ def _paths(files: Files) -> Files:
 
 def _check_files(part: str, pairs: Files, source: Files, target: Files) -> None:
     """Check that a part has files of pairs or aligned files, and as many aligned files on both sides."""
-    names = _FILES[part]
+    names = [spelled(name) for name in _FILES[part]]
     if (source is None) != (target is None):
         present, missing = (names[1], names[2]) if source else (names[2], names[1])
-        raise UserError(f"{spelled(present)} needs the file of its translations; pass {spelled(missing)} too")
+        raise UserError(f"{present} needs the file of its translations; pass {missing} too")
     if pairs is not None and source is not None:
-        both = f"{spelled(names[0])} and {spelled(names[1])}"
-        raise UserError(f"found both {both}; pass files of pairs, or aligned files")
+        raise UserError(f"found both {names[0]} and {names[1]}; pass files of pairs, or aligned files")
     m, n = len(_listed(source)), len(_listed(target))
     if m != n:
-        raise UserError(
-            f"{spelled(names[1])} has {m} files and {spelled(names[2])} {n}; each file needs that of its translations"
-        )
+        raise UserError(f"{names[1]} has {m} files and {names[2]} {n}; each file needs that of its translations")
 
 
 def _check_fraction(part: str, fraction: float | None, has_files: bool) -> None:
@@ -166,9 +163,8 @@ class TranslationDataModule(BaseDataModule):
         _check_fraction("val", val_fraction, any(val))
         _check_fraction("test", test_fraction, any(test))
         if any(val + test) and not any(train):
-            raise UserError(
-                f"found files to validate or to test on and none to train on; pass {spelled('data_file')} too"
-            )
+            data_file = spelled("data_file")
+            raise UserError(f"found files to validate or to test on and none to train on; pass {data_file} too")
         if columns is not None:
             columns = [str(column) for column in columns]
             if len(columns) != 2 or not any(files[0] for files in of_parts.values()):
@@ -190,10 +186,8 @@ class TranslationDataModule(BaseDataModule):
             raise UserError(f"no subwords {subwords!r}; expected one of {', '.join(get_args(SubwordKind))}")
         if subwords != "none":
             if normalisation not in (None, "none"):
-                raise UserError(
-                    f"{spelled('subwords', subwords)} are learnt from the text as it is: leave"
-                    f" {spelled('normalisation')} out"
-                )
+                kind = spelled("subwords", subwords)
+                raise UserError(f"{kind} are learnt from the text as it is: leave {spelled('normalisation')} out")
             vocab_size = vocab_size or _SUBWORDS
         if normalisation is None:
             normalisation = "unicode" if subwords == "none" else "none"

@@ -31,6 +31,7 @@ from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
+from recipes.tables import Headline
 
 from .attention import AttentionMap, AttentionWriter, add_examples, attention_maps, forget_examples
 from .decoding import Vocabularies, beam_search, sentences_of
@@ -255,8 +256,8 @@ class Seq2SeqTranslator(Recipe):
         self.log_dict({f"test/{name}": score for name, score in scores.items()}, sync_dist=True, reduce_fx="max")
         self.tables = self.detokenised.tables()
 
-    def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """Return the rows of the final table with the main scores."""
+    @override
+    def headline(self, scores: dict[str, float]) -> list[Headline]:
         return self.detokenised.headline(scores, self.hparams.beam)
 
     @override
