@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from callbacks.lib.hooks import log_interval
 from callbacks.lib.one_lightning import OneLightningCallback
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 
 
@@ -66,7 +66,7 @@ def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> No
     if width < stride and layer.weight.requires_grad and layer.padding_mode == "zeros":
         raise UserError(
             f"{name} has a stride of {stride} over an input of width {width}, and PyTorch computes the gradient of its"
-            ' weights wrongly in bf16 on a CPU: pass larger images, or precision="32-true"'
+            f" weights wrongly in bf16 on a CPU: pass larger images, or {spelled('precision', '32-true')}"
         )
 
 
@@ -133,7 +133,8 @@ class FiniteWeights(OneLightningCallback):
             raise RunFailedError(
                 f"the run has diverged: {name} holds NaN or infinity after update {trainer.global_step:,} (epoch"
                 f" {trainer.current_epoch + 1}), and all was finite after update {last_finite_step:,}; checkpoints from"
-                ' before are kept. Pass a lower `lr`, gradient_clip_val=1, a longer `warmup` or precision="32-true"'
+                f" before are kept. Pass a lower {spelled('lr')}, {spelled('gradient_clip_val', 1)}, a longer"
+                f" {spelled('warmup')} or {spelled('precision', '32-true')}"
             )
 
     on_train_end = _check

@@ -18,7 +18,7 @@ from callbacks.lib.freezing import FrozenLayers, check_freezing, frozen_objects,
 from callbacks.lib.layers import find_name, module_names, parameter_names
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.updates import duration_to_updates
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import inform, warn
 
@@ -122,7 +122,7 @@ class FreezeLayers(OneLightningCallback):
         if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
             raise UserError(
                 f"{type(trainer.strategy).__name__} splits parameters, so FreezeLayers cannot change which of them"
-                ' train: pass strategy="ddp", or call requires_grad_(False) in configure_model instead'
+                f" train: pass {spelled('strategy', 'ddp')}, or call requires_grad_(False) in configure_model instead"
             )
         self._release()
         unbuilt = [name for name, parameter in pl_module.named_parameters() if is_lazy(parameter)]

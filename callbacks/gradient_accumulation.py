@@ -18,7 +18,7 @@ from callbacks.lib.training_loaders import grouped, numbered_loaders, unknown_ba
 from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import flattened
 from callbacks.update_loop import UpdateLoop, install_update_loop
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
 
@@ -43,7 +43,7 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
     sizes = " or ".join(f"{size}" for size in (steps * at_once, (steps + 1) * at_once) if size)
     raise UserError(
         f"{found}: {samples} samples of an update are no multiple of the {at_once} that all devices process at once;"
-        f" expected {sizes}, or another `batch_size` of the loader"
+        f" expected {sizes}, or another {spelled('batch_size')} of the loader"
     )
 
 
@@ -98,7 +98,8 @@ class GradientAccumulation(OneLightningCallback):
             raise UserError(f"accumulation of {steps!r} micro-batches: expected a whole number above 0")
         if global_batch_size is not None and steps != 1:
             raise UserError(
-                f"accumulation of {steps} micro-batches and global_batch_size={global_batch_size}: pass one of them"
+                f"accumulation of {steps} micro-batches and {spelled('global_batch_size', global_batch_size)}: pass one"
+                " of them"
             )
         self.steps = steps
         self.global_batch_size = global_batch_size
@@ -189,7 +190,8 @@ class GradientAccumulation(OneLightningCallback):
             if len(sizes) > 1 or sizes[0] is None:
                 raise UserError(unknown_batch_size(loaders[0].source if len(loaders) == 1 else loaders))
             at_once = sizes[0] * trainer.world_size
-            return steps_for_samples(self.global_batch_size, at_once, f"global_batch_size={self.global_batch_size}")
+            setting = spelled("global_batch_size", self.global_batch_size)
+            return steps_for_samples(self.global_batch_size, at_once, setting)
         if None in sizes:
             return self.steps
         at_once = sum(sizes) * trainer.world_size
@@ -204,7 +206,7 @@ class GradientAccumulation(OneLightningCallback):
         if not is_supported or trainer.strategy.handles_gradient_accumulation:
             raise UserError(
                 f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
-                ' weigh: pass strategy="ddp", or remove the callback'
+                f" weigh: pass {spelled('strategy', 'ddp')}, or remove the callback"
             )
 
     @override
@@ -247,8 +249,8 @@ class GradientAccumulation(OneLightningCallback):
             self._samples = state_dict["samples"]
             self._is_restored = True
             return
-        before = ", ".join(f"{name}={state_dict[name]}" for name in names)
-        now = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        before = ", ".join(spelled(name, state_dict[name]) for name in names)
+        now = ", ".join(spelled(name, getattr(self, name)) for name in names)
         warn(
             f"warning: GradientAccumulation found {before} in the checkpoint and has {now}: unless both make the same"
             " updates, this is another experiment from here on"

@@ -18,7 +18,7 @@ from callbacks.lib.decisions import deciders
 from callbacks.lib.exchange import gather
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.training_loaders import numbered_loaders
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
 
@@ -155,7 +155,7 @@ class RankConsistency(OneLightningCallback):
         if trainer.world_size > 1 and not replicated:
             warn(
                 f"warning: RankConsistency compares nothing: {type(trainer.strategy).__name__} gives each rank its own"
-                ' part of the weights; pass strategy="ddp", or remove the callback'
+                f" part of the weights; pass {spelled('strategy', 'ddp')}, or remove the callback"
             )
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -19,7 +19,7 @@ from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.update_step import UpdateStep
 from callbacks.update_loop import install_update_loop
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 from datamodules.loading.randomness import seed_generators as seed_generators
@@ -101,7 +101,7 @@ class SeedControl(OneLightningCallback):
 
     def __init__(self, seed: int = 1) -> None:
         if seed < 0:
-            raise UserError(f"seed={seed} is negative: pass 0 or greater")
+            raise UserError(f"{spelled('seed', seed)} is negative: pass 0 or greater")
         self.seed = seed
         self._device = torch.device("cpu")
         self._threads = ThreadsBeforeLaunch()
@@ -146,7 +146,8 @@ class SeedControl(OneLightningCallback):
         if saved != self.seed:
             warn(
                 f"warning: SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn"
-                f" from now on differs from the run that wrote it; pass seed={saved} to continue as that run"
+                f" from now on differs from the run that wrote it; pass {spelled('seed', saved)} to continue as that"
+                " run"
             )
 
     def seed_epoch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from callbacks.lib.batch_norm import (
 )
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.update_loop import install_update_loop
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 
 
@@ -275,7 +275,7 @@ class SyncBN(OneLightningCallback):
         if not isinstance(trainer.strategy.model, DistributedDataParallel):
             raise UserError(
                 f"{type(trainer.strategy).__name__} splits the layers that SyncBN would replace: pass"
-                ' strategy="ddp", or remove SyncBN'
+                f" {spelled('strategy', 'ddp')}, or remove SyncBN"
             )
         sync_batchnorm(pl_module)
 

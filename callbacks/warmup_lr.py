@@ -24,7 +24,7 @@ from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.rates import UpdateSchedule, schedule_of
 from callbacks.lib.training_loaders import global_batch_size
 from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
 
@@ -114,8 +114,8 @@ class RateFactor:
         optimizer = stepping_optimizer(optimizer)
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise UserError(
-                f"{type(optimizer).__name__} has no rate, as where lr=None lets it set its own: pass one, or"
-                " remove WarmupLR"
+                f"{type(optimizer).__name__} has no rate, as where {spelled('lr', None)} lets it set its own: pass one,"
+                " or remove WarmupLR"
             )
         self.optimizer = optimizer
         self.updates = updates

@@ -19,7 +19,7 @@ from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.optimizers import stepping_optimizer
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging, is_overridden, pl
 from datamodules.lightning import WeightAveraging as LightningWeightAveraging
 from datamodules.ranges import Range, check_ranges
@@ -210,13 +210,15 @@ class WeightAveraging(OneLightningCallback):
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
             name = type(trainer.strategy).__name__
-            raise UserError(f'{name} splits the parameters that are averaged: pass strategy="ddp", or do not average')
+            ddp = spelled("strategy", "ddp")
+            raise UserError(f"{name} splits the parameters that are averaged: pass {ddp}, or do not average")
         trained = ((name, p) for name, p in pl_module.named_parameters() if p.requires_grad)
         low = next((name for name, p in trained if p.dtype in _LOW_PRECISION), None)
         if low:
             raise UserError(
                 f"{low} is in half precision, in which the small changes of an average are lost: pass"
-                ' precision="bf16-mixed" or precision="16-mixed", which keep the weights in float32'
+                f" {spelled('precision', 'bf16-mixed')} or {spelled('precision', '16-mixed')}, which keep the weights"
+                " in float32"
             )
 
     def _note_update(self, *_: Any) -> None:

@@ -1,17 +1,82 @@
-"""Exceptions for user errors, which the command line prints without a traceback, and hints for system errors."""
+"""Exceptions for user errors, which the command line prints without a traceback, and hints for system errors.
+
+Messages spell each setting with `spelled`: as a parameter in Python, and as a flag for users who typed a command line,
+which says so once with `spelling_as_flags`.
+"""
 
 import errno
-from typing import ClassVar
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+_flags: frozenset[str] = frozenset()
+"""The settings that are flags, for the whole process: also threads and loader workers spell settings."""
+
+
+class MISSING:
+    """The value of a setting that is named without one. Not None, which is a value."""
+
+
+@contextmanager
+def spelling_as_flags(names: Iterable[str]) -> Iterator[None]:
+    """Have messages of this process spell these settings as flags; others stay as in Python."""
+    global _flags
+    before = _flags
+    _flags = frozenset(names)
+    try:
+        yield
+    finally:
+        _flags = before
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a parameter, such as --max-epochs for max_epochs."""
+    return f"--{name.replace('_', '-')}"
+
+
+def spelled(name: str, value: Any = MISSING) -> str:
+    """Return a setting as the reader of a message writes it, with or without a value.
+
+    Example:
+        >>> f"pass {spelled('batch_size', 4)} or another {spelled('optimizer')}"
+        'pass batch_size=4 or another `optimizer`'
+        >>> with spelling_as_flags(["batch_size", "weights", "flip"]):
+        ...     print(spelled("batch_size"), spelled("weights", "my file"), spelled("flip", False), spelled("other", 4))
+        --batch-size --weights 'my file' --no-flip other=4
+    """
+    if name not in _flags:
+        return f"`{name}`" if value is MISSING else f"{name}={value!r}"
+    if value is MISSING:
+        return flag_of(name)
+    if isinstance(value, bool):
+        return flag_of(name if value else f"no_{name}")
+    return f"{flag_of(name)} {shlex.quote(value) if isinstance(value, str) else value}"
 
 
 class UserError(ValueError):
     """Error that the user can correct before the run starts, in parameters, data or environment.
 
-    The message says what was found, what was expected and what to pass instead. Parameters are written as in Python,
-    ``batch_size=256`` or `` `batch_size` ``. On the command line, that is ``--batch_size=256``.
+    The message says what was found, what was expected and what to pass instead: ``SETTING: problem; to_type``. Other
+    settings in it are spelled with `spelled`.
+
+    Args:
+        problem: what was found and expected; the whole message where the error is of no single setting.
+        setting: the name of the setting.
+        value: its value.
+        to_type: what to pass instead.
     """
 
     exit_status: ClassVar[int] = 2
+
+    def __init__(self, problem: str = "", *, setting: str = "", value: Any = MISSING, to_type: str = "") -> None:
+        self.problem = problem
+        self.setting = setting
+        self.value = value
+        self.to_type = to_type
+        text = f"{spelled(setting, value)}: {problem}" if setting else problem
+        # The only argument of the exception: another process gets the text as it is, and the fields besides.
+        super().__init__(f"{text}; {to_type}" if to_type else text)
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython and notebooks show: the message without a traceback."""

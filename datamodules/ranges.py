@@ -71,7 +71,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         UserError: with the parameter, its value and the choices.
     """
     if value not in allowed:
-        raise UserError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        raise UserError(f"expected one of {', '.join(allowed)}", setting=name, value=value)
 
 
 def check_ranges(**numbers: tuple[Any, Range]) -> None:
@@ -85,4 +85,4 @@ def check_ranges(**numbers: tuple[Any, Range]) -> None:
     """
     for name, (value, allowed) in numbers.items():
         if value is not None and value not in allowed:
-            raise UserError(f"{name}={value!r}: expected {allowed}")
+            raise UserError(f"expected {allowed}", setting=name, value=value)

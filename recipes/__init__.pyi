@@ -11,4 +11,5 @@ from .runner.run_result import RunResult as RunResult
 from .schedules import build_schedule as build_schedule
 from .scores import MeanOverTargets as MeanOverTargets
 from .seq2seq.recipe import Seq2SeqTranslator as Seq2SeqTranslator
+from .tables import Headline as Headline
 from .version import __version__ as __version__

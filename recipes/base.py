@@ -21,7 +21,7 @@ from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
 from recipes.optim import check_optimizer
 from recipes.optimization import CheckOptimization
 from recipes.schedules import ScheduleName, ScheduleSettings
-from recipes.tables import ResultTable
+from recipes.tables import Headline, ResultTable
 from recipes.weights import InitialWeights, load_initial_weights, read_weights
 
 if TYPE_CHECKING:
@@ -229,9 +229,9 @@ class Recipe(OneLightning, pl.LightningModule):
         """Return pictures of a training batch as the network sees it, by name; called once per run."""
         return {}
 
-    def headline(self, scores: dict[str, float]) -> dict[str, str]:
+    def headline(self, scores: dict[str, float]) -> list[Headline]:
         """Return the main scores as rows of the closing table, from all logged scores."""
-        return {name: f"{value:.4f}" for name, value in scores.items()}
+        return [Headline(name, name, f"{value:.4f}") for name, value in scores.items()]
 
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return a row for each input; by default for each row of the tensors that `predict_step` returned.

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from datamodules.errors import spelled
 from datamodules.lightning import apply_to_collection
 
 
@@ -18,7 +19,8 @@ def call_network(network: nn.Module, inputs: Any) -> Any:
             return network(inputs)
     except RuntimeError as error:
         if "view size is not compatible" in str(error):
-            error.add_note("convolutions are in channels_last: write flatten(1) for view, or pass channels_last=False")
+            setting = spelled("channels_last", False)
+            error.add_note(f"convolutions are in channels_last: write flatten(1) for view, or pass {setting}")
         raise
     outputs = network(inputs.new_zeros(2, *inputs.shape[1:]))
     return apply_to_collection(outputs, Tensor, _without_rows)

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.contract import Free, Rare, data_contract
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
@@ -17,7 +17,7 @@ from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
 from recipes.mistakes import is_image_batch, training_grid
 from recipes.scores import ClassificationScores
-from recipes.tables import EvaluationTables
+from recipes.tables import EvaluationTables, Headline
 
 
 class Classifier(Recipe):
@@ -64,10 +64,14 @@ class Classifier(Recipe):
     ) -> None:
         if num_classes is None:
             raise UserError(
-                "the number of classes was neither given nor found in the data; pass one such as num_classes=10"
+                "the number of classes was neither given nor found in the data; pass one such as"
+                f" {spelled('num_classes', 10)}"
             )
         if num_classes < 2:
-            raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
+            raise UserError(
+                f"{spelled('num_classes', num_classes)} leaves nothing to classify; pass {spelled('num_classes', 2)} or"
+                " more"
+            )
         check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
         # A buffer, so that it moves to the device. It is not in the state dict, whose names would otherwise depend on
@@ -182,15 +186,15 @@ class Classifier(Recipe):
         preprocessing = data_contract(self.data_module()).preprocessing()
         return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
 
-    def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """Return the rows of the final table with the main scores."""
+    @override
+    def headline(self, scores: dict[str, float]) -> list[Headline]:
         prefix = "test" if "test/accuracy" in scores else "val"
         keys = {
             "val accuracy": "val/accuracy",
             f"{prefix} accuracy": f"{prefix}/accuracy",
             f"{prefix} macro-F1": f"{prefix}/macro_f1",
         }
-        return {name: f"{100 * scores[key]:.2f} %" for name, key in keys.items() if key in scores}
+        return [Headline(title, key, f"{100 * scores[key]:.2f} %") for title, key in keys.items() if key in scores]
 
     @override
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from callbacks.lib.updates import accumulates
-from datamodules.errors import RunFailedError, UserError, first_line
+from datamodules.errors import RunFailedError, UserError, first_line, spelled
 from datamodules.lightning import pl
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -29,7 +29,8 @@ def check_compile_mode(mode: bool | str) -> None:
         UserError: the mode is unknown.
     """
     if not isinstance(mode, bool) and mode not in get_args(CompileMode):
-        raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
+        modes = ", ".join(get_args(CompileMode))
+        raise UserError(f"{spelled('compile', mode)} is no mode of torch.compile; pass True, {modes}")
 
 
 def compile_network(
@@ -69,7 +70,7 @@ def compile_network(
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.ShortenTraceback as error:  # The backend failed, or there is no C++ compiler.
             cause = first_line(getattr(error, "inner_exception", error))
-            hint = "pass compile=False, or install a C++ compiler such as g++ where it is missing"
+            hint = f"pass {spelled('compile', False)}, or install a C++ compiler such as g++ where it is missing"
             raise RunFailedError(f"torch.compile fails on this network ({cause}); {hint}") from error
 
     # The attribute that `nn.Module.compile` sets. A hook could not mark sizes, since hooks are part of the graph.
@@ -100,7 +101,10 @@ class CompileNetwork(pl.Callback):
         on_gpu = trainer.strategy.root_device.type == "cuda"
         # The next backward pass of a CUDA graph overwrites the gradients of the one before.
         if mode in _CUDA_GRAPHS and on_gpu and accumulates(trainer):
-            raise UserError(f"compile={mode!r} cannot accumulate micro-batches: pass compile=True, or accumulate=1")
+            raise UserError(
+                f"{spelled('compile', mode)} cannot accumulate micro-batches: pass {spelled('compile', True)}, or"
+                f" {spelled('accumulate', 1)}"
+            )
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

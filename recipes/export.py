@@ -15,7 +15,7 @@ from typing_extensions import override
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.writing import atomic_write
 from datamodules.contract import OneCall, marked_parameters
-from datamodules.errors import UserError, first_line
+from datamodules.errors import UserError, first_line, spelled
 from datamodules.images.normalise import Normalise
 from recipes.base import Recipe
 from recipes.inputs import preprocessing
@@ -192,7 +192,7 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
         raise
     except Exception as error:  # The exporter and onnxruntime may raise any exception for a network.
         raise UserError(
-            f"the network cannot be written as onnx ({first_line(error)}); pass format='safetensors'"
+            f"the network cannot be written as onnx ({first_line(error)}); pass {spelled('format', 'safetensors')}"
         ) from error
 
     def run(inputs: Tensor) -> dict[str, Tensor]:
@@ -225,13 +225,13 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
     if kind == "onnx" and not isinstance(example, Tensor):
         raise UserError(
             f"{recipe.title} cannot be written as onnx: it has no example_input_array with the shape of the network's"
-            " input; pass format='safetensors'"
+            f" input; pass {spelled('format', 'safetensors')}"
         )
     path = Path(output) if output else Path(checkpoint_path).with_suffix(_ENDINGS[kind])
     if (path.suffix == ".safetensors") != (kind == "safetensors"):
-        raise UserError(f"output={str(path)!r}: a {kind} file ends in {_ENDINGS[kind]}")
+        raise UserError(f"a {kind} file ends in {_ENDINGS[kind]}", setting="output", value=str(path))
     if path.is_dir():
-        raise UserError(f"output={str(path)!r} is a folder; name a file in it")
+        raise UserError(f"{spelled('output', str(path))} is a folder; name a file in it")
     checkpoint = _load(recipe, checkpoint_path)
     metadata = json.loads(json.dumps(_metadata(recipe) | {"config": checkpoint.get("config")}, default=str))
     with warnings.catch_warnings():
@@ -246,4 +246,5 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
                 metadata["inputs"] = {graph.input: graph.text}
                 return Exported(path, metadata["inputs"], _write_onnx(graph, temporary, metadata))
         except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}; pass another `output`") from error
+            reason = error.strerror or error
+            raise UserError(f"{path} cannot be written: {reason}; pass another {spelled('output')}") from error

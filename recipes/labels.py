@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from callbacks.lib.hooks import is_training
 from datamodules.contract import data_contract
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
 from datamodules.lightning import pl
 
@@ -168,7 +168,8 @@ class LabelCheck:
         outside = labels.masked_fill(_is_class(labels, self.num_classes) | (labels == IGNORED), 0)
         low, high = torch.stack(outside.aminmax()).tolist()  # One transfer for both numbers.
         if low < 0 or high >= self.num_classes:
-            advice = f"pass num_classes={high + 1} or correct" if high >= self.num_classes else "correct"
+            larger = spelled("num_classes", high + 1)
+            advice = f"pass {larger} or correct" if high >= self.num_classes else "correct"
             raise RunFailedError(
                 f"labels {low} to {high} of {self.part} batches were found, expected 0..{self.num_classes - 1};"
                 f" {advice} the labels ({IGNORED} leaves a sample out)"
@@ -209,7 +210,7 @@ class CheckLabels(pl.Callback):
                 name_list = f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
             raise UserError(
                 f"the data has {count} classes{name_list}, the network {len(pl_module.class_names)}; pass"
-                f" num_classes={count}, or data with the classes that the network was trained on"
+                f" {spelled('num_classes', count)}, or data with the classes that the network was trained on"
             )
 
     def _name_classes(self, pl_module: Any) -> None:
@@ -226,8 +227,8 @@ class CheckLabels(pl.Callback):
                 head = [*pl_module.network.state_dict()][-1].rpartition(".")[0]
                 raise UserError(
                     f"class {i} is {saved_name!r} in the checkpoint and {data_name!r} in the data; rename the data's"
-                    " classes to those of the checkpoint, or train on others with it as `weights` and"
-                    f" weights_skip={head!r}"
+                    f" classes to those of the checkpoint, or train on others with it as {spelled('weights')} and"
+                    f" {spelled('weights_skip', head)}"
                 )
         pl_module.take_class_names(names)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from callbacks.lib.hooks import attached_trainer
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 
 # Optimisers whose rate grows linearly with the batch. Adaptive ones divide by the size of the gradient, so that their
@@ -42,21 +42,28 @@ def optimizer_class(name: str) -> type[Optimizer]:
     else:
         module, _, attribute = name.rpartition(".")
         if module not in sys.modules:
-            raise UserError(f"optimizer={name!r}: {module} is not imported; write `import {module}` before")
+            raise UserError(
+                f"{module} is not imported; write `import {module}` before", setting="optimizer", value=name
+            )
         cls = getattr(sys.modules[module], attribute, None)
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             problem = "it is no subclass of torch.optim.Optimizer" if cls else f"{module} has no class {attribute}"
-            raise UserError(f"optimizer={name!r}: {problem}")
+            raise UserError(problem, setting="optimizer", value=name)
     # Schedule-free optimisers have these methods.
     if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
         raise UserError(
-            f"optimizer={name!r}: it trains other weights than it is to be scored and saved with, and moving between"
-            " them rounds, so that no resumed run would be exact; pass `ema` with another optimizer"
+            "it trains other weights than it is to be scored and saved with, and moving between them rounds, so that no"
+            " resumed run would be exact",
+            setting="optimizer",
+            value=name,
+            to_type=f"pass {spelled('ema')} with another optimizer",
         )
     if issubclass(cls, LBFGS):
-        raise UserError(f"optimizer={name!r}: it evaluates the loss several times in an update; pass another one")
+        problem = "it evaluates the loss several times in an update"
+        raise UserError(problem, setting="optimizer", value=name, to_type="pass another one")
     if not _accepts(cls, "lr"):
-        raise UserError(f"optimizer={name!r}: it has no parameter lr, which schedules and the warm-up multiply")
+        problem = "it has no parameter lr, which schedules and the warm-up multiply"
+        raise UserError(problem, setting="optimizer", value=name)
     fitting: type[Optimizer] = cls
     return fitting
 
@@ -78,14 +85,18 @@ def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
         return
     cls = optimizer_class(name)
     if cls is torch.optim.SparseAdam:
-        raise UserError("optimizer=sparseadam updates sparse gradients, and these networks have dense ones; pass adam")
+        raise UserError(
+            f"{spelled('optimizer', name)} updates sparse gradients, and these networks have dense ones; pass adam"
+        )
     names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _ARGUMENTS_WITH_FLAG]
     for key in arguments:
         if key in _ARGUMENTS_WITH_FLAG:
-            raise UserError(f"`optimizer_args`: {key} is a parameter of its own; pass {key}={arguments[key]!r}")
+            problem = f"{key} is a parameter of its own"
+            raise UserError(problem, setting="optimizer_args", to_type=f"pass {spelled(key, arguments[key])}")
     for key in arguments:
         if not _accepts(cls, key) or key == "params":
-            raise UserError(f"`optimizer_args`: {cls.__name__} has no {key}; it takes {', '.join(names)}")
+            problem = f"{cls.__name__} has no {key}; it takes {', '.join(names)}"
+            raise UserError(problem, setting="optimizer_args")
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -200,7 +211,7 @@ def optimizer_by_name(
     try:
         optimizer = cls(groups, **options | dict(arguments or {}))
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"optimizer={name!r}: {error}") from error
+        raise UserError(str(error), setting="optimizer", value=name) from error
     # Only arguments: some optimisers also keep state in their groups, which a checkpoint has to restore.
     settings_of_groups = [
         {key: value for key, value in group.items() if key in accepted and key != "params"}

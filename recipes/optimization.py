@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from callbacks.lib.rates import schedule_of
 from callbacks.lib.updates import total_updates, updates_made
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
 from recipes.optim import optimizer_class
@@ -45,8 +45,8 @@ def refuse_plateau_by_time(trainer: pl.Trainer) -> None:
     validates_by_time = getattr(trainer, "val_check_interval", None) is None
     if validates_by_time and any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         raise UserError(
-            "schedule='plateau' follows the score of each epoch, and `val_check_interval` is a time; pass a number of"
-            " updates or a share of an epoch"
+            f"{spelled('schedule', 'plateau')} follows the score of each epoch, and {spelled('val_check_interval')} is"
+            " a time; pass a number of updates or a share of an epoch"
         )
 
 
@@ -60,17 +60,14 @@ def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
         is_torchs = built.__module__.startswith("torch.optim")
         path = built.__name__.lower() if is_torchs else f"{built.__module__}.{built.__name__}"
         warn(
-            "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
-            " rate; call build_optimizer(parameters, self), or pass optimizer=%r",
-            built.__name__,
-            name,
-            path,
+            f"note: configure_optimizers() built {built.__name__}, and {spelled('optimizer', name)} is saved with the"
+            " run and scales the learning rate; call build_optimizer(parameters, self), or pass"
+            f" {spelled('optimizer', path)}"
         )
     elif not trainer.lr_scheduler_configs:
         warn(
-            "note: configure_optimizers() built no schedule, and schedule=%r is saved with the run; return"
-            " build_schedule(optimizer, self)",
-            recipe.hparams.schedule,
+            f"note: configure_optimizers() built no schedule, and {spelled('schedule', recipe.hparams.schedule)} is"
+            " saved with the run; return build_schedule(optimizer, self)"
         )
 
 
@@ -79,7 +76,10 @@ def _check_schedule(trainer: pl.Trainer, recipe: Any) -> None:
     settings = settings_of(recipe)
     followed = recipe.monitor if settings.schedule == "plateau" else ""
     if followed.startswith("val/") and not trainer.enable_validation:
-        raise UserError(f"schedule='plateau' follows {followed}, and this run validates nothing; pass another schedule")
+        raise UserError(
+            f"{spelled('schedule', 'plateau')} follows {followed}, and this run validates nothing; pass another"
+            " schedule"
+        )
     settings.factor(1, trainer)
     if math.isinf(total_updates(trainer)) and settings.schedule in ENDS_AT_0:
-        warn(f"the run has no end, so schedule={settings.schedule!r} stays at its peak")
+        warn(f"the run has no end, so {spelled('schedule', settings.schedule)} stays at its peak")

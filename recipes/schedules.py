@@ -18,7 +18,7 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import attached_trainer
 from callbacks.lib.rates import UpdateSchedule
 from callbacks.lib.updates import duration_to_updates, total_updates
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import NATURAL, Range, check_ranges
 
@@ -84,9 +84,8 @@ class ScheduleSettings:
         accepted = _ARGUMENTS[self.schedule]
         unknown = [name for name in self.arguments if name not in accepted]
         if unknown:
-            raise UserError(
-                f"`schedule_args`: {self.schedule} has no {unknown[0]}; it takes {', '.join(accepted) or 'none'}"
-            )
+            problem = f"{self.schedule} has no {unknown[0]}; it takes {', '.join(accepted) or 'none'}"
+            raise UserError(problem, setting="schedule_args")
         ranges = {"gamma": Range(0, 1, above=True, below=True), "min_lr": Range(0, self.lr), "patience": NATURAL}
         check_ranges(**{name: (self.arguments[name], ranges[name]) for name in ranges if name in self.arguments})
         self.milestones  # noqa: B018 - parsed here, so that wrong milestones are refused before training
@@ -101,12 +100,12 @@ class ScheduleSettings:
             try:
                 time = Duration.parse(milestone)
             except UserError as error:
-                raise UserError(f"milestones={milestones!r}, number {number}: {error}") from error
+                raise UserError(f"{spelled('milestones', milestones)}, number {number}: {error}") from error
             same_unit = [duration for duration in durations if duration.unit == time.unit]
             not_before = [duration for duration in same_unit if duration.value >= time.value]
             if not_before or not time.value:
                 earlier = not_before[0] if not_before else "the start of the run"
-                raise UserError(f"milestones={milestones!r}, number {number}: {time} is not after {earlier}")
+                raise UserError(f"{spelled('milestones', milestones)}, number {number}: {time} is not after {earlier}")
             durations.append(time)
         return durations
 

@@ -24,6 +24,35 @@ class ResultTable(NamedTuple):
     rows: list[dict[str, Any]]
 
 
+class Headline(NamedTuple):
+    """One of the main scores of a run, for the closing table and the page.
+
+    Args:
+        title: what the score is called there.
+        score: its name in the logged scores, such as "test/accuracy".
+        value: the score as text, with its unit.
+        remark: how it was measured, in a few words.
+        signature: the settings of the metric, by which others can repeat it.
+    """
+
+    title: str
+    score: str
+    value: str
+    remark: str = ""
+    signature: str = ""
+
+    @property
+    def text(self) -> str:
+        """The value with what belongs to it.
+
+        Example:
+            >>> Headline("test BLEU", "test/bleu", "62.00", "greedy").text
+            '62.00 (greedy)'
+        """
+        details = "; ".join(filter(None, (self.remark, self.signature)))
+        return f"{self.value} ({details})" if details else self.value
+
+
 def _scored(logits: Tensor, targets: Tensor) -> Tensor:
     """Return true and predicted class and their probabilities, (batch, 4); float32 holds any class number."""
     probabilities = logits.float().softmax(1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.lib.layers import inside, matching_names, module_names
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
 from recipes.weights_file import read_weights_file
@@ -259,7 +259,10 @@ def load_weights(
     targets = {name: value for name, value in targets.items() if not inside(name, left_out)}
     state = {name: value for name, value in state.items() if not inside(name, left_out)}
     if not targets:
-        raise UserError("`weights_skip` leaves no tensor of the module; pass other patterns, or weights='none'")
+        raise UserError(
+            f"{spelled('weights_skip')} leaves no tensor of the module; pass other patterns, or"
+            f" {spelled('weights', 'none')}"
+        )
     fitting, skipped, new, foreign = _compare(state, targets, head)
     report = WeightsReport(source_name, _counted(fitting), skipped, new, not_chosen)
     if exact or not fitting:
@@ -277,7 +280,7 @@ def load_weights(
         raise UserError(
             f"weights from {source_name} are of another network: {len(report.loaded)} tensors match, and {len(foreign)}"
             f" do not: {some_names(foreign, 3)}. Pass the settings of that network, or leave layers out on both sides,"
-            f" as in weights_skip={layer!r}"
+            f" as in {spelled('weights_skip', layer)}"
         )
     for name, value in fitting.items():
         # After the conversion: a large value may be infinite in the module's precision.

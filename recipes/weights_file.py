@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.checkpointing.plain_loading import load_plain
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 
 # The metadata that the export command writes into safetensors as JSON; other metadata are text.
 _JSON = ("config", "hyper_parameters", "class_names", "source_vocabulary", "target_vocabulary")
@@ -26,7 +26,7 @@ def read_weights_file(path: str | Path) -> Mapping[str, Any]:
     """Read a file of weights with any suffix; a safetensors file becomes a dict of its tensors and settings."""
     path = Path(path).expanduser()
     if not path.is_file():
-        raise UserError(f"there is no file {path}; pass weights='FILE' or weights='none'")
+        raise UserError(f"there is no file {path}; pass {spelled('weights', 'FILE')} or {spelled('weights', 'none')}")
     try:
         with path.open("rb") as file:
             start = file.read(9)

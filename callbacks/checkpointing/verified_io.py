@@ -27,7 +27,7 @@ from callbacks.checkpointing.exact_checkpoint import warn_of_other_checkpoints
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.writing import atomic_write
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import TorchCheckpointIO, pl
 
 log = logging.getLogger("lightning_recipes.checkpoints")
@@ -242,7 +242,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         """
         problem = describe_damage(path) if Path(path).is_file() else None
         if problem:
-            raise UserError(f'{path} cannot be read: {problem}; pass another checkpoint, or resume="auto"')
+            resume = spelled("resume", "auto")
+            raise UserError(f"{path} cannot be read: {problem}; pass another checkpoint, or {resume}")
         try:
             return super().load_checkpoint(path, *args, **kwargs)
         except pickle.UnpicklingError as error:
@@ -286,7 +287,8 @@ class CheckpointGuard(OneLightningCallback):
         if not trainer.strategy.reduce_boolean_decision(expected == self.resumed):
             raise UserError(
                 f"rank 0 resumes from {expected or 'nothing'}, rank {trainer.global_rank} found"
-                f" {self.resumed or 'nothing'}: pass a `run_dir` that all nodes share, or a file to `resume`"
+                f" {self.resumed or 'nothing'}: pass a {spelled('run_dir')} that all nodes share, or a file to"
+                f" {spelled('resume')}"
             )
 
     @override
@@ -301,7 +303,7 @@ class CheckpointGuard(OneLightningCallback):
             files = "; ".join(f"{path}: {reason}" for path, reason in io.failures.items())
             problem = (
                 f"the training is done, and its checkpoints could not be saved ({files}); make room, and repeat from"
-                " the last one that was saved with `resume`"
+                f" the last one that was saved with {spelled('resume')}"
             )
         # All ranks raise the error of rank 0: a rank that ends alone leaves the others waiting.
         problem = trainer.strategy.broadcast(problem)

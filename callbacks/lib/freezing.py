@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.lib.layers import find_name, inside, module_names, parameter_names
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 
 
 def names_before(module: nn.Module, until: str | None) -> set[str]:
@@ -234,7 +234,7 @@ def check_freezing(
     if not any(p.requires_grad and p not in frozen_at_start for p in module.parameters()):
         raise UserError(
             "FreezeLayers leaves nothing to train at the start of the run: every parameter is frozen; freeze fewer"
-            " layers, or let one out of `unfreeze`"
+            f" layers, or let one out of {spelled('unfreeze')}"
         )
     optimized = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = unfrozen_later - optimized

@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.updates import flattened
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import CombinedLoader, pl, sized_len
 from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
 from datamodules.loading.numbered import NumberedDataLoader, batch_sampler_of, can_be_numbered
@@ -203,6 +203,6 @@ def check_interval(loader: Any, trainer: Any) -> None:
     updates = min(length, limit) if isinstance(limit, int) else int(length * limit)
     if interval > updates:
         raise UserError(
-            f"val_check_interval={interval} is more than the {updates} updates of an epoch; pass"
-            f" val_check_interval={updates} or less"
+            f"{spelled('val_check_interval', interval)} is more than the {updates} updates of an epoch; pass"
+            f" {spelled('val_check_interval', updates)} or less"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.images.decoding import ending, is_image
 from datamodules.images.labels import check_classes, same_name
 from datamodules.images.leaks import note_shared_images
@@ -45,7 +45,7 @@ def _expected(files: Sequence[str] = ()) -> str:
     table = tables[0] if tables else "train.csv"
     return (
         "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
-        f" a table as data_dir='{table}'"
+        f" a table as {spelled('data_dir', table)}"
     )
 
 
@@ -151,8 +151,8 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
     if not is_archive(place) or not place.is_file():
         problem = "is neither a folder nor a .zip archive" if place.is_file() else "does not exist"
         raise UserError(
-            f"data_dir={str(place)!r} {problem}; pass a folder that holds a folder of images for each class, or a .zip"
-            " of it"
+            f"{spelled('data_dir', str(place))} {problem}; pass a folder that holds a folder of images for each class,"
+            " or a .zip of it"
         )
     unpacked_folder = unpacked(place, cache_folder("archives"))
     if unpacked_folder:

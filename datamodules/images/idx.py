@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.images.known_sets import DATASETS, ImageSet
 from datamodules.images.source import ArrayImages, PartsOnDemand, Samples, Source
 from datamodules.loading.download import download
@@ -131,8 +131,8 @@ def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
     for other, info in DATASETS.items():
         if info.torchvision_name and matches(info) and not matches(DATASETS[name]):
             raise UserError(
-                f"{source} belongs to {info.title} by its pixels (mean {mean:.3f}, standard deviation {std:.3f}), "
-                f"expected {DATASETS[name].title}; pass dataset={other!r} or another `data_dir`"
+                f"{source} belongs to {info.title} by its pixels (mean {mean:.3f}, standard deviation {std:.3f}),"
+                f" expected {DATASETS[name].title}; pass {spelled('dataset', other)} or another {spelled('data_dir')}"
             )
 
 

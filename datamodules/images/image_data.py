@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.base import BaseDataModule
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.images.arrays import from_samples
 from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
@@ -66,10 +66,15 @@ class ImageDataModule(BaseDataModule):
         share = Range(0, 1, below=True)
         check_ranges(val_fraction=(shares[0], share), test_fraction=(shares[1], share))
         if sum(shares) >= 1:
-            raise UserError("`val_fraction` and `test_fraction` leave nothing to train on; pass 0.1 for each")
+            raise UserError(
+                f"{spelled('val_fraction')} and {spelled('test_fraction')} leave nothing to train on; pass 0.1 for each"
+            )
         check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
         if dataset == "digits" and data_dir is not None:
-            raise UserError(f"dataset='digits' comes with this package, so data_dir={data_dir!s} would not be read")
+            raise UserError(
+                f"{spelled('dataset', dataset)} comes with this package, so {spelled('data_dir', str(data_dir))} would"
+                " not be read"
+            )
         self.dataset = dataset
         # An attribute besides the hyper-parameter, since Lightning's batch size finder sets it.
         self.batch_size = sizes[0]
@@ -92,8 +97,8 @@ class ImageDataModule(BaseDataModule):
         if self._source is None:
             if self._is_own and self.hparams.data_dir is None:
                 raise UserError(
-                    f"dataset={self._own!r} needs `data_dir`, a folder with a folder of images for each"
-                    f" class{self._own_forms}"
+                    f"{spelled('dataset', self._own)} needs {spelled('data_dir')}, a folder with a folder of images for"
+                    f" each class{self._own_forms}"
                 )
             with inform_if_slow(f"listing the images in {self._folder} ..."):
                 self._source = self._find_source()

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.contract import Free, OneCall, Rare
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.images import reading
 from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, describe_augmentation
 from datamodules.images.crop import Crop
@@ -201,8 +201,8 @@ class ImageFolderDataModule(ImageDataModule):
     def _decide(self) -> None:
         if self.dataset == "digits" and self.hparams.dataset == "auto":
             self._note(
-                "no `data_dir`: using the 1,797 bundled digits as small colour images; pass"
-                " data_dir='FOLDER' for your own",
+                f"no {spelled('data_dir')}: using the 1,797 bundled digits as small colour images; pass"
+                f" {spelled('data_dir', 'FOLDER')} for your own",
                 warn,
             )
 
@@ -361,6 +361,6 @@ class ImageFolderDataModule(ImageDataModule):
             self.dataset = saved
             return
         if saved != self.dataset:
-            parameter = f"dataset={saved!r}" if saved != "folder" else "data_dir='FOLDER'"
+            parameter = spelled("dataset", saved) if saved != "folder" else spelled("data_dir", "FOLDER")
             raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {parameter}")
         self._refuse_other_classes(state_dict["classes"], shown=8)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.numbered import NumberedDataLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
@@ -115,8 +115,8 @@ def refuse_other_classes(saved: Sequence[str], here: Sequence[str], shown: int) 
 
     if tuple(saved) != tuple(here):
         raise UserError(
-            f"the checkpoint was trained on the classes {describe(saved)}, found {describe(here)}; pass the `data_dir`"
-            " that it was trained on"
+            f"the checkpoint was trained on the classes {describe(saved)}, found {describe(here)}; pass the"
+            f" {spelled('data_dir')} that it was trained on"
         )
 
 
@@ -179,7 +179,7 @@ def check_labels(
         largest = int(labels.max())
         row = first if rows is None else int(rows[first])
         if largest >= num_classes:
-            advice = f"pass num_classes={largest + 1} or correct the labels"
+            advice = f"pass {spelled('num_classes', largest + 1)} or correct the labels"
         else:
             advice = f"correct the labels; {IGNORED} leaves a sample out"
         raise error(

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.contract import Free, OneCall, Rare
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.images import idx
 from datamodules.images.affine import RandomAffine
 from datamodules.images.finding import find_small_images, holds_images
@@ -103,8 +103,8 @@ class MNISTDataModule(ImageDataModule):
         if idx.find_files(self.dataset, self._folder) is None:
             first = idx.FILES["train"][0]
             raise UserError(
-                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {first}[.gz] and the other three"
-                " files, or dataset='digits'"
+                f"{self._missing(self.dataset)}; pass {spelled('data_dir', 'FOLDER')} with {first}[.gz] and the other"
+                f" three files, or {spelled('dataset', 'digits')}"
             )
         return idx.from_idx(self.dataset, self._folder)
 
@@ -186,13 +186,14 @@ class MNISTDataModule(ImageDataModule):
             chosen = choices[int(self.trainer.strategy.reduce(contribution, reduce_op="sum"))]
         if chosen == "none":
             raise UserError(
-                f"{self._missing('mnist')} and no images of your own; pass a folder with them, with a folder of images "
-                "for each class or with an .npz file, dataset='mnist' to download MNIST into it, or dataset='digits'"
+                f"{self._missing('mnist')} and no images of your own; pass a folder with them, with a folder of images"
+                f" for each class or with an .npz file, {spelled('dataset', 'mnist')} to download MNIST into it, or"
+                f" {spelled('dataset', 'digits')}"
             )
         if chosen == "digits":
             warn(
-                "warning: %s: using the 1,797 bundled digits; pass data_dir='FOLDER' for MNIST or your own images",
-                self._missing("mnist"),
+                f"warning: {self._missing('mnist')}: using the 1,797 bundled digits; pass"
+                f" {spelled('data_dir', 'FOLDER')} for MNIST or your own images"
             )
         self.dataset = chosen
 
@@ -301,7 +302,8 @@ class MNISTDataModule(ImageDataModule):
         check_choice("dataset", saved, tuple(self._sets))
         if self.hparams.dataset not in ("auto", saved):
             raise UserError(
-                f"the checkpoint was trained on {saved}, found dataset={self.dataset!r}; pass dataset={saved!r}"
+                f"the checkpoint was trained on {saved}, found {spelled('dataset', self.dataset)}; pass"
+                f" {spelled('dataset', saved)}"
             )
         if self.dataset not in ("auto", saved):
             # Lightning calls `setup` before it reads the checkpoint, so "auto" was resolved by the files on this

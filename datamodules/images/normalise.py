@@ -61,5 +61,7 @@ def check_statistics(name: str, numbers: Sequence[float] | None, least: float) -
     if numbers is None:
         return None
     if len(numbers) != 3 or not all(least <= number <= 1 for number in numbers):
-        raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
+        raise UserError(
+            "expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]", setting=name, value=numbers
+        )
     return list(numbers)

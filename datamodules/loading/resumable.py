@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 from typing_extensions import override
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.sampling import Division
 from datamodules.loading.updates import Update, UpdateLoader
 
@@ -109,7 +109,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         if self.division.micro_batches < self.world_size:
             raise UserError(
                 f"an update has {self.division.micro_batches} micro-batches of {self._items_at_once}, found"
-                f" {self.world_size} devices: pass fewer devices, or a `batch_size` of"
+                f" {self.world_size} devices: pass fewer devices, or a {spelled('batch_size')} of"
                 f" {max(1, items // self.world_size)} or less"
             )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.randomness import permutation
 
 
@@ -27,8 +27,8 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     """
     if not 0 <= held_out < n:
         raise UserError(
-            f"cannot hold {held_out:,} of {n:,} samples out for validation: expected 0 to {n - 1:,}; "
-            f"pass a smaller `val_fraction`"
+            f"cannot hold {held_out:,} of {n:,} samples out for validation: expected 0 to {n - 1:,};"
+            f" pass a smaller {spelled('val_fraction')}"
         )
     order = permutation(n, seed, "split")
     return order[held_out:].sort().values, order[:held_out].sort().values

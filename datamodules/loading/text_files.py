@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 
 NOT_UTF8 = "not in UTF-8"
 """Reason of a fault."""
@@ -88,7 +88,7 @@ class Faults:
         if not len(self):
             return ""
         if choice == "error":
-            skip = f', or pass {parameter}="skip" to leave them out' if parameter else ""
+            skip = f", or pass {spelled(parameter, 'skip')} to leave them out" if parameter else ""
             raise UserError(
                 f"{where}: {len(self):,} of {total:,} lines cannot be used: {self.describe()}{more}; correct them{skip}"
             )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 from typing_extensions import override
 
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
 from datamodules.loading.requests import Requests
 from datamodules.loading.resumable import Spans
@@ -127,8 +127,8 @@ class _Workers:
     ) -> None:
         if mix is not None and skip_unreadable:
             raise UserError(
-                "mixtures need every image and its neighbour: pass mixup=0 and cutmix=0 with on_corrupt='skip', or"
-                " on_corrupt='error'"
+                f"mixtures need every image and its neighbour: pass {spelled('mixup', 0)} and {spelled('cutmix', 0)}"
+                f" with {spelled('on_corrupt', 'skip')}, or {spelled('on_corrupt', 'error')}"
             )
         self.reader = reader
         self.num_workers = min(num_workers, batches)
@@ -258,8 +258,8 @@ class _Workers:
         """Return the exception to raise after an error of the workers, with the cause and what to do."""
         if os.strerror(errno.ENOSPC) in str(error):
             return UserError(
-                f"/dev/shm has no room for the batches of {self.num_workers} workers; pass num_workers=0, or start the"
-                " container with more of it, as docker run --shm-size=1g does"
+                f"/dev/shm has no room for the batches of {self.num_workers} workers; pass {spelled('num_workers', 0)},"
+                " or start the container with more of it, as docker run --shm-size=1g does"
             )
         batches: Any = self._loader._iterator if self._loader is not None else None
         processes = batches._workers if batches is not None else []
@@ -271,7 +271,7 @@ class _Workers:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return RunFailedError(
             f"worker {dead[0]} (process {processes[dead[0]].pid}) {how}; the system may have run out of memory: pass"
-            " fewer `num_workers`, or num_workers=0 to see where"
+            f" fewer {spelled('num_workers')}, or {spelled('num_workers', 0)} to see where"
         )
 
     def _kill(self) -> None:
@@ -284,7 +284,10 @@ class _Workers:
     def _handle_unreadable(self, row: int, message: str, count: int) -> None:
         if not self.skip_unreadable:
             self.close()
-            raise UserError(f"{message}; replace or remove the file, or pass on_corrupt='skip' to leave such files out")
+            raise UserError(
+                f"{message}; replace or remove the file, or pass {spelled('on_corrupt', 'skip')} to leave such files"
+                " out"
+            )
         if row in self.unreadable:
             return
         self.unreadable[row] = message

@@ -1,9 +1,8 @@
 """Prepares a corpus of sentence pairs: normalises, filters, splits without leaks, and packs token numbers."""
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.text_files import Faults
 from datamodules.translation.given_sentences import LONGEST_INPUT
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, pack
@@ -188,12 +187,16 @@ class _Kept:
     notes: list[str] = field(default_factory=list)
 
 
-_HINTS = {
-    "not in UTF-8": "; save the file as UTF-8",
-    f"over {_LONGEST:,} bytes": "; split them, or keep up to 10 bytes for each word of `max_length`",
-    "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`, and the names of"
-    " comma-separated files end in .csv)",
-}
+def _hints(reasons: Collection[str]) -> str:
+    """Return what to do about faulty lines, by the reasons why they are faulty."""
+    two_files = f"{spelled('source_file')} and {spelled('target_file')}"
+    hints = {
+        "not in UTF-8": "; save the file as UTF-8",
+        f"over {_LONGEST:,} bytes": f"; split them, or keep up to 10 bytes for each word of {spelled('max_length')}",
+        "without a tab": f"; expected SOURCE<tab>TARGET (two files are {two_files}, and the names of comma-separated"
+        " files end in .csv)",
+    }
+    return "".join(text for reason, text in hints.items() if reason in reasons)
 
 
 def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
@@ -223,7 +226,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
             kept.sources.append(source)
             kept.targets.append(target)
             kept.texts.append((pair.source, pair.target))
-    hint = "".join(text for reason, text in _HINTS.items() if reason in faults.lines)
+    hint = _hints(faults.lines)
     notes = [
         pairs.describe_columns(),
         faults.raise_or_report(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint),
@@ -243,7 +246,7 @@ def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], kee
     sources = [source for kept_pairs in kept for source in kept_pairs.sources]
     if not sources:
         filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
-        settings = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
+        settings = ", ".join(spelled(name, value) for name, value in filters.items() if value)
         where = ", ".join(pairs.where for pairs in files)
         raise UserError(f"{where}: no pair of {read:,} is left after {settings}")
     left_out: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from datamodules.base import BaseDataModule
 from datamodules.contract import OneCall
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.notes import inform, inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
@@ -53,24 +53,25 @@ def _paths(files: Files) -> Files:
 
 def _check_files(part: str, pairs: Files, source: Files, target: Files) -> None:
     """Check that a part has files of pairs or aligned files, and as many aligned files on both sides."""
-    names = _FILES[part]
+    names = [spelled(name) for name in _FILES[part]]
     if (source is None) != (target is None):
         present, missing = (names[1], names[2]) if source else (names[2], names[1])
-        raise UserError(f"`{present}` needs the file of its translations; pass `{missing}` too")
+        raise UserError(f"{present} needs the file of its translations; pass {missing} too")
     if pairs is not None and source is not None:
-        raise UserError(f"found both `{names[0]}` and `{names[1]}`; pass files of pairs, or aligned files")
+        raise UserError(f"found both {names[0]} and {names[1]}; pass files of pairs, or aligned files")
     m, n = len(_listed(source)), len(_listed(target))
     if m != n:
-        raise UserError(f"`{names[1]}` has {m} files and `{names[2]}` {n}; each file needs that of its translations")
+        raise UserError(f"{names[1]} has {m} files and {names[2]} {n}; each file needs that of its translations")
 
 
 def _check_fraction(part: str, fraction: float | None, has_files: bool) -> None:
+    name = f"{part}_fraction"
     if fraction is not None and not 0 <= fraction <= 1:
-        raise UserError(f"{part}_fraction={fraction} is outside 0 to 1; pass {part}_fraction=0.1")
+        raise UserError(f"{spelled(name, fraction)} is outside 0 to 1; pass {spelled(name, 0.1)}")
     if fraction and has_files:
         raise UserError(
-            f"found {part}_fraction={fraction} beside files of that part, `{part}_file` or `{part}_source_file`, which "
-            f"replace it; pass {part}_fraction=0"
+            f"found {spelled(name, fraction)} beside files of that part, {spelled(f'{part}_file')} or"
+            f" {spelled(f'{part}_source_file')}, which replace it; pass {spelled(name, 0)}"
         )
 
 
@@ -162,11 +163,13 @@ class TranslationDataModule(BaseDataModule):
         _check_fraction("val", val_fraction, any(val))
         _check_fraction("test", test_fraction, any(test))
         if any(val + test) and not any(train):
-            raise UserError("found files to validate or to test on and none to train on; pass `data_file` too")
+            data_file = spelled("data_file")
+            raise UserError(f"found files to validate or to test on and none to train on; pass {data_file} too")
         if columns is not None:
             columns = [str(column) for column in columns]
             if len(columns) != 2 or not any(files[0] for files in of_parts.values()):
-                raise UserError(f"columns={columns}: expected the two of `data_file`, as in columns=['en', 'fr']")
+                expected = f"expected the two of {spelled('data_file')}, as in {spelled('columns', ['en', 'fr'])}"
+                raise UserError(expected, setting="columns", value=columns)
         check_ranges(
             max_length=(max_length, Range(2, whole=True)),  # A token and the end mark.
             vocab_size=(vocab_size, COUNT),
@@ -183,7 +186,8 @@ class TranslationDataModule(BaseDataModule):
             raise UserError(f"no subwords {subwords!r}; expected one of {', '.join(get_args(SubwordKind))}")
         if subwords != "none":
             if normalisation not in (None, "none"):
-                raise UserError(f"subwords={subwords} are learnt from the text as it is: leave `normalisation` out")
+                kind = spelled("subwords", subwords)
+                raise UserError(f"{kind} are learnt from the text as it is: leave {spelled('normalisation')} out")
             vocab_size = vocab_size or _SUBWORDS
         if normalisation is None:
             normalisation = "unicode" if subwords == "none" else "none"
@@ -272,7 +276,7 @@ class TranslationDataModule(BaseDataModule):
             pairs = [read_aligned(Path(source), Path(target)) for source, target in zip(sources, targets, strict=True)]
         else:
             bundled = bundled_pairs()
-            warn(f"note: `data_file` is not given: training on {len(bundled):,} {BUNDLED_TITLE}")
+            warn(f"note: {spelled('data_file')} is not given: training on {len(bundled):,} {BUNDLED_TITLE}")
             pairs = [SentencePairs(BUNDLED_TITLE, [Pair(i, *pair) for i, pair in enumerate(bundled, 1)])]
         return [file_pairs.reversed() for file_pairs in pairs] if self.hparams.reverse else pairs
 
@@ -296,9 +300,9 @@ class TranslationDataModule(BaseDataModule):
         corpus = self._load()
         if not len(corpus.rows[part]):
             raise UserError(
-                f"{corpus.info.title}: nothing is left for the {part} part of {corpus.info.kept:,} pairs: all pairs "
-                f"with the same source go into one part, and {corpus.info.sources:,} of these sentences are different; "
-                f"pass more sentences, or val_fraction=0 and test_fraction=0"
+                f"{corpus.info.title}: nothing is left for the {part} part of {corpus.info.kept:,} pairs: all pairs"
+                f" with the same source go into one part, and {corpus.info.sources:,} of these sentences are different;"
+                f" pass more sentences, or {spelled('val_fraction', 0)} and {spelled('test_fraction', 0)}"
             )
         return corpus
 

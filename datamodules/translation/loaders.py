@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.randomness import permutation
 from datamodules.loading.resumable import ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order
@@ -64,8 +64,9 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
     longest = int((source_lengths + target_lengths).max())
     if longest > max_tokens:
         raise UserError(
-            f"max_tokens={max_tokens} is less than the longest pair of sentences has, {longest} tokens with their "
-            f"marks; pass max_tokens={longest} or more, or leave long sentences out with `max_length`"
+            f"{spelled('max_tokens', max_tokens)} is less than the longest pair of sentences has, {longest} tokens with"
+            f" their marks; pass {spelled('max_tokens', longest)} or more, or leave long sentences out with"
+            f" {spelled('max_length')}"
         )
     bounds = [0]
     first = 0
@@ -145,8 +146,8 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     def items_of_samples(self, samples: int) -> int:
         if self._bounds is not None:
             raise UserError(
-                f"global_batch_size={samples} is a number of sentences, and batches are limited by `max_tokens`: pass"
-                " the micro-batches of an update, as in accumulate=4"
+                f"{spelled('global_batch_size', samples)} is a number of sentences, and batches are limited by"
+                f" {spelled('max_tokens')}: pass the micro-batches of an update, as in {spelled('accumulate', 4)}"
             )
         return super().items_of_samples(samples)
 
@@ -218,8 +219,8 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         if state["consumed"] and state["items"] != self._items:
             kind = "sentences" if self._bounds is None else "batches"
             raise UserError(
-                f"the checkpoint lies in the middle of an epoch of {state['items']:,} sentences or batches, found "
-                f"{self._items:,} {kind}; resume with the same data and the same `max_tokens`"
+                f"the checkpoint lies in the middle of an epoch of {state['items']:,} sentences or batches, found"
+                f" {self._items:,} {kind}; resume with the same data and the same {spelled('max_tokens')}"
             )
         super().load_state_dict(state)
         self._unit = state["unit"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.tables import Table, read_csv, read_table, read_tabs
 from datamodules.loading.text_files import (
     NOT_UTF8,
@@ -150,7 +150,7 @@ def _column_index(column: str, names: Sequence[str], where: str) -> int:
         return int(column) - 1
     raise UserError(
         f"{where} has no column {column!r}; its columns are {', '.join(map(repr, names[:10]))}: pass two of their"
-        ' names, or numbers from 1, such as columns=["1", "2"]'
+        f" names, or numbers from 1, such as {spelled('columns', ['1', '2'])}"
     )
 
 
@@ -162,7 +162,7 @@ def _refuse_other_columns(rows: Sequence[Sequence[Any]], where: str) -> None:
         if 2 * len(not_sentences) > len(cells):
             raise UserError(
                 f"{where}: column {index + 1} holds {not_sentences[0][:40]!r}; expected the source and the target in"
-                " the first two columns: pass the two to take as `columns`, by name or number from 1"
+                f" the first two columns: pass the two to take as {spelled('columns')}, by name or number from 1"
             )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, Vocabulary, strip_special_tokens
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
                 raise UserError(f"sentencepiece cannot learn from {len(counts):,} different words: {error}") from None
             needed = str(error).rpartition(" vs ")[2].partition(".")[0]
             raise UserError(
-                f"vocab_size={vocab_size} is below the {needed} tokens for single bytes and the characters of the"
-                f" text; pass a larger one, such as vocab_size=8000"
+                f"{spelled('vocab_size', vocab_size)} is below the {needed} tokens for single bytes and the characters"
+                f" of the text; pass a larger one, such as {spelled('vocab_size', 8000)}"
             ) from None
     proto = ModelProto.FromString(model.getvalue())
     # The name of the temporary file differs in each call, and the model is compared with that of a checkpoint.

@@ -16,7 +16,7 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.layers import evaluating
 from datamodules.contract import data_contract
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.lightning import pl
 from datamodules.notes import inform, warn
@@ -120,7 +120,7 @@ def gather_rows(rows: Tensor) -> Tensor:
 def _images_of(trainer: pl.Trainer) -> ImageFolderDataModule:
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, ImageFolderDataModule):
-        raise UserError("`cache_features` needs an ImageFolderDataModule, whose images are numbered")
+        raise UserError(f"{spelled('cache_features')} needs an ImageFolderDataModule, whose images are numbered")
     return data
 
 
@@ -153,8 +153,8 @@ class FeatureCache(pl.Callback):
             return
         if _images_of(trainer).augments:
             raise UserError(
-                "cached features need the same images in every epoch, and these are augmented; "
-                'pass augment="none", or leave `cache_features` out'
+                "cached features need the same images in every epoch, and these are augmented; pass"
+                f" {spelled('augment', 'none')}, or leave {spelled('cache_features')} out"
             )
         for callback in callbacks_of(trainer):
             if isinstance(callback, FreezeLayers):
@@ -162,8 +162,8 @@ class FeatureCache(pl.Callback):
                     start = Duration.parse(when)
                     if start.unit != "epochs" or start.value != int(start.value):
                         raise UserError(
-                            f"cached features change between epochs only, and {name} is unfrozen at {when!r}; "
-                            f'write it in whole epochs, as in "2 epochs", or leave `cache_features` out'
+                            f"cached features change between epochs only, and {name} is unfrozen at {when!r}; write it"
+                            f' in whole epochs, as in "2 epochs", or leave {spelled("cache_features")} out'
                         )
 
     @override

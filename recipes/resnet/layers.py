@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from callbacks.lib.layers import evaluating
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 
 Layer = tuple[str, Sequence[nn.Module]]
 """The name of a layer, and its modules."""
@@ -133,8 +133,8 @@ def _shapes(network: nn.Module, modules: Sequence[nn.Module], images: Tensor) ->
         size = " x ".join(map(str, images.shape[2:]))
         reason = (str(error).strip().partition("\n")[0] or type(error).__name__)[:120]
         raise UserError(
-            f"the network cannot take images of {size} pixels ({reason}); pass another `image_size`, or another"
-            " architecture"
+            f"the network cannot take images of {size} pixels ({reason}); pass another {spelled('image_size')}, or"
+            " another architecture"
         ) from error
     finally:
         for handle in handles:

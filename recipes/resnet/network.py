@@ -9,7 +9,7 @@ import torchvision.models
 from torch import nn
 from torchvision.models import ResNet
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.version import install_command
 
 from .small_networks import CIFAR_DEPTHS, build_cifar_resnet, build_cifarnet
@@ -41,7 +41,7 @@ def timm_config(name: str) -> Any:
     try:
         import timm
     except ImportError as error:
-        raise UserError(f"arch='timm:{name}' needs timm; run {install_command('timm')}") from error
+        raise UserError(f"{spelled('arch', TIMM + name)} needs timm; run {install_command('timm')}") from error
     names = {*timm.list_models(), *timm.list_pretrained()}
     if name not in names:
         raise UserError(f"timm {timm.__version__} has no model {name!r}; {_did_you_mean(name, names, TIMM)}")
@@ -140,8 +140,9 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
         return SMALL_NETWORKS[arch](num_classes)
     if small_images and arch not in RESNETS:
         raise UserError(
-            f"small_images=True changes the first layer of torchvision's ResNets, and {arch} is none of them; pass"
-            " small_images=False, or arch='resnet20', which is made for small images"
+            f"{spelled('small_images', True)} changes the first layer of torchvision's ResNets, and {arch} is none of"
+            f" them; pass {spelled('small_images', False)}, or {spelled('arch', 'resnet20')}, which is made for small"
+            " images"
         )
     if not arch.startswith(TIMM) and arch not in _TORCHVISION:
         raise UserError(f"no architecture {arch!r}; {_did_you_mean(arch, ARCHITECTURES)} Those of timm are timm:NAME")
@@ -157,6 +158,6 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
             raise
         raise UserError(
             f"{arch} cannot be built for images of {image_size} pixels ({str(error) or type(error).__name__}); pass"
-            " another `image_size`"
+            f" another {spelled('image_size')}"
         ) from error
     return _begin_heads(network, num_classes)

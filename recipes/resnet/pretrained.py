@@ -10,12 +10,17 @@ import torchvision.models
 from torch import Tensor
 from torchvision.models.vision_transformer import interpolate_embeddings
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.download import DownloadError, digest_of, download
 from datamodules.notes import warn
 from recipes.weights import read_weights
 
 from .network import ARCHITECTURES, SMALL_NETWORKS, TIMM, build_timm, timm_config
+
+
+def _other_weights() -> str:
+    """Return what to pass where ImageNet weights cannot be had."""
+    return f"{spelled('weights', 'FILE')}, or {spelled('weights', 'none')}"
 
 
 def download_weights(url: str, name: str | None = None) -> Path:
@@ -38,8 +43,8 @@ def download_weights(url: str, name: str | None = None) -> Path:
             download([url], path, digest, 30.0, "sha256")
         except (DownloadError, OSError) as error:
             raise UserError(
-                f"{error}; download it elsewhere and copy it to {path}, or pass weights='FILE', or weights='none' to"
-                " train everything from scratch"
+                f"{error}; download it elsewhere and copy it to {path}, or pass {_other_weights()} to train everything"
+                " from scratch"
             ) from error
     actual_digest = digest_of(path, "sha256") if digest else ""
     if digest and not actual_digest.startswith(digest):
@@ -57,7 +62,7 @@ def imagenet_weights(arch: str) -> dict[str, Tensor]:
     """
     weights: Any = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None)
     if weights is None:
-        raise UserError(f"torchvision has no ImageNet weights for {arch}; pass weights='FILE', or weights='none'")
+        raise UserError(f"torchvision has no ImageNet weights for {arch}; pass {_other_weights()}")
     # The published weights of DenseNets have old names, with a dot inside the names of layers.
     state = read_weights(download_weights(weights.url))
     return {re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", name): state[name] for name in state}
@@ -74,7 +79,7 @@ def published_weights(arch: str, image_size: int = 224) -> dict[str, Tensor]:
         UserError: there are none, or they could not be downloaded.
     """
     if arch in SMALL_NETWORKS:
-        raise UserError(f"{arch} has no ImageNet weights; pass weights='FILE', or weights='none'")
+        raise UserError(f"{arch} has no ImageNet weights; pass {_other_weights()}")
     if arch.startswith(TIMM):
         return _timm_weights(arch.removeprefix(TIMM), image_size)
     state = imagenet_weights(arch)
@@ -86,7 +91,7 @@ def published_weights(arch: str, image_size: int = 224) -> dict[str, Tensor]:
 def _timm_weights(name: str, image_size: int) -> dict[str, Tensor]:
     config = timm_config(name)
     if not config.has_weights:
-        raise UserError(f"timm has no weights for {name}; pass weights='FILE', or weights='none'")
+        raise UserError(f"timm has no weights for {name}; pass {_other_weights()}")
     url = config.url
     path = None
     file = None

@@ -20,7 +20,7 @@ from typing_extensions import override
 from callbacks.freezing import FreezeLayers
 from datamodules import ImageFolderDataModule
 from datamodules.contract import Free, data_contract
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.images.crop import crop_pct
 from datamodules.images.decoding import is_small
 from datamodules.lightning import OptimizerLRScheduler, pl
@@ -120,8 +120,10 @@ class ResNetFineTuner(Classifier):
         )
         if cache_features and kwargs.get("compile"):
             raise UserError(
-                "compile=True: with cache_features=True the head trains alone, and the network is not called; pass"
-                " compile=False"
+                f"with {spelled('cache_features', True)} the head trains alone, and the network is not called",
+                setting="compile",
+                value=True,
+                to_type=f"pass {spelled('compile', False)}",
             )
         super().__init__(
             num_classes=num_classes,

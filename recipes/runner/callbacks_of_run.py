@@ -14,7 +14,7 @@ from callbacks.sync_bn import SyncBN, check_batchnorm
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import Callback, Checkpoint, ProgressBar
 from recipes.base import Recipe
 from recipes.optim import learning_rate_scale
@@ -87,7 +87,8 @@ def _refuse_two_states(callbacks: Sequence[Callback]) -> None:
     if repeated_keys:
         raise UserError(
             f"the run has two {repeated_keys[0]}, and a checkpoint holds the state of one; pass the setting of the run"
-            " in place of the callback, such as seed=7, accumulate=2 or ema=0.999"
+            f" in place of the callback, such as {spelled('seed', 7)}, {spelled('accumulate', 2)} or"
+            f" {spelled('ema', 0.999)}"
         )
 
 

@@ -1,73 +1,13 @@
-"""Print what the user typed with other flags, and spell the settings in messages as flags.
+"""Print what the user typed with other flags."""
 
-Messages name a setting as Python does, `weights` or ``weights="FILE"``, since callbacks and data modules also serve
-other programs. `as_flags` alone spells settings as flags, for users who have typed a command line.
-"""
-
-import re
 import shlex
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datamodules.errors import UserError
+from datamodules.errors import flag_of
 
 DEFAULT_PORT = 29500
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a parameter.
-
-    Example:
-        >>> flag_of("max_epochs")
-        '--max-epochs'
-    """
-    return f"--{name.replace('_', '-')}"
-
-
-_SETTING = re.compile(r"""`([a-z_0-9]+)`|(?<![\w/.\-=`'"])([a-z][a-z_0-9]*)=("[^"]*"|'[^']*'|[^\s,;:()]+)""")
-"""A setting in a message; not in a path such as runs/lr=0.1, nor in a command such as --lr=0.1."""
-
-
-def as_flags(message: str, names: Container[str]) -> str:
-    """Return a message with the settings in it that are flags spelled as flags.
-
-    Args:
-        names: the settings that are flags.
-
-    Example:
-        >>> as_flags('no weights: pass `weights_skip`, or weights="FILE".', {"weights", "weights_skip"})
-        'no weights: pass --weights-skip, or --weights FILE.'
-    """
-
-    def spell(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if name not in names:
-            return match[0]
-        if match[1]:
-            return flag_of(name)
-        if match[3] in ("True", "False"):
-            switch = name if match[3] == "True" else f"no_{name}"
-            return flag_of(switch)
-        is_quoted = match[3][0] in "\"'"
-        # A full stop after the last setting of a sentence does not belong to its value.
-        value = match[3] if is_quoted else match[3].rstrip(".")
-        bare_value = value[1:-1] if is_quoted else value
-        shell_value = value if " " in bare_value else bare_value
-        return f"{flag_of(name)} {shell_value}{match[3][len(value) :]}"
-
-    return _SETTING.sub(spell, message)
-
-
-@contextmanager
-def errors_with_flags(names: Container[str]) -> Iterator[None]:
-    """Spell the settings in a `UserError` as flags."""
-    try:
-        yield
-    except UserError as error:
-        error.args = (as_flags(str(error), names), *error.args[1:])
-        raise
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Carry out a command: fit, validate, test, predict, verify or export."""
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import MisconfigurationException, is_overridden
 from recipes.export import export
 from recipes.runner.evaluation import evaluate
@@ -58,7 +58,7 @@ def _check_parts(experiment: Experiment) -> None:
             raise UserError(f"{command} needs a method {name}, and {type(owner).__name__} has none")
     validates = experiment.validates and experiment.trainer.limit_val_batches != 0
     if command == "fit" and experiment.run.patience is not None and not validates:
-        raise UserError("`patience` counts validations, and this run has none; leave it out")
+        raise UserError(f"{spelled('patience')} counts validations, and this run has none; leave it out")
 
 
 def _export(experiment: Experiment) -> None:

@@ -4,7 +4,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 from typing_extensions import override
 
 from datamodules.lightning import pl
-from recipes.runner.command import as_flags
 from recipes.runner.printing import is_rank_zero
 
 _LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
@@ -21,25 +20,13 @@ _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "call
 
 
 class _OneLine(logging.Handler):
-    """Prints each of our log messages as a plain line.
-
-    Args:
-        flags: the names of settings that it spells as flags.
-    """
-
-    def __init__(self, flags: Container[str]) -> None:
-        super().__init__()
-        self.flags = flags
+    """Prints each of our log messages as a plain line."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            message = record.getMessage()
-            # Only warnings say what to pass, so only they name settings that the user types.
-            if record.levelno >= logging.WARNING:
-                message = as_flags(message, self.flags)
-            print(message, file=sys.stderr)  # noqa: T201
+            print(record.getMessage(), file=sys.stderr)  # noqa: T201
 
 
 _level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
@@ -67,18 +54,14 @@ def escape_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def configure_logging(flags: Container[str] = ()) -> None:
-    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others.
-
-    Args:
-        flags: the names of settings that messages spell as flags.
-    """
+def configure_logging() -> None:
+    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others."""
     for name in _LIGHTNING:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in (f"{pl.__name__}.profilers", f"{pl.__name__}.callbacks.model_summary", "lightning_recipes"):
         logger = logging.getLogger(name)
         logger.setLevel(_level.get())
-        logger.handlers = [_OneLine(flags)]
+        logger.handlers = [_OneLine()]
         logger.propagate = False
     # A second run in this process must not wrap the function of the first.
     default_showwarning = getattr(warnings.showwarning, "default", warnings.showwarning)

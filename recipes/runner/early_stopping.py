@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from datamodules.errors import RunFailedError
+from datamodules.errors import RunFailedError, spelled
 from datamodules.lightning import Callback, EarlyStopping, pl
 
 
@@ -34,8 +34,8 @@ class PatientStopping(EarlyStopping):
         except RuntimeError as error:
             scores = sorted(name for name in trainer.callback_metrics if "_class_" not in name)
             raise RunFailedError(
-                f"`patience` follows {self.monitor}, the `monitor` of {type(pl_module).__name__}, and this run has no"
-                f" such score; it has {', '.join(scores)}"
+                f"{spelled('patience')} follows {self.monitor}, the `monitor` of {type(pl_module).__name__}, and this"
+                f" run has no such score; it has {', '.join(scores)}"
             ) from error
 
 

@@ -20,7 +20,7 @@ import torch
 from callbacks.lib.threads import set_threads, threads_of_program
 from callbacks.seed_control import SeedControl
 from datamodules.contract import data_contract
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import Callback, MisconfigurationException, is_overridden, pl
 from recipes.base import Recipe
 from recipes.runner.callbacks_of_run import callbacks_maker
@@ -109,9 +109,7 @@ class Experiment:
         return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
-def _settle_threads(
-    command: str, run: RunSettings, saved: SavedRun | None, launch: Launch, *, on_cpu: bool, in_program: bool
-) -> int:
+def _settle_threads(command: str, run: RunSettings, saved: SavedRun | None, launch: Launch, *, on_cpu: bool) -> int:
     """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0.
 
     On a CPU the bits depend on it, so a line says where it is not what one device would have.
@@ -123,18 +121,15 @@ def _settle_threads(
     if not on_cpu or command in ("predict", "export"):
         return threads
 
-    def flag(number: int) -> str:
-        return f"threads={number}" if in_program else f"--threads {number}"
-
     line = ""
     if threads > default:
         line = f"threads: {threads} in each process, and {default} would be the default here"
         if saved and saved.config.get("threads") == threads:
-            line += f"; they are those of the run, and {flag(default)} would change them and the bits"
+            line += f"; they are those of the run, and {spelled('threads', default)} would change them and the bits"
     elif run.threads is None and of_program is None and launch.world_size > 1:
         line = (
             f"threads: {threads} in each process, the default, on which the bits depend; one device ends with the same"
-            f" weights with {flag(threads)}"
+            f" weights with {spelled('threads', threads)}"
         )
     if line:
         rank_zero_print(line)
@@ -187,7 +182,7 @@ def _check_reached(recipe: Recipe, decided: Mapping[str, Any]) -> None:
         if value is not None and name in recipe.hparams and recipe.hparams[name] != value:
             kind = type(recipe).__name__
             raise UserError(
-                f"the constructor of {kind} takes no `{name}`, which is {value} for these data and"
+                f"the constructor of {kind} takes no {spelled(name)}, which is {value} for these data and"
                 f" {recipe.hparams[name]} in {kind}: give it **kwargs, and pass them on with super().__init__(**kwargs)"
             )
 
@@ -207,7 +202,7 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
     if saved and saved.devices not in (None, launch.world_size):
         rank_zero_print(f"devices: {saved.devices} before, {launch.world_size} now; the updates and their order stay")
     on_cpu = detect_machine(spec.trainer.accelerator).kind == "cpu"
-    threads = _settle_threads(spec.command, spec.run, saved, launch, on_cpu=on_cpu, in_program=typed.in_program)
+    threads = _settle_threads(spec.command, spec.run, saved, launch, on_cpu=on_cpu)
     run = replace(spec.run, threads=threads)
     with as_user_errors(MisconfigurationException):
         # Before the recipe is built: SeedControl seeds the initial weights.

@@ -62,9 +62,9 @@ def failures_reported(
         recorded: Exception = error
         # `is_users` compares names of classes, so that an error of a subclass is recorded as its base class.
         if isinstance(error, RunFailedError):
-            recorded = RunFailedError(error)
+            recorded = RunFailedError(str(error))
         elif isinstance(error, UserError):
-            recorded = UserError(error)
+            recorded = UserError(str(error))
         elif consequence:
             recorded = LostConnectionError(short(error))
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.runner.command import flag_of
+from datamodules.errors import flag_of
 from recipes.runner.flag_types import flag_type, type_name
 
 COMMANDS = {

@@ -19,9 +19,8 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from typing_extensions import override
 
 from datamodules.contract import Rare, marked_parameters
-from datamodules.errors import UserError
+from datamodules.errors import UserError, flag_of, spelled
 from datamodules.lightning import pl
-from recipes.runner.command import flag_of
 from recipes.runner.flag_help import HelpEntry
 from recipes.runner.flag_types import allows_none, flag_type, is_switch, switch_values, takes_list, type_name
 from recipes.runner.hints import FURTHER, nearest, unknown_flag, valid_names
@@ -175,8 +174,10 @@ class FlagParser(ArgumentParser):
         flag_values = {name: value for name, value in values.items() if name in self.flags}
         for name, value in flag_values.items():
             if value is None and not allows_none(self.type_of(name)):
-                setting = f"{source}: {name}: null" if source else f"{name}=None"
-                raise UserError(f"{setting}: expected {type_name(self.type_of(name))}")
+                expected = f"expected {type_name(self.type_of(name))}"
+                if source:
+                    raise UserError(f"{source}: {name}: null: {expected}")
+                raise UserError(expected, setting=name, value=None)
         try:
             converted: dict[str, Any] = self.parse_object(flag_values, defaults=False).as_dict()
         except Exception as error:
@@ -212,7 +213,7 @@ class FlagParser(ArgumentParser):
         unset = [name for name in missing if name not in given or not allows_none(self.type_of(name))]
         if unset:
             name = unset[0]
-            raise UserError(f"`{name}` has no default: pass {name}={type_name(self.type_of(name))}")
+            raise UserError(f"{spelled(name)} has no default: pass {spelled(name)} {type_name(self.type_of(name))}")
 
     def import_optimizer(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Import the module of an optimiser by its import path, if the user typed the path.

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.runner.join import share
 from recipes.runner.loggers import METRICS
 from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
@@ -74,7 +74,8 @@ def _refuse_links(folder: Path) -> None:
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             raise UserError(
                 f"{path} is a link to {path.readlink()}, and a run neither writes nor deletes outside of its folder:"
-                " replace the link by what it names, or pass another `name`; `run_dir` chooses the disk"
+                f" replace the link by what it names, or pass another {spelled('name')}; {spelled('run_dir')} chooses"
+                " the disk"
             )
 
 
@@ -88,7 +89,9 @@ def _make(folder: Path) -> Path | None:
     except FileExistsError:
         return None
     except OSError as error:
-        raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass `run_dir`") from error
+        raise UserError(
+            f"cannot make the run's folder {folder}: {error.strerror}; pass {spelled('run_dir')}"
+        ) from error
     return made
 
 
@@ -121,7 +124,9 @@ def _acquire(lock: BaseFileLock, folder: Path) -> None:
     try:
         lock.acquire(timeout=_LOCK_TIMEOUT, poll_interval=0.2)
     except Timeout as error:
-        raise UserError(f"another process is training in {folder}; wait for it, or pass another `name`") from error
+        raise UserError(
+            f"another process is training in {folder}; wait for it, or pass another {spelled('name')}"
+        ) from error
     except (NotImplementedError, OSError):
         pass  # The file system has no locks.
 
@@ -132,6 +137,6 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     except OSError as error:
         raise UserError(
-            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass `run_dir` with a"
-            " folder on another disk"
+            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass"
+            f" {spelled('run_dir')} with a folder on another disk"
         ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
-from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory
+from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory, spelled
 from datamodules.lightning import pl
 from recipes.runner.command import Command
 from recipes.runner.experiment import Experiment
@@ -66,10 +66,10 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
         config = experiment.config
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         names = [name for name in (experiment.tokens_parameter or "batch_size", "eval_batch_size") if name in config]
-        sizes = ", ".join(f"{name}={config[name]}" for name in names)
+        sizes = ", ".join(spelled(name, config[name]) for name in names)
         raise RunFailedError(
-            f"out of memory{rank} with {sizes}: pass a smaller one; a larger `accumulate`, or `global_batch_size`,"
-            f" keeps the samples of an update ({first_line(error)[:160]})"
+            f"out of memory{rank} with {sizes}: pass a smaller one; a larger {spelled('accumulate')}, or"
+            f" {spelled('global_batch_size')}, keeps the samples of an update ({first_line(error)[:160]})"
         ) from error
 
 
@@ -81,7 +81,7 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
     except Preempted as stopped:
         if experiment.typed.in_program:
             last = folder / "checkpoints" / "last.ckpt" if folder else None
-            saved = f'; resume="{relative_path(last)}" resumes it' if last and last.exists() else ""
+            saved = f"; {spelled('resume', relative_path(last))} resumes it" if last and last.exists() else ""
             rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
             raise
         with suppress(ValueError):  # Handlers need the main thread.

@@ -6,8 +6,8 @@ This module imports neither torch nor Lightning, so that a misspelled flag is re
 import difflib
 from collections.abc import Collection, Iterable
 
+from datamodules.errors import spelled, spelling_as_flags
 from recipes.finding import find_recipes
-from recipes.runner.command import as_flags
 from recipes.runner.constructor_sources import read_help
 
 FURTHER = "trainer"
@@ -194,21 +194,24 @@ def meant(name: str, names: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-OTHER_PLACES = {
-    "accumulate_grad_batches": "pass `accumulate`, whose updates are the mean over all targets",
-    "barebones": "a run has a progress line, checkpoints and loggers; leave them out one by one, as in logger=none",
-    "callbacks": "a program passes them to run() or fit()",
-    "default_root_dir": "pass `run_dir`",
-    "deterministic": "pass `deterministic`",
-    "enable_autolog_hparams": "a run logs its settings itself; logger=none logs nothing",
-    "enable_model_summary": "the closing table has the number of parameters",
-    "logger": "pass `logger`",
-    "num_nodes": "pass `num_nodes`",
-    "plugins": "they are objects; build a Trainer with these callbacks yourself",
-    "precision": "pass `precision`",
-    "sync_batchnorm": "pass `sync_bn`, which works on CPUs and with unequal batches",
-}
-"""Parameters of the Trainer that a run sets itself, and what serves in their place."""
+def other_places() -> dict[str, str]:
+    """Return the parameters of the Trainer that a run sets itself, and what serves in their place."""
+    logs_nothing = spelled("logger", "none")
+    return {
+        "accumulate_grad_batches": f"pass {spelled('accumulate')}, whose updates are the mean over all targets",
+        "barebones": "a run has a progress line, checkpoints and loggers; leave them out one by one, as in"
+        f" {logs_nothing}",
+        "callbacks": "a program passes them to run() or fit()",
+        "default_root_dir": f"pass {spelled('run_dir')}",
+        "deterministic": f"pass {spelled('deterministic')}",
+        "enable_autolog_hparams": f"a run logs its settings itself; {logs_nothing} logs nothing",
+        "enable_model_summary": "the closing table has the number of parameters",
+        "logger": f"pass {spelled('logger')}",
+        "num_nodes": f"pass {spelled('num_nodes')}",
+        "plugins": "they are objects; build a Trainer with these callbacks yourself",
+        "precision": f"pass {spelled('precision')}",
+        "sync_batchnorm": f"pass {spelled('sync_bn')}, which works on CPUs and with unequal batches",
+    }
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -240,7 +243,7 @@ def valid_names(flags: Collection[str], trainer_parameters: Iterable[str]) -> li
     """
     if FURTHER not in flags:
         return list(flags)
-    excluded = {*flags, *OTHER_PLACES}
+    excluded = {*flags, *other_places()}
     return [*flags, *(f"{FURTHER}.{name}" for name in trainer_parameters if name not in excluded)]
 
 
@@ -257,8 +260,10 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
         >>> unknown_flag("max-epoch", "max_epoch", ["lr", "max_epochs"], [])
         'there is no flag --max-epoch; did you mean --max-epochs?'
     """
-    if FURTHER in flags and name in OTHER_PLACES and name not in OTHER_NAMES:
-        return f"there is no flag --{flag}: {as_flags(OTHER_PLACES[name], flags)}"
+    with spelling_as_flags(flags):
+        instead = other_places().get(name)
+    if FURTHER in flags and instead and name not in OTHER_NAMES:
+        return f"there is no flag --{flag}: {instead}"
     names = valid_names(flags, trainer_parameters)
     hint = flag_meant(name, [*names, "help", "help_all"])
     further = f"{FURTHER}.{name}"

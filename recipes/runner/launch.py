@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from datamodules.contract import OneCall, Rare
-from datamodules.errors import UserError
+from datamodules.errors import UserError, flag_of
 from datamodules.notes import warn
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
-from recipes.runner.command import DEFAULT_PORT, Command, flag_of
+from recipes.runner.command import DEFAULT_PORT, Command
 from recipes.runner.launch_variables import first_number, integer_of, is_slurm_step, slurm_port
 from recipes.runner.machine import Machine, check_cores, number_of_devices
 from recipes.runner.network import LOOPBACK

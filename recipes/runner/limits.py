@@ -7,7 +7,7 @@ that the same number would mean twice as many samples on 2 devices.
 from collections.abc import Mapping
 from typing import Any
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 
 _EVALUATION_LIMITS = ("limit_val_batches", "limit_test_batches")
 
@@ -48,8 +48,8 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
     for name, count in _counts(options, _EVALUATION_LIMITS).items():
         if count < world_size:
             raise UserError(
-                f"{name}={count} leaves {world_size - count} of {world_size} devices without a batch; pass"
-                f" {name}={world_size} or more"
+                f"{spelled(name, count)} leaves {world_size - count} of {world_size} devices without a batch; pass"
+                f" {spelled(name, world_size)} or more"
             )
         # This rank evaluates the batches rank, rank + world_size, rank + 2 * world_size and so on.
         limits[name] = -((rank - count) // world_size)
@@ -57,7 +57,7 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
         share = options.get(name)
         if world_size > 1 and isinstance(share, float) and 0 < share < 1:
             raise UserError(
-                f"{name}={share} is a share of each device's batches, and not those of one device; pass a number"
-                f" of batches of all devices, such as {name}={world_size}"
+                f"{spelled(name, share)} is a share of each device's batches, and not those of one device; pass a"
+                f" number of batches of all devices, such as {spelled(name, world_size)}"
             )
     return limits

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
 from callbacks.lib.writing import best_effort, forget_failures
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import CSVLogger, ExperimentWriter, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import write_rows
@@ -162,10 +162,11 @@ def logger_names(text: str) -> list[str]:
         return []
     for name in names:
         if name not in _NAMES:
-            raise UserError(f"logger={name}: expected some of {', '.join(_NAMES)} with commas, or none")
+            problem = f"expected some of {', '.join(_NAMES)} with commas, or none"
+            raise UserError(problem, setting="logger", value=name)
     for name in names:
         if name in _TRACKERS and not find_spec(name):
-            raise UserError(f"logger={name} needs another package: pip install {name}")
+            raise UserError(f"{spelled('logger', name)} needs another package: pip install {name}")
     return names
 
 
@@ -183,7 +184,8 @@ def loggers(folder: Path, saved: SavedRun | None, names: Sequence[str] = ("tenso
             logger = _build_logger(name, folder, saved.updates if saved else 0, saved_ids)
         except Exception as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"logger={name} cannot start: {reason}; set it up, or leave it out") from error
+            setting = spelled("logger", name)
+            raise UserError(f"{setting} cannot start: {reason}; set it up, or leave it out") from error
         for method in _METHODS:
             setattr(logger, method, best_effort(_NAMES[name])(getattr(logger, method)))
         loggers_of_run.append(logger)

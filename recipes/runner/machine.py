@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from callbacks.lib.threads import available_cores
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.runner.command import Command
 
 Precision = Literal[
@@ -78,7 +78,8 @@ def number_of_devices(devices: Any, here: Machine) -> int:
     # The Trainer refuses what is not a number.
     count = int(text) if text.lstrip("-").isdigit() else 1
     if count < 1:
-        raise UserError(f"devices={devices} requests none; pass 1 or more, auto, or indices such as 0,1")
+        setting = spelled("devices", devices)
+        raise UserError(f"{setting} requests none; pass 1 or more, auto, or indices such as 0,1")
     return count
 
 
@@ -104,13 +105,13 @@ def check_cores(processes: int, requested_devices: Any, command: Command) -> Non
     """
     if "," in str(requested_devices):
         raise UserError(
-            f"devices={requested_devices} names devices by number, and the processes of a CPU have none:"
+            f"{spelled('devices', requested_devices)} names devices by number, and the processes of a CPU have none:"
             f" {command.using(devices=processes)}"
         )
     cores = available_cores()
     if processes > _MAX_PROCESSES_PER_CORE * cores:
         raise UserError(
-            f"devices={processes} starts {processes} processes on {cores} cores, and each of them needs"
+            f"{spelled('devices', processes)} starts {processes} processes on {cores} cores, and each of them needs"
             f" memory for a whole model; expected at most {_MAX_PROCESSES_PER_CORE * cores}, and {cores} train fastest:"
             f" {command.using(devices=cores)}"
         )
@@ -134,7 +135,7 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
     """
     precision = _SHORT.get(str(precision), precision)
     if precision == "16-mixed" and detect_machine(accelerator).kind == "cpu":
-        raise UserError("16-mixed needs a GPU, and this run is on the CPU; pass precision=bf16-mixed")
+        raise UserError(f"16-mixed needs a GPU, and this run is on the CPU; pass {spelled('precision', 'bf16-mixed')}")
     if precision != "auto":
         return str(precision), ""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():

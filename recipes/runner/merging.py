@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from datamodules.errors import spelled
 from recipes.runner.hints import FURTHER
 
 
@@ -160,5 +161,5 @@ def describe_differences(
         resolved = is_auto(new) and (auto_settings is None or name in auto_settings)
         if name in free or name not in saved or resolved or same_setting(name, saved[name], new):
             continue
-        lines.append(f"`{name}` is {new}, and {saved[name]} in the checkpoint")
+        lines.append(f"{spelled(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines

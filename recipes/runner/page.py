@@ -3,7 +3,7 @@
 import csv
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ from recipes.figures.drawing import colour_style
 from recipes.figures.images import Picture
 from recipes.runner.loggers import METRICS
 from recipes.runner.results import write_text
+from recipes.tables import Headline
 
 _MOST_ROWS = 25
 _MOST_TRANSLATIONS = 12
 _TILES = 3
 _TRANSLATIONS = "test_translations.csv"
-_PARTS = ("train", "val", "test")
 
 
 def _tables(folder: Path) -> dict[str, list[list[str]]]:
@@ -39,62 +39,41 @@ def _translations(path: Path) -> tuple[list[dict[str, str]], int]:
     return [rows[number * len(rows) // shown] for number in range(shown)], len(rows)
 
 
-def _words(name: str) -> set[str]:
-    return set(name.lower().replace("/", " ").replace("_", " ").replace("-", " ").replace(",", " ").split())
-
-
-def _is_shown(name: str, value: float, headline: Mapping[str, str]) -> bool:
-    """Return whether the headline has a score: by its name, or by its value under a similar name."""
-    words = _words(name)
-    for title, value_text in headline.items():
-        title_words = _words(title)
-        if words == title_words:
-            return True
-        parts_in_title = {part for part in _PARTS if part in title_words} - words
-        number = value_text.partition(" (")[0]
-        if not parts_in_title and (words & title_words) - {*_PARTS} and number in (f"{value:.2f}", f"{value:.4f}"):
-            return True
-    return False
-
-
 def split_scores(
-    headline: Mapping[str, str], scores: Mapping[str, float]
-) -> tuple[dict[str, tuple[str, str]], dict[str, str], dict[str, str]]:
-    """Split the scores into three groups: tiles with a remark, further scores, and signatures of metrics.
+    headline: Sequence[Headline], scores: Mapping[str, float]
+) -> tuple[list[Headline], dict[str, str], dict[str, str]]:
+    """Split the scores into three groups: tiles, further scores, and signatures of metrics.
 
     The scores of single classes are left out, since a table has them.
 
     Example:
-        >>> headline = {"val accuracy": "99.00 %", "BLEU": "63.00 (nrefs:1|case:mixed)"}
-        >>> split_scores(headline, {"val/accuracy": 0.99, "val/loss": 0.25})
-        ({'val accuracy': ('99.00 %', ''), 'BLEU': ('63.00', '')}, {'val/loss': '0.25'}, {'BLEU': 'nrefs:1|case:mixed'})
+        >>> headline = [Headline("val accuracy", "val/accuracy", "99.00 %")]
+        >>> split_scores(headline, {"val/accuracy": 0.99, "val/loss": 0.25})[1]
+        {'val/loss': '0.25'}
     """
-    tiles: dict[str, tuple[str, str]] = {}
-    further: dict[str, str] = {}
-    signatures: dict[str, str] = {}
-    for name, text in headline.items():
-        value, _, remark = text.partition(" (")
-        remark = remark.removesuffix(")")
-        if "|" in remark:
-            signatures[name] = remark
-            remark = ""
-        if len(tiles) < _TILES:
-            tiles[name] = value, remark
-        else:
-            further[name] = f"{value} ({remark})" if remark else value
+    further = {}
+    for row in headline[_TILES:]:
+        further[row.title] = row._replace(signature="").text
+    shown = {row.score for row in headline}
     for name, score in scores.items():
-        if "_class_" not in name and not _is_shown(name, score, headline):
+        if "_class_" not in name and name not in shown:
             further[name] = f"{score:.5g}"
-    return tiles, further, signatures
+    signatures = {row.title: row.signature for row in headline if row.signature}
+    return list(headline[:_TILES]), further, signatures
 
 
 def write_page(
-    path: Path, results: Mapping[str, Any], rows: Mapping[str, str], pictures: Mapping[str, Picture]
+    path: Path,
+    results: Mapping[str, Any],
+    headline: Sequence[Headline],
+    rows: Mapping[str, str],
+    pictures: Mapping[str, Picture],
 ) -> Path:
     """Write the page of a run, from its results, its pictures, and the tables in the folder of the page.
 
     Args:
         results: the entries of ``results.json``.
+        headline: the main scores.
         rows: further rows for the environment: data, parameters, times and memory.
         pictures: pictures by name; those of "curve_" form a group, and so do those of "attention_".
 
@@ -121,7 +100,7 @@ def write_page(
     settings = {}
     for name, value in results["config"].items():
         settings[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    tiles, scores, signatures = split_scores(results["headline"], results["scores"])
+    tiles, scores, signatures = split_scores(headline, results["scores"])
     curves = [picture for name, picture in pictures.items() if name.startswith("curve_")]
     attention = [picture for name, picture in pictures.items() if name.startswith("attention")]
     other_pictures = [picture for name, picture in pictures.items() if not name.startswith(("curve_", "attention"))]

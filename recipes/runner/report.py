@@ -96,7 +96,7 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
         "num_nodes": trainer.num_nodes,
         "versions": versions(),
         "scores": result.scores,
-        "headline": result.headline,
+        "headline": {row.title: row.text for row in result.headline},
         "best": _best(result),
         "seconds": seconds,
         "epochs": result.epochs,
@@ -169,7 +169,7 @@ def _write(
             pictures = run_curves(folder, result.model.monitor) | result.figures
             unsaved_pictures = {name: picture for name, picture in pictures.items() if name not in saved}
             save_pictures(folder, unsaved_pictures, trainer)
-            page = write_page(folder / _REPORT, results, _rows(results, {}), pictures)
+            page = write_page(folder / _REPORT, results, result.headline, _rows(results, {}), pictures)
             rows["report"] = relative_path(page)
             if pictures:
                 rows["report"] += f"; its pictures in {FIGURES}/"
@@ -187,7 +187,7 @@ def report_interrupted(experiment: Experiment, trainer: pl.Trainer, files: RunFi
     result = RunResult(recipe, scores, files.folder, None, epochs=trainer.current_epoch, stopped_early=how)
     results = _results(trainer, experiment, files, result)
     pictures = run_curves(files.folder, recipe.monitor) | figures_of(trainer)
-    write_page(files.folder / _REPORT, results, _rows(results, {}), pictures)
+    write_page(files.folder / _REPORT, results, result.headline, _rows(results, {}), pictures)
 
 
 def report(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, result: RunResult) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.base import Recipe
 from recipes.runner.classes import Classes, takes_inputs
 from recipes.runner.flag_help import COMMANDS, HELP_FLAGS, HelpPage, help_text, summary_of
@@ -107,7 +107,8 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
         ),
         (
             fits and settings["limit_train_batches"] == 0,
-            "limit_train_batches=0 trains nothing; max_epochs=0 scores the initial weights",
+            f"{spelled('limit_train_batches', 0)} trains nothing; {spelled('max_epochs', 0)} scores the initial"
+            " weights",
         ),
         (
             command != "export" and settings["format"] is not None,
@@ -137,6 +138,6 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
 def _check_output(output: str | None, endings: Sequence[str]) -> None:
     """Refuse a file that could not be written, before anything is computed."""
     if output is not None and Path(output).suffix not in endings:
-        raise UserError(f"output={output}: expected a name that ends in {' or '.join(endings)}")
+        raise UserError(f"expected a name that ends in {' or '.join(endings)}", setting="output", value=output)
     if output is not None and not Path(output).parent.is_dir():
-        raise UserError(f"output={output}: there is no folder {Path(output).parent}")
+        raise UserError(f"there is no folder {Path(output).parent}", setting="output", value=output)

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
 from callbacks.lib.threads import threads_restored
-from datamodules.errors import RunFailedError, UserError, first_line, system_failure
+from datamodules.errors import RunFailedError, UserError, first_line, spelled, spelling_as_flags, system_failure
 from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
 from recipes.runner.classes import Classes
-from recipes.runner.command import Command, as_flags, errors_with_flags
+from recipes.runner.command import Command
 from recipes.runner.commands import run_command
 from recipes.runner.console import configure_logging, escape_output, one_line, warnings_only
 from recipes.runner.experiment import build_experiment
@@ -74,9 +74,8 @@ def run(
     typed = Command(program_name(), sys.argv[1:] if args is None else args)
     with _ended_in_one_line():
         this_run = Run(Classes(recipe_class, data_class, callbacks), typed, started_at)
-        names = this_run.resolver.flags
         failures = failures_reported(this_run.after_loss, this_run.after_error)
-        with ending_on_signals(*SIGNALS), failures, errors_with_flags(names):
+        with spelling_as_flags(this_run.resolver.flags), ending_on_signals(*SIGNALS), failures:
             request = read_request(this_run.resolver.parser, recipe_class, typed.args)
             if request:
                 this_run.execute(request)
@@ -195,9 +194,9 @@ class Task:
         """
         escape_output()
         output = nullcontext() if self.verbose else warnings_only()
-        with _ended_in_one_line(by_agent=True), output:
-            with ending_on_signals(*SIGNALS), failures_reported(), errors_with_flags(self.flags), _failures_of_system():
-                configure_logging(self.flags)
+        with _ended_in_one_line(by_agent=True), output, spelling_as_flags(self.flags):
+            with ending_on_signals(*SIGNALS), failures_reported(), _failures_of_system():
+                configure_logging()
                 self.carry_out(launch.of_worker(os.environ, store_prefix), self._handed)
             leave_run()
 
@@ -223,11 +222,11 @@ class Task:
         """Print that a run has finished, and return its result to a program."""
         assert spec.point.folder is not None
         folder = Path(spec.point.folder)
-        message = (
-            f"the run in {relative_path(folder)} has finished, and stays as it is; pass a larger `max_epochs` or"
-            " `max_steps` (or `patience`, where it was stopped early) to train longer"
+        rank_zero_print(
+            f"the run in {relative_path(folder)} has finished, and stays as it is; pass a larger"
+            f" {spelled('max_epochs')} or {spelled('max_steps')} (or {spelled('patience')}, where it was stopped early)"
+            " to train longer"
         )
-        rank_zero_print(as_flags(message, self.flags))
         return read_result(folder, self.classes.recipe) if self.typed.in_program else None
 
 
@@ -253,7 +252,7 @@ class Run:
         Returns:
             The result of fit, in a process that has trained or started those that have; None for the other commands.
         """
-        configure_logging(self.resolver.flags)
+        configure_logging()
         with _failures_of_system(), threads_restored():
             trainer, options = self.resolver.processes(request)
             started = replace(self._typed, program=program_name()) if self._typed.in_program else self._typed
@@ -319,8 +318,8 @@ class Run:
     def _check_result(self, spec: RunSpec) -> None:
         """Refuse a call of `recipes.fit` whose processes would leave nothing to return."""
         if self._typed.in_program and (spec.trainer.fast_dev_run or spec.trainer.enable_checkpointing is False):
-            setting = "fast_dev_run" if spec.trainer.fast_dev_run else "enable_checkpointing=False"
+            setting = "fast_dev_run" if spec.trainer.fast_dev_run else spelled("enable_checkpointing", False)
             raise UserError(
                 f"fit() reads the result of several processes from the run's folder, and with {setting}"
-                " there is none: pass devices=1"
+                f" there is none: pass {spelled('devices', 1)}"
             )

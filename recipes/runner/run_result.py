@@ -12,7 +12,7 @@ from recipes.figures.images import Picture
 from recipes.runner.curves import run_curves
 from recipes.runner.notebook import framed, plots, table
 from recipes.runner.results import read_results
-from recipes.tables import ResultTable
+from recipes.tables import Headline, ResultTable
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,19 +46,19 @@ class RunResult:
 
     @override
     def __repr__(self) -> str:
-        scores = ", ".join(f"{name} {value.partition(' (')[0]}" for name, value in self.headline.items())
+        scores = ", ".join(f"{row.title} {row.value}" for row in self.headline)
         return f"<RunResult {self.model.title}: {scores or 'no score'}; {self.folder or 'not saved'}>"
 
     @property
-    def headline(self) -> dict[str, str]:
-        """The main scores as text."""
+    def headline(self) -> list[Headline]:
+        """The main scores."""
         return self.model.headline(self.scores)
 
     def _repr_html_(self) -> str:
         """Return the scores and the curves, for notebooks."""
         figures = run_curves(self.folder, self.model.monitor) if self.folder else {}
         report_link = f"<p>The whole run: {html.escape(str(self.folder / 'report.html'))}</p>" if self.folder else ""
-        return framed(table([self.headline]), plots(figures), report_link)
+        return framed(table([{row.title: row.text for row in self.headline}]), plots(figures), report_link)
 
 
 def read_result(folder: Path, recipe: type[Recipe]) -> RunResult:

@@ -13,11 +13,11 @@ from jsonargparse import ArgumentParser
 
 from callbacks.lib.durations import read_time
 from datamodules.contract import Free, OneCall, Rare
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import MisconfigurationException, Timer, pl
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 from recipes.runner.flag_types import type_name
-from recipes.runner.hints import OTHER_PLACES, nearest
+from recipes.runner.hints import nearest, other_places
 from recipes.runner.loggers import logger_names
 from recipes.runner.machine import Precision
 
@@ -36,16 +36,17 @@ def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> 
     Args:
         settings_with_flag: the parameters that are settings of their own.
     """
-    trainer_parameters = inspect.signature(pl.Trainer).parameters.keys() - settings_with_flag - OTHER_PLACES.keys()
+    elsewhere = other_places()
+    trainer_parameters = inspect.signature(pl.Trainer).parameters.keys() - settings_with_flag - elsewhere.keys()
     for name in map(str, trainer):
-        if name in OTHER_PLACES:
-            raise UserError(f"trainer.{name}: {OTHER_PLACES[name]}")
+        if name in elsewhere:
+            raise UserError(f"trainer.{name}: {elsewhere[name]}")
         if name in settings_with_flag:
-            raise UserError(f"trainer.{name}: `{name}` is a setting of its own; pass it without trainer")
+            raise UserError(f"trainer.{name}: {spelled(name)} is a setting of its own; pass it without trainer")
         if name not in trainer_parameters:
             raise UserError(f"trainer.{name}: the Trainer has no such parameter{nearest(name, trainer_parameters)}")
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(pl.Trainer, skip=settings_with_flag | OTHER_PLACES.keys())
+    parser.add_class_arguments(pl.Trainer, skip=settings_with_flag | elsewhere.keys())
     for name, value in trainer.items():
         try:
             parser.parse_object({name: value}, defaults=False)
@@ -126,7 +127,10 @@ class TrainerSettings:
         for name in ("max_time", "val_check_interval"):
             _check_time(name, getattr(self, name))
         if self.val_check_interval == 0:
-            raise UserError("val_check_interval=0 is no interval; limit_val_batches=0 leaves the validation out")
+            no_validation = spelled("limit_val_batches", 0)
+            raise UserError(
+                f"{spelled('val_check_interval', 0)} is no interval; {no_validation} leaves the validation out"
+            )
         if self.trainer:
             _check_further(self.trainer, set(vars(self)))
 

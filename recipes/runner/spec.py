@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, flag_of, spelled
 from recipes.runner.classes import Classes, free_parameters, marks_of
-from recipes.runner.command import Command, flag_of
+from recipes.runner.command import Command
 from recipes.runner.flags import FlagParser
 from recipes.runner.folder import settle_folder
 from recipes.runner.launch import LaunchSettings
@@ -204,7 +204,9 @@ class Resolver:
             return replace(point, made=before.point.made) if point.checkpoint else before.point
         name = settings["name"]
         if name is not None and Path(name).name != name:
-            raise UserError(f"name={name} is not the name of a folder; pass `run_dir` for where runs go")
+            raise UserError(
+                f"{spelled('name', name)} is not the name of a folder; pass {spelled('run_dir')} for where runs go"
+            )
         resume = settings["resume"]
         if settings["fast_dev_run"] or settings["enable_checkpointing"] is False:
             resume = "none" if resume in (None, "auto") else resume
@@ -229,7 +231,7 @@ class Resolver:
         if differences:
             raise UserError(
                 f"{relative_path(saved.path)} is of another experiment: {'; '.join(differences)}; leave these out, or"
-                ' start fresh: pass another `name`, and weights="FILE" for a warm start'
+                f" start fresh: pass another {spelled('name')}, and {spelled('weights', 'FILE')} for a warm start"
             )
 
     def _spec_of_interval(self, request: Request, interval: Interval) -> RunSpec:
@@ -285,5 +287,5 @@ def _refuse_finished(saved: SavedRun, settings: Mapping[str, Any]) -> None:
         trained = saved.updates if length == "max_steps" else saved.epochs
         raise UserError(
             f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass"
-            f" {length}={2 * max(1, trained)} to train longer"
+            f" {spelled(length, 2 * max(1, trained))} to train longer"
         )

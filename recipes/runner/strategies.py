@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import broadcast_tensors, exempt_from_broadcast, running_buffers
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import DDPStrategy
 
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
@@ -59,7 +59,12 @@ def check_strategy(name: Any) -> None:
         UserError: runs cannot train with the strategy.
     """
     if not _STRATEGY.fullmatch(str(name)):
-        raise UserError(f"strategy={name}: runs train on one device or with DDP; pass strategy=ddp, or leave it out")
+        raise UserError(
+            "runs train on one device or with DDP",
+            setting="strategy",
+            value=name,
+            to_type=f"pass {spelled('strategy', 'ddp')}, or leave it out",
+        )
 
 
 def build_strategy(name: str, world_size: int) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.writing import atomic_write
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import AnyVocabulary
@@ -148,15 +148,18 @@ class AttentionWriter(pl.Callback):
 
     def __init__(self, path: str | None) -> None:
         if path is not None and Path(path).suffix not in _ENDINGS:
-            raise UserError(f"attention={path!r}: expected a name that ends in {' or '.join(_ENDINGS)}")
+            problem = f"expected a name that ends in {' or '.join(_ENDINGS)}"
+            raise UserError(problem, setting="attention", value=path)
         if path is not None and not Path(path).parent.is_dir():
-            raise UserError(f"attention={path!r}: there is no folder {Path(path).parent}")
+            raise UserError(f"there is no folder {Path(path).parent}", setting="attention", value=path)
         self.path = path
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.path is not None and stage != "predict":
-            raise UserError(f"attention={self.path!r} is for predict; the report of a run shows that of some sentences")
+            raise UserError(
+                f"{spelled('attention', self.path)} is for predict; the report of a run shows that of some sentences"
+            )
 
     @override
     def on_predict_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.dropout import Dropout
 
 
@@ -273,7 +273,9 @@ class Seq2SeqNet(TranslationNetwork):
     ) -> None:
         super().__init__()
         if hidden_size % 2:
-            raise UserError(f"hidden_size={hidden_size} cannot be halved between two directions; pass an even number")
+            raise UserError(
+                f"{spelled('hidden_size', hidden_size)} cannot be halved between two directions; pass an even number"
+            )
         self.dropout = Dropout(dropout)
         self.source_embedding = nn.Embedding(source_vocab_size, hidden_size)
         self.target_embedding = nn.Embedding(target_vocab_size, hidden_size)

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from datamodules import TranslationDataModule
 from datamodules.contract import Free, OneCall, data_contract
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.packed_sentences import TranslationBatch
@@ -31,6 +31,7 @@ from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
+from recipes.tables import Headline
 
 from .attention import AttentionMap, AttentionWriter, add_examples, attention_maps, forget_examples
 from .decoding import Vocabularies, beam_search, sentences_of
@@ -133,7 +134,10 @@ class Seq2SeqTranslator(Recipe):
         check_given(source_vocab_size, target_vocab_size)
         check_choice("network", network, get_args(NetworkName))
         if network == "rnn" and (heads, feedforward_size) != (4, 512):
-            raise UserError(f"{heads=} and {feedforward_size=}: network='rnn' has neither; leave them at 4 and 512")
+            raise UserError(
+                f"{spelled('heads', heads)} and {spelled('feedforward_size', feedforward_size)}:"
+                f" {spelled('network', 'rnn')} has neither; leave them at 4 and 512"
+            )
         check_choice("bleu_tokenize", bleu_tokenize, get_args(BleuTokenizer))
         check_ranges(
             hidden_size=(hidden_size, SIZE),
@@ -252,8 +256,8 @@ class Seq2SeqTranslator(Recipe):
         self.log_dict({f"test/{name}": score for name, score in scores.items()}, sync_dist=True, reduce_fx="max")
         self.tables = self.detokenised.tables()
 
-    def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """Return the rows of the final table with the main scores."""
+    @override
+    def headline(self, scores: dict[str, float]) -> list[Headline]:
         return self.detokenised.headline(scores, self.hparams.beam)
 
     @override

@@ -16,7 +16,7 @@ from datamodules.lightning import Strategy
 from datamodules.loading.randomness import uniform
 from datamodules.translation.data_module import TranslationDataModule
 from recipes.scores import MeanOverTargets
-from recipes.tables import ResultTable
+from recipes.tables import Headline, ResultTable
 
 BleuTokenizer = Literal["13a", "intl", "zh", "char", "none"]
 """sacrebleu's names of tokenisers. 13a is the standard; zh is for Chinese."""
@@ -198,15 +198,22 @@ class DetokenisedScores:
             "test_references.txt": ResultTable(columns[2:], rows),
         }
 
-    def headline(self, scores: Mapping[str, float], beam: int) -> dict[str, str]:
-        """Return the rows of the final table, from all logged scores."""
-        rows = {}
-        for prefix, how in (("val", "greedy, of tokens"), ("test", f"beam {beam}, of tokens")):
-            if f"{prefix}/bleu" in scores:
-                rows[f"{prefix} BLEU"] = f"{scores[f'{prefix}/bleu']:.2f} ({how})"
-        titles = {"test chrF": "test/chrf", "test perplexity": "test/perplexity"}
-        rows |= {title: f"{scores[name]:.2f}" for title, name in titles.items() if name in scores}
+    def headline(self, scores: Mapping[str, float], beam: int) -> list[Headline]:
+        """Return the rows of the closing table, from all logged scores."""
+        titles = {
+            "val/bleu": ("val BLEU", "greedy, of tokens"),
+            "test/bleu": ("test BLEU", f"beam {beam}, of tokens"),
+            "test/chrf": ("test chrF", ""),
+            "test/perplexity": ("test perplexity", ""),
+        }
+        rows = [
+            Headline(title, name, f"{scores[name]:.2f}", remark)
+            for name, (title, remark) in titles.items()
+            if name in scores
+        ]
         if "test/exact_match" in scores:
-            rows["test exact match"] = f"{100 * scores['test/exact_match']:.1f} %"
-        standard = self.found.values()
-        return rows | {f"sacrebleu {score.title}": f"{score.score:.2f} ({score.signature})" for score in standard}
+            rows.append(Headline("test exact match", "test/exact_match", f"{100 * scores['test/exact_match']:.1f} %"))
+        for name, score in self.found.items():
+            title = f"sacrebleu {score.title}"
+            rows.append(Headline(title, f"test/{name}", f"{score.score:.2f}", signature=score.signature))
+        return rows

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.dropout import Dropout
 
 from .network import Encoded, TranslationNetwork, position_mask
@@ -178,7 +178,9 @@ class TransformerNet(TranslationNetwork):
     ) -> None:
         super().__init__()
         if hidden_size % heads:
-            raise UserError(f"hidden_size={hidden_size} cannot be split into heads={heads} of equal width")
+            raise UserError(
+                f"{spelled('hidden_size', hidden_size)} cannot be split into {spelled('heads', heads)} of equal width"
+            )
         self.width = hidden_size
         self.layers = num_layers
         self.dropout = Dropout(dropout)

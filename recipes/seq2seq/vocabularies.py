@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.subwords import SubwordVocabulary
 from datamodules.translation.text import Normalisation
@@ -58,8 +58,9 @@ def check_given(source_vocab_size: int | None, target_vocab_size: int | None) ->
     """Refuse a network without the sizes of its vocabularies."""
     if source_vocab_size is None or target_vocab_size is None:
         raise UserError(
-            "the sizes of the vocabularies were neither given nor found in the data; pass `source_vocab_size` and"
-            " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
+            f"the sizes of the vocabularies were neither given nor found in the data; pass"
+            f" {spelled('source_vocab_size')} and {spelled('target_vocab_size')}, the lengths of"
+            " data.source_vocabulary and data.target_vocabulary"
         )
 
 

@@ -1,11 +1,59 @@
-"""Errors by which the system refuses something, as one line."""
+"""Errors of users with the settings as they spell them, and errors of the system, as one line."""
 
 import errno
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from datamodules.errors import system_failure
+from datamodules.errors import MISSING, RunFailedError, UserError, spelled, spelling_as_flags, system_failure
+
+FLAGS = {"weights", "max_epochs", "weights_skip", "flip"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "in_python", "on_the_command_line"),
+    [
+        (("weights_skip",), "`weights_skip`", "--weights-skip"),
+        (("max_epochs", 2), "max_epochs=2", "--max-epochs 2"),
+        (("weights", "FILE"), "weights='FILE'", "--weights FILE"),
+        (("weights", "a b"), "weights='a b'", "--weights 'a b'"),
+        (("weights", None), "weights=None", "--weights None"),
+        (("flip", True), "flip=True", "--flip"),
+        (("flip", False), "flip=False", "--no-flip"),
+        (("other",), "`other`", "`other`"),
+        (("other", "x"), "other='x'", "other='x'"),
+    ],
+)
+def test_a_setting_is_spelled_for_who_asks(setting, in_python, on_the_command_line):
+    assert spelled(*setting) == in_python
+    with spelling_as_flags(FLAGS):
+        assert spelled(*setting) == on_the_command_line
+        with ThreadPoolExecutor() as threads:
+            assert threads.submit(spelled, *setting).result() == on_the_command_line
+    assert spelled(*setting) == in_python
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "too large"),
+        ({"setting": "weights"}, "--weights: too large"),
+        ({"setting": "max_epochs", "value": 2, "to_type": "pass 1"}, "--max-epochs 2: too large; pass 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", [UserError, RunFailedError])
+def test_an_error_keeps_its_text_in_another_process(kind, fields, text):
+    with spelling_as_flags(FLAGS):
+        error = kind("too large", **fields)
+    received = pickle.loads(pickle.dumps(error))
+    assert type(received) is kind
+    assert str(error) == str(received) == text
+    assert received.problem == "too large"
+    assert received.setting == fields.get("setting", "")
+    assert received.value == fields.get("value", MISSING)
+    assert received.to_type == fields.get("to_type", "")
 
 
 @pytest.mark.parametrize(

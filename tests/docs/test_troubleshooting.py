@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.runner.command import as_flags
+from datamodules.errors import spelled, spelling_as_flags
 from recipes.runner.constructor_sources import read_help
 
 ROOT = Path(__file__).parents[2]
@@ -38,16 +38,30 @@ VALUES = [
 FLAGS = {name for recipe in ("mnist", "resnet", "seq2seq") for name in read_help(f"recipes.{recipe}").names()}
 
 
+def part_of_string(part: ast.expr) -> str:
+    """A part of an f-string, where it is literal or a setting."""
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    if not (isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Call)):
+        return FILLED
+    arguments = [argument.value for argument in part.value.args if isinstance(argument, ast.Constant)]
+    if ast.unparse(part.value.func) != "spelled" or not arguments:
+        return FILLED
+    is_filled_in = len(arguments) < len(part.value.args)
+    return f"{spelled(*arguments)} {FILLED}" if is_filled_in else spelled(*arguments)
+
+
 def strings_of(tree: ast.AST) -> Iterator[list[str]]:
-    """The literal parts of each string in code, in order, as it stands and with settings spelled as flags."""
-    for node in ast.walk(tree):
-        text = ""
-        if isinstance(node, ast.JoinedStr):
-            text = "".join(part.value if isinstance(part, ast.Constant) else FILLED for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text = re.sub(r"%[sd]|\{\w*\}", FILLED, node.value)
-        for spelling in {text, as_flags(text, FLAGS)}:
-            yield spelling.split(FILLED)
+    """The literal parts of each string in code, in order, as they are for who calls from Python and for who types."""
+    for flags in ((), FLAGS):
+        with spelling_as_flags(flags):
+            for node in ast.walk(tree):
+                text = ""
+                if isinstance(node, ast.JoinedStr):
+                    text = "".join(map(part_of_string, node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    text = re.sub(r"%[sd]|\{\w*\}", FILLED, node.value)
+                yield text.split(FILLED)
 
 
 STRINGS = [

@@ -47,7 +47,7 @@ def test_callbacks_that_cannot_keep_their_promise_name_the_strategy_and_the_othe
             steps, error, _ = found[name]
             assert steps == 0
             assert error.startswith("ModelParallelStrategy")
-            assert 'pass strategy="ddp"' in error.replace("pass\n", "pass ")
+            assert "pass strategy='ddp'" in error.replace("pass\n", "pass ")
         assert found["SeedControl"][:2] == found["RankConsistency"][:2] == (4, "")
     said = [[text for text in found["RankConsistency"][2] if "ModelParallelStrategy" in text] for found in results]
     assert len(said[0]) == 1

@@ -15,6 +15,7 @@ from recipes.inputs import in_dtype_of
 from recipes.labels import mean_cross_entropy
 from recipes.prediction import prediction_table
 from recipes.scores import ClassificationScores, macro_f1
+from recipes.tables import Headline
 from recipes.weights import load_initial_weights
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
@@ -185,9 +186,10 @@ def test_the_weighted_loss_is_the_sum_of_its_definition(smoothing: float, soft: 
 
 def test_the_headline_is_of_the_test_where_there_is_one():
     scores = {f"{part}/{name}": 0.5 for part in ("val", "test") for name in ("accuracy", "macro_f1", "loss")}
-    names = ["val accuracy", "test accuracy", "test macro-F1"]
-    assert Small().headline(scores) == dict.fromkeys(names, "50.00 %")
-    assert list(Small().headline({"val/accuracy": 1.0, "val/macro_f1": 0.1})) == ["val accuracy", "val macro-F1"]
+    names = {"val accuracy": "val/accuracy", "test accuracy": "test/accuracy", "test macro-F1": "test/macro_f1"}
+    assert Small().headline(scores) == [Headline(title, name, "50.00 %") for title, name in names.items()]
+    of_validation = Small().headline({"val/accuracy": 1.0, "val/macro_f1": 0.1})
+    assert [row.title for row in of_validation] == ["val accuracy", "val macro-F1"]
 
 
 def test_the_number_of_classes_comes_from_the_data_or_is_required():

@@ -324,7 +324,7 @@ def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monke
         precision, reason = resolve_precision("auto", "cpu")
         assert precision == expected
         assert reason == "this CPU has AVX512-BF16" or not avx512
-    reason = "16-mixed needs a GPU, and this run is on the CPU; pass precision=bf16-mixed"
+    reason = "16-mixed needs a GPU, and this run is on the CPU; pass precision='bf16-mixed'"
     with pytest.raises(UserError, match=reason):
         resolve_precision("16-mixed", "cpu")
 

@@ -94,7 +94,7 @@ def test_wrong_rows_are_named_with_their_lines_and_refused_or_skipped(pictures: 
         "1 with fewer cells than the header (line 3); 1 whose file does not exist (line 5); 1 without a path (line 7)"
     )
     refusal = re.escape(f"train.csv: 3 of 5 lines cannot be used: {reason}; expected columns such as path,label")
-    with pytest.raises(UserError, match=f'{refusal}.*pass on_corrupt="skip"'):
+    with pytest.raises(UserError, match=f"{refusal}.*pass on_corrupt='skip'"):
         ImageFolderDataModule(data_dir=str(pictures)).setup("fit")
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         data = ImageFolderDataModule(data_dir=str(pictures), on_corrupt="skip", val_fraction=0)

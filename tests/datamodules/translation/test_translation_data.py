@@ -164,7 +164,7 @@ BAD = [
 @pytest.mark.parametrize(("line", "reason"), BAD)
 def test_a_faulty_line_is_named_and_refused_or_skipped(tmp_path: Path, line: str, reason: str, caplog: Any) -> None:
     lines = [*_lines()[:9], line, *_lines()[9:]]
-    refusal = rf'pairs.tsv: 1 of 61 lines cannot be used: {reason} \(line 10\).*pass on_bad_lines="skip"'
+    refusal = rf"pairs.tsv: 1 of 61 lines cannot be used: {reason} \(line 10\).*pass on_bad_lines='skip'"
     with pytest.raises(UserError, match=refusal):
         _data(tmp_path, *lines)
     skipping = _data(tmp_path, *lines, on_bad_lines="skip")
@@ -300,7 +300,7 @@ def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path
         (_zipped(["a\tb\n"], "as.txt", "bs.txt"), {}, "holds 2 files, expected one text: as.txt, bs.txt; unpack"),
         ("да\tя\n".encode(), {"normalisation": "tutorial", "on_bad_lines": "skip"}, "no pair of 1 is left af"),
         (b"a b c\td\n", {"max_length": 3}, "no pair of 1 is left after max_length=3"),
-        (b"a\tb\n", {"prefixes": "tutorial"}, 'no pair of 1 is left after prefixes="tutorial"'),
+        (b"a\tb\n", {"prefixes": "tutorial"}, "no pair of 1 is left after prefixes='tutorial'"),
         (b"a\tb\n" * 9, {}, "nothing is left for the train part of 9 pairs.* 1 of these sentences are different"),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(tmp_path, contents, o
         ({"subwords": "wordpiece"}, "no subwords 'wordpiece'; expected one of bpe, none"),
         (
             {"subwords": "bpe", "normalisation": "tutorial"},
-            "subwords=bpe are learnt from the text as it is: leave `normalisation`",
+            "subwords='bpe' are learnt from the text as it is: leave `normalisation`",
         ),
         ({"prefixes": "i am"}, "prefixes='i am': expected one of tutorial"),
         ({"columns": ["a"]}, "expected the two of `data_file`"),

@@ -9,7 +9,6 @@ import pytest
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier
 from recipes.runner.classes import Classes, marks_of
-from recipes.runner.command import as_flags
 from recipes.runner.merging import Marks, as_plain, fill, merge, with_length
 from recipes.runner.settings import TrainerSettings
 
@@ -116,18 +115,3 @@ def test_a_time_is_read_as_people_write_it(name: str) -> None:
     assert TrainerSettings(**{name: "00:01:30:00"}).options()[name] == "00:01:30:00", "Lightning reads it"
     with pytest.raises(UserError, match=rf"^{name}='soon': expected a time, as in \"90 minutes\", 1h or 00:01:30:00"):
         TrainerSettings(**{name: "soon"})
-
-
-def test_a_message_names_settings_as_who_asks_spells_them():
-    names = {"weights", "max_epochs", "weights_skip"}
-    message = 'pass weights="FILE" or `weights_skip`, or max_epochs=2; `other`=3, lr=1, weights="a b", weights=\'x\''
-    assert as_flags(message, names) == (
-        'pass --weights FILE or --weights-skip, or --max-epochs 2; `other`=3, lr=1, --weights "a b", --weights x'
-    )
-
-
-def test_paths_commands_and_names_that_are_no_settings_stay_as_they_are():
-    names = {"lr", "name", "flip"}
-    kept = "there is no runs/mnist/lr=0.1/last.ckpt: python -m recipes.mnist --name=foo --lr=0.1"
-    assert as_flags(kept, names) == kept
-    assert as_flags("pass flip=True or flip=False", names) == "pass --flip or --no-flip"

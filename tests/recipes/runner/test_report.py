@@ -1,7 +1,7 @@
 """The page of a run: one well-formed file that refers to no other, whatever the run's texts hold."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,24 @@ from recipes.figures.images import ImageGrid, Picture
 from recipes.figures.plots import attention_plot, confusion_plot
 from recipes.runner.curves import curves
 from recipes.runner.page import split_scores, write_page
+from recipes.tables import Headline
 from tests.support.command_lines import MNIST, typed
 from tests.support.pages import Page, read_page
 
 HOSTILE = "<script>alert('&amp;')</script>$x^$"
 
 
-def page_of(folder: Path, pictures: Mapping[str, Picture] | None = None, **more: Any) -> Page:
+def page_of(
+    folder: Path, pictures: Mapping[str, Picture] | None = None, headline: Sequence[Headline] = (), **more: Any
+) -> Page:
     """The page of a run with these results."""
     folder.mkdir(exist_ok=True)
     names = "recipe command started_at ended_at host hardware num_nodes best stopped_early"
     results: dict[str, Any] = dict.fromkeys(names.split(), "")
-    results |= {"scores": {}, "headline": {}, "versions": {}, "config": {}, "peak_memory_bytes": {}}
+    results |= {"scores": {}, "versions": {}, "config": {}, "peak_memory_bytes": {}}
     results |= {"parameters": 1, "trainable_parameters": 1, "samples_per_second": 0.0, "epochs": 2}
     results |= {"data": {"name": "", "sizes": {}, "left_out": {}}}
-    return read_page(write_page(folder / "report.html", results | more, {"time": "8.5 s"}, pictures or {}))
+    return read_page(write_page(folder / "report.html", results | more, headline, {"time": "8.5 s"}, pictures or {}))
 
 
 def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> None:
@@ -41,7 +44,7 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
         folder,
         recipe="mnist",
         scores={"test/loss": 1.5, "val/accuracy": 0.75, "val/accuracy_class_0": 0.25},
-        headline={"val accuracy": "75 %"},
+        headline=[Headline("val accuracy", "val/accuracy", "75 %")],
         best={"checkpoint": "best.ckpt", "epoch": 1, "step": 20, "monitor": "val/accuracy", "value": 0.75},
         config={"lr": 0.1, "seed": 1},
         command="python -m recipes.mnist --lr 0.1",
@@ -60,7 +63,7 @@ def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
         tmp_path / HOSTILE.replace("/", "-"),
         recipe=HOSTILE,
         scores={HOSTILE: 0.5},
-        headline={HOSTILE: HOSTILE},
+        headline=[Headline(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
         config={"data_dir": HOSTILE, "names": [HOSTILE]},
         command=HOSTILE,
         host=HOSTILE,
@@ -103,17 +106,17 @@ def test_the_page_of_a_large_run_stays_below_2_megabytes(tmp_path: Path) -> None
 
 def test_scores_stand_once_in_tiles_or_in_the_table() -> None:
     signature = "nrefs:1|case:mixed"
-    headline = {
-        "val BLEU": "61.00 (greedy)",
-        "test BLEU": "62.00",
-        "test chrF": "70.00",
-        "sacrebleu BLEU": f"63.00 ({signature})",
-        "test exact match": "40.0 %",
-    }
+    headline = [
+        Headline("val BLEU", "val/bleu", "61.00", "greedy"),
+        Headline("test BLEU", "test/bleu", "62.00"),
+        Headline("test chrF", "test/chrf", "70.00"),
+        Headline("sacrebleu BLEU", "test/sacrebleu", "63.00", signature=signature),
+        Headline("test exact match", "test/exact_match", "40.0 %"),
+    ]
     scores = {"val/bleu": 61.0, "val/accuracy_class_0": 1.0, "test/bleu": 62.0, "test/chrf": 70.0}
     scores |= {"test/sacrebleu": 63.0, "test/exact_match": 0.4, "val/exact_match": 0.4, "test/loss": 1.5}
     tiles, rest, signatures = split_scores(headline, scores)
-    assert tiles == {"val BLEU": ("61.00", "greedy"), "test BLEU": ("62.00", ""), "test chrF": ("70.00", "")}
+    assert tiles == headline[:3]
     assert rest == {
         "sacrebleu BLEU": "63.00",
         "test exact match": "40.0 %",

@@ -86,5 +86,5 @@ def test_ddp_keeps_what_its_name_says_of_unused_parameters_and_other_strategies_
     assert isinstance(strategy, LeanDDPStrategy)
     assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": True}
     for name in ("fsdp", "fsdp2", "deepspeed", "ddp_spawn"):
-        with pytest.raises(UserError, match=f"strategy={name}: runs train on one device or with DDP; pass"):
+        with pytest.raises(UserError, match=f"strategy='{name}': runs train on one device or with DDP; pass"):
             check_strategy(name)
