@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.runner.merging import describe_differences
 from recipes.runner.results import RESULTS, read_results, write_rows
 from recipes.runner.saved_run import (
@@ -183,7 +183,7 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
         valid = newest_valid_checkpoint(parent_folder, logs=False) if parent_folder.name == "checkpoints" else None
         if valid is None:
             raise
-        raise UserError(f"{error}; the newest valid checkpoint is {valid}: pass resume=auto") from error
+        raise UserError(f"{error}; the newest valid checkpoint is {valid}: pass {spelled('resume', 'auto')}") from error
     return ResumePoint(str(folder) if folder else None, resume, given=True, job=job, saved=saved)
 
 
@@ -266,7 +266,7 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
             return name
         raise UserError(
             "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
-            " every node, or pass name=NAME"
+            f" every node, or pass {spelled('name', 'NAME')}"
         )
     # On one node the agent, which outlives its workers, identifies the job.
     return f"elastic-{socket.gethostname()}-{os.getppid()}"

@@ -11,7 +11,7 @@ import yaml
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 
 log = logging.getLogger("lightning_recipes.resume")
@@ -111,7 +111,7 @@ def _saved_run(path: Path, checkpoint: Mapping[str, Any]) -> SavedRun:
 def note_unknown_settings(saved: SavedRun, known: Collection[str]) -> None:
     """Log the settings of a checkpoint that are not known, and so are left out."""
     config = saved.config
-    unknown = ", ".join(f"{name}={config[name]!r}" for name in sorted(config) if name not in known)
+    unknown = ", ".join(spelled(name, config[name]) for name in sorted(config) if name not in known)
     if unknown:
         warn(f"warning: {saved.path} has settings that this recipe leaves out: {unknown:.300}")
 

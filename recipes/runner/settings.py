@@ -63,8 +63,8 @@ def _check_time(name: str, value: Any) -> None:
         try:
             Timer(value)
         except (MisconfigurationException, TypeError) as error:
-            text = 'expected a time, as in "90 minutes", 1h or 00:01:30:00 (days, hours, minutes, seconds)'
-            raise UserError(f"{name}={value!r}: {text}") from error
+            problem = 'expected a time, as in "90 minutes", 1h or 00:01:30:00 (days, hours, minutes, seconds)'
+            raise UserError(problem, setting=name, value=value) from error
 
 
 @dataclass(frozen=True)

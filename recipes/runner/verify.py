@@ -20,7 +20,7 @@ from typing_extensions import override
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.lib.writing import best_effort
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from recipes.runner.loggers import run_ids
 from recipes.runner.printing import rank_zero_print, relative_path
@@ -241,7 +241,9 @@ def check_beginning(interval: Interval, world_size: int, global_batch_size: int 
     if interval.begin is None:
         devices = int(interval.environment.get("devices", 1)) * int(interval.environment.get("num_nodes", 1))
         if global_batch_size is None and world_size != devices:
-            raise UserError(f"the run began on {devices} devices, and is repeated from there: pass devices={devices}")
+            raise UserError(
+                f"the run began on {devices} devices, and is repeated from there: pass {spelled('devices', devices)}"
+            )
         return
     sha256 = weights_hash(load_plain(interval.begin.path)["state_dict"])
     if sha256 not in interval.begin_hashes:
@@ -276,7 +278,7 @@ def compare(interval: Interval, repeated: Interval | None, *, repeats_bits: bool
         return rows | ({"although": changed} if changed else {})
     cause = f"here it has {changed}" if changed else "processor, versions, threads and precision are those of the run"
     if not repeats_bits:
-        cause += "; on a GPU only a run with `deterministic` repeats its bits for sure"
+        cause += f"; on a GPU only a run with {spelled('deterministic')} repeats its bits for sure"
     raise RunFailedError(
         f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {_text(repeated.hashes)}, and"
         f" {_text(interval.hashes)} in the run; {cause}"

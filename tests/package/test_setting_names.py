@@ -29,8 +29,7 @@ ALLOWED = {
     ("datamodules/errors.py", f"`{FILLED}`"),
 }
 UNCONVERTED = {
-    f"recipes/runner/{name}.py"
-    for name in (*("join", "launch", "launch_variables", "processes", "rendezvous", "resume", "saved_run", "verify"),)
+    f"recipes/runner/{name}.py" for name in (*("join", "launch", "launch_variables", "processes", "rendezvous"),)
 }
 
 
