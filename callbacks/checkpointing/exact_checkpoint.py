@@ -351,6 +351,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
 
 def warn_of_other_checkpoints(trainer: pl.Trainer) -> None:
     """Warn if a run is saved, and not by an `ExactCheckpoint`, which another callback may have taken out in `setup`."""
+    if getattr(trainer, "fast_dev_run", False):  # A trial of a few batches, which saves nothing.
+        return
     checkpoints = trainer.checkpoint_callbacks
     if checkpoints and not any(isinstance(checkpoint, ExactCheckpoint) for checkpoint in checkpoints):
         warn(
