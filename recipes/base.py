@@ -1,6 +1,5 @@
 """Base class of all recipes: hyperparameters, optimizer, schedule, checkpoint contents."""
 
-import inspect
 from collections.abc import Collection, Sequence
 from io import IOBase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -22,31 +21,11 @@ from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
 from recipes.optim import check_optimizer
 from recipes.optimization import CheckOptimization
 from recipes.schedules import ScheduleName, ScheduleSettings
-from recipes.tables import Headline, Table
+from recipes.tables import Headline, ResultTable
 from recipes.weights import InitialWeights, load_initial_weights, read_weights
 
 if TYPE_CHECKING:
     from recipes.figures.images import Picture  # Not imported at runtime: it imports Pillow.
-
-
-def _all_parameters(kind: type) -> inspect.Signature:
-    """Return the parameters of a constructor, and those that it passes on to its base classes."""
-    parameters: dict[str, inspect.Parameter] = {}
-    for cls in kind.__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        (_, *constructor_parameters) = inspect.signature(vars(cls)["__init__"]).parameters.values()
-        for parameter in constructor_parameters:
-            if parameter.kind != parameter.VAR_KEYWORD:
-                parameters.setdefault(parameter.name, parameter)
-        if all(p.kind != p.VAR_KEYWORD for p in constructor_parameters):
-            break
-    return inspect.Signature(sorted(parameters.values(), key=_position_in_signature))
-
-
-def _position_in_signature(parameter: inspect.Parameter) -> tuple[int, bool]:
-    has_default = parameter.default is not parameter.empty
-    return int(parameter.kind), has_default
 
 
 class Recipe(OneLightning, pl.LightningModule):
@@ -57,7 +36,8 @@ class Recipe(OneLightning, pl.LightningModule):
     for the device: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
     `configure_optimizers` calls `build_optimizer` and `build_schedule`, which read the parameters below. A recipe whose
-    defaults differ repeats them in its constructor, and passes them on.
+    defaults differ repeats them in its constructor, and passes them on. The arguments of its constructor are saved in
+    ``self.hparams``; one that computes a value for None ends with ``self.hparams.update(lr=lr)``.
 
     A recipe may override `headline` for the closing table, `prediction_rows` for predict, and `named_outputs` and
     `export_metadata` for export.
@@ -115,14 +95,6 @@ class Recipe(OneLightning, pl.LightningModule):
     hparams: Any
     """The hyperparameters. Typed as Any: Lightning declares a mapping, but its values are also attributes."""
 
-    _resolved: dict[str, Any] = {}  # noqa: RUF012 - never changed in place, only replaced on the instance
-
-    @override
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Otherwise help() and notebooks show **kwargs in place of the parameters of the base classes.
-        cls.__signature__ = _all_parameters(cls)  # type: ignore[attr-defined]
-
     def __init__(
         self,
         optimizer: str = "adamw",
@@ -147,12 +119,13 @@ class Recipe(OneLightning, pl.LightningModule):
         check_compile_mode(compile)
         check_optimizer(optimizer, optimizer_args or {})
         ScheduleSettings(schedule, lr, schedule_args or {})
-        self.save_hyperparameters()
+        # Lightning finds the arguments of the constructors of subclasses in the frames of their calls.
+        super().save_hyperparameters()
         network = self.build_network()
         self.network = network if network.training else network.train()
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, ResultTable] = {}
         """The tables of the last evaluation by file name (.csv, .json or .txt); a run writes them into its folder."""
         self.figures: dict[str, Picture] = {}
         """The pictures of the last evaluation by name, for ``report.html``, TensorBoard and ``figures/``.
@@ -166,21 +139,14 @@ class Recipe(OneLightning, pl.LightningModule):
         self.saved_precision = "32-true"
         """The precision of the run in the loaded checkpoint, by Lightning's name."""
 
-    def resolve_hparams(self, **values: Any) -> None:
-        """Save resolved values of hyperparameters in place of None and "auto".
-
-        A subclass passes its own arguments to the base class as they were given.
-        """
-        self._resolved = self._resolved | values
-        self.hparams.update(values)
-
     @override
-    def save_hyperparameters(self, *args: Any, frame: Any = None, **kwargs: Any) -> None:
-        """Save the arguments as Lightning does, but keep the values that a base class has resolved."""
-        # Lightning reads the arguments from the frame of the caller, which is the constructor and not this method.
-        caller = inspect.currentframe()
-        super().save_hyperparameters(*args, frame=frame or (caller and caller.f_back), **kwargs)
-        self.hparams.update(self._resolved)
+    def save_hyperparameters(self, *args: Any, **kwargs: Any) -> None:
+        """Save values that are passed; the arguments of all constructors are saved already.
+
+        Saved again, an argument would be None where a constructor has set its value with ``self.hparams.update``.
+        """
+        if args and not isinstance(args[0], str):
+            super().save_hyperparameters(*args, **kwargs)
 
     @classmethod
     def titles(cls) -> list[str]:
@@ -314,7 +280,7 @@ class Recipe(OneLightning, pl.LightningModule):
             if not cls.owns(saved):
                 raise UserError(
                     f"{checkpoint_path} is a checkpoint of the recipe {saved[0]}, and {cls.__name__} is"
-                    f" {cls.titles()[0]}; load it with the class of that recipe"
+                    f" {cls.title}; load it with the class of that recipe"
                 ) from error
             raise
 

@@ -17,7 +17,7 @@ from recipes.labels import as_classes
 from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid
 
 
-class Table(NamedTuple):
+class ResultTable(NamedTuple):
     """Rows with the same columns; there may be none."""
 
     columns: Sequence[str]
@@ -80,7 +80,7 @@ def _by_confidence(row: Sequence[float]) -> tuple[float, float]:
     return -probability, number
 
 
-def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: Sequence[str] = ()) -> Table:
+def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: Sequence[str] = ()) -> ResultTable:
     """Return a row for each mistake, the most confident first.
 
     Args:
@@ -100,14 +100,14 @@ def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: S
     for number, *classes, predicted, true in order:
         name = sample_names[int(number)] if sample_names else int(number)
         rows.append((name, *(class_names[int(index)] for index in classes), round(predicted, 6), round(true, 6)))
-    return Table(columns, [dict(zip(columns, row, strict=True)) for row in rows])
+    return ResultTable(columns, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 def _share(count: int, total: int) -> float | None:
     return round(count / total, 6) if total else None
 
 
-def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
+def class_table(confusion: Tensor, class_names: Sequence[str]) -> ResultTable:
     """Return a row for each class: samples, precision, recall, F1, and the most frequent confusion.
 
     Undefined values are None: the recall of a class without samples, the precision of a class that is never predicted.
@@ -130,7 +130,7 @@ def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
         f1 = _share(2 * correct, samples + predicted)
         taken_for = class_names[confused_class] if confusions else None
         rows.append((name, samples, precision, recall, f1, taken_for, confusions))
-    return Table(columns, [dict(zip(columns, row, strict=True)) for row in rows])
+    return ResultTable(columns, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 class EvaluationTables(pl.Callback):
@@ -146,7 +146,7 @@ class EvaluationTables(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, ResultTable] = {}
         self.figures: dict[str, Picture] = {}
         self.samples: list[Tensor] = []
         self.images = MistakeImages()

@@ -5,8 +5,6 @@ is counted, and after ``max_steps`` has cut an epoch, which then counts as done.
 decisions depend on and the sums behind an epoch's means, and ReduceLROnPlateau steps after the save.
 """
 
-import re
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +22,7 @@ from callbacks.checkpointing.stopping_points import (
 )
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.decisions import check_decision
-from callbacks.lib.durations import Duration
+from callbacks.lib.durations import Duration, read_time
 from callbacks.lib.evaluation_loop import share_evaluations
 from callbacks.lib.exchange import gather
 from callbacks.lib.hooks import callbacks_of, set_callbacks
@@ -68,11 +66,11 @@ def save_interval(text: str) -> dict[str, Any]:
         ({'every_n_train_steps': 500}, {'train_time_interval': datetime.timedelta(seconds=600)})
     """
     message = f'{text!r} is no interval between two saves: write "500 steps", "2 epochs" or "10 minutes"'
-    time = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?", text.strip().lower())
-    if time:
-        if not float(time[1]):
+    time = read_time(text)
+    if time is not None:
+        if not time:
             raise UserError(message)
-        return {"train_time_interval": timedelta(**{f"{time[2]}s": float(time[1])})}
+        return {"train_time_interval": time}
     try:
         duration = Duration.parse(text)
     except UserError as error:

@@ -38,8 +38,8 @@ _ATOMS = (
 )
 
 
-def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
-    """Convert a value to tensors and plain Python; returns the same object if it is plain already.
+def as_loadable(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
+    """Convert a value to what a checkpoint can hold, tensors and plain Python; returns a value that is plain as it is.
 
     Enum members become their values, paths text, dataclasses dicts, NumPy's arrays tensors and its
     scalars numbers. Any other object becomes a text that names it.
@@ -49,7 +49,7 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
         name: the name of `value` itself.
 
     Example:
-        >>> as_plain({"folder": PurePath("data"), "sizes": np.arange(2), "act": max}, lost := [])
+        >>> as_loadable({"folder": PurePath("data"), "sizes": np.arange(2), "act": max}, lost := [])
         {'folder': 'data', 'sizes': tensor([0, 1]), 'act': 'builtins.max'}
         >>> lost
         ['act']
@@ -60,13 +60,14 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
     prefix = f"{name}." if name else ""
     if isinstance(value, Mapping):
         pairs = [
-            (as_plain(key, lost, f"{prefix}key"), as_plain(item, lost, f"{prefix}{key}")) for key, item in value.items()
+            (as_loadable(key, lost, f"{prefix}key"), as_loadable(item, lost, f"{prefix}{key}"))
+            for key, item in value.items()
         ]
         is_plain = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
         # Kept rather than copied: a state dict is an OrderedDict whose attribute `_metadata` a copy would lose.
         return value if is_plain and type(value) in (dict, OrderedDict, Counter) else dict(pairs)
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [as_plain(item, lost, f"{prefix}{i}") for i, item in enumerate(value)]
+        items = [as_loadable(item, lost, f"{prefix}{i}") for i, item in enumerate(value)]
         if type(value) in (list, tuple, set) and all(new is old for new, old in zip(items, value, strict=True)):
             return value
         if isinstance(value, (set, frozenset)):
@@ -79,16 +80,16 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
 def _plain_object(value: Any, lost: list[str], name: str) -> Any:
     """Convert a value that is not a container."""
     if isinstance(value, enum.Enum):
-        return as_plain(value.value, lost, name)
+        return as_loadable(value.value, lost, name)
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, np.generic):
-        return as_plain(value.item(), lost, name)
+        return as_loadable(value.item(), lost, name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(value.copy())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return as_plain(fields, lost, name)
+        return as_loadable(fields, lost, name)
     if isinstance(value, Tensor):
         return value.detach().as_subclass(Tensor)
     base_types: tuple[Any, ...] = (int, float, str, bytes, bytearray)
@@ -186,7 +187,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     If a checkpoint cannot be written, such as on a full disk, the old one stays, and training continues with a warning:
     see `failures`, which `CheckpointGuard` turns into an error at the end. Until a save succeeds again no
-    checkpoint is removed. Hyper-parameters of any kind are written in their plain form, see `as_plain`.
+    checkpoint is removed. Hyper-parameters of any kind are written in their plain form, see `as_loadable`.
 
     Args:
         on_saved: called with each checkpoint that has been written, in the process that writes.
@@ -209,7 +210,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         lost: list[str] = []
-        plain = as_plain(checkpoint, lost)
+        plain = as_loadable(checkpoint, lost)
         newly_lost = [name for name in lost if name not in self._lost]
         if newly_lost:
             self._lost.update(newly_lost)

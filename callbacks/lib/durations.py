@@ -1,13 +1,27 @@
-"""Durations of training with a unit: ``"500 steps"``, ``"2 epochs"``, ``"5%"``, or an int of steps."""
+"""Durations of training with a unit: ``"500 steps"``, ``"2 epochs"``, ``"5%"``, or an int of steps; and times."""
 
 import math
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from datamodules.errors import UserError
 
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(steps?|epochs?|%)?")
+_TIME = re.compile(r"(\d{1,6}(?:\.\d+)?)\s*(s|sec|seconds?|m|min|minutes?|h|hours?|d|days?)")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+def read_time(text: str) -> timedelta | None:
+    """Read a time of one unit as users write it; None where the text is none.
+
+    Example:
+        >>> str(read_time("1.5h")), str(read_time("90 minutes")), read_time("2 epochs")
+        ('1:30:00', '1:30:00', None)
+    """
+    match = _TIME.fullmatch(text.strip().lower())
+    return timedelta(**{_UNITS[match[2][0]]: float(match[1])}) if match else None
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,14 @@ class SignalFlag:
                 os.write(2, f"{start}{self.on_interrupt}\n".encode())
 
 
+_kept: list[int] = []
+
+
+def keep_until_imported(signum: int) -> None:
+    """Keep a signal that arrives while a program imports its modules; `ending_on_signals` acts on it."""
+    _install_handler([signum], lambda number, _: _kept.append(number))
+
+
 @contextmanager
 def ending_on_signals(*signums: int) -> Iterator[None]:
     """Raise `Preempted` at once when a signal arrives, as Python raises KeyboardInterrupt.
@@ -145,6 +153,8 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
         return
     previous_handlers = _install_handler(signums, end)
     try:
+        if _kept:
+            end(_kept.pop(), None)
         yield
     finally:
         _restore_handlers(previous_handlers)

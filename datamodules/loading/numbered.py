@@ -31,7 +31,7 @@ from datamodules.loading.sampling import epoch_order
 from datamodules.loading.updates import PassesThrough
 
 
-class _Request(NamedTuple):
+class _MicroBatchRequest(NamedTuple):
     """Request of one micro-batch."""
 
     seed: int | None
@@ -51,7 +51,7 @@ class _Batches:
         self.collate = collate
         self.at_once = at_once
 
-    def __getitem__(self, request: _Request) -> Any:
+    def __getitem__(self, request: _MicroBatchRequest) -> Any:
         if request.seed is not None:
             seed_generators(request.seed)
         if self.at_once:
@@ -156,7 +156,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
             samples = samples // self.batch_size * self.batch_size
         super().__init__(samples, self.batch_size, rank, world_size, source=stock)
         self.keeps_order = keeps_order
-        self._requests: Requests[_Request] = Requests()
+        self._requests: Requests[_MicroBatchRequest] = Requests()
         options: dict[str, Any] = {"pin_memory": stock.pin_memory, "timeout": stock.timeout}
         if stock.num_workers:
             options |= {
@@ -246,7 +246,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Any]:
         order = self.order_of_epoch(epoch)
         self._requests.pending = [
-            _Request(self._noise_seed(epoch, start), [*order[start:stop]]) for start, stop in spans
+            _MicroBatchRequest(self._noise_seed(epoch, start), [*order[start:stop]]) for start, stop in spans
         ]
         if self.source.generator is None:
             # Workers draw their base seeds from this generator: they have to differ between ranks and epochs.

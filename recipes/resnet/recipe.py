@@ -142,7 +142,7 @@ class ResNetFineTuner(Classifier):
             freeze_until = last_block_of(self.network, self.example_input_array) if has_weights else None
         if freeze_until == "none":
             freeze_until = None
-        self.resolve_hparams(
+        self.hparams.update(
             weights=weights,
             image_size=image_size,
             small_images=small_images,

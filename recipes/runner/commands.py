@@ -10,9 +10,8 @@ from recipes.runner.printing import relative_path
 from recipes.runner.report import print_pairs
 from recipes.runner.run_result import RunResult
 from recipes.runner.stock_loaders import evaluate_each_sample_once
-from recipes.runner.training import train
-from recipes.runner.verify import verify
-from recipes.runner.weights_record import Interval
+from recipes.runner.training import train, verify
+from recipes.runner.verify import Interval
 
 _NEEDS = {
     "fit": ("training_step", "train_dataloader"),

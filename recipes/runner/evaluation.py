@@ -14,7 +14,7 @@ from recipes.runner.results import write_rows
 from recipes.runner.run_files import tables_of
 from recipes.runner.trainer import build_trainer
 from recipes.runner.training import merged
-from recipes.tables import Table
+from recipes.tables import ResultTable
 from recipes.weights import load_initial_weights
 
 
@@ -63,7 +63,7 @@ def evaluate(experiment: Experiment, step: str) -> None:
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
 
 
-def _files_of(experiment: Experiment, tables: Mapping[str, Table]) -> dict[str, Path]:
+def _files_of(experiment: Experiment, tables: Mapping[str, ResultTable]) -> dict[str, Path]:
     """Return the paths of the tables, beside ``--output``; none without it."""
     if not experiment.run.output:
         return {}
@@ -71,7 +71,7 @@ def _files_of(experiment: Experiment, tables: Mapping[str, Table]) -> dict[str, 
     return {name: output.with_name(f"{output.stem}_{name}") for name in tables}
 
 
-def _write(experiment: Experiment, rows: Sequence[dict[str, Any]], tables: Mapping[str, Table]) -> str:
+def _write(experiment: Experiment, rows: Sequence[dict[str, Any]], tables: Mapping[str, ResultTable]) -> str:
     """Write ``--output`` and the tables beside it; return the reason of a failure, or an empty text."""
     if not experiment.run.output:
         return ""

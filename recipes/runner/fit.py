@@ -108,8 +108,8 @@ def fit(
         callbacks: for the Trainer; a function that makes them, where they must not see both training and test.
         verbose: print what the command line prints; otherwise warnings only.
         settings: the parameters of the recipe, its data module, and the run, by the names of the flags:
-            ``help(MNISTClassifier)``, ``help(MNISTDataModule)`` and ``python -m recipes.mnist --help-all`` say what
-            each does. Further parameters of the Trainer go into a dict, as in ``trainer={"benchmark": True}``.
+            ``python -m recipes.mnist --help-all`` says what each does. Further parameters of the Trainer go into a
+            dict, as in ``trainer={"benchmark": True}``.
 
     Raises:
         UserError: a setting, the data or a checkpoint cannot be used.

@@ -5,13 +5,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from datamodules.errors import UserError, spelled
+from recipes.runner.join import share
 from recipes.runner.loggers import METRICS
 from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.results import write_text
@@ -104,15 +106,21 @@ def _new_folder(parent: Path, name: str | None) -> tuple[Path, Path | None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, on rank 0.
+    """Hold the lock of a run's folder, on rank 0, which alone writes.
 
     Raises:
         UserError: another process trains in it.
+        RankZeroFailed: on the other ranks, if rank 0 has raised this error.
     """
-    if not is_rank_zero():  # Only rank 0 writes.
-        yield
-        return
     lock = FileLock(folder / _LOCK)
+    share(partial(_acquire, lock, folder))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _acquire(lock: BaseFileLock, folder: Path) -> None:
     try:
         lock.acquire(timeout=_LOCK_TIMEOUT, poll_interval=0.2)
     except Timeout as error:
@@ -121,10 +129,6 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
     except (NotImplementedError, OSError):
         pass  # The file system has no locks.
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -14,7 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import current_process
 from pathlib import Path
+from signal import SIGUSR1
 
+from callbacks.lib.signals import keep_until_imported
 from recipes.runner.constructor_sources import read_help, read_trainer_parameters
 from recipes.runner.flag_help import COMMANDS, HELP_FLAGS, help_text
 from recipes.runner.fork_server import start_fork_server
@@ -124,13 +126,16 @@ def quick_imports() -> Iterator[None]:
     """Disable garbage collection for the imports inside, and exclude their objects from it.
 
     Use it in the first lines of a program, before other objects exist. Commands that train or evaluate print a line at
-    once. Ctrl-C exits with status 130 and no message. The interpreter exits without a collection of the imported
-    objects, which would take over a second. If several processes will train, their fork server imports meanwhile.
+    once. Ctrl-C exits with status 130 and no message; SIGUSR1 is kept until `run` acts on it. The interpreter exits
+    without a collection of the imported objects, which would take over a second. If several processes will train, their
+    fork server imports meanwhile.
     """
     # A worker imports the program for its classes: its agent has printed the line.
     if getattr(current_process(), "_inheriting", False):
         yield
         return
+    # Slurm's signal before a time limit: otherwise it would end the process, and no rank would ask for a requeue.
+    keep_until_imported(SIGUSR1)
     _answer_at_once(sys.argv[1:])
     _announce(sys.argv[1:])
     if _will_start_processes(sys.argv[1:]):

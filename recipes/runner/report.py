@@ -31,7 +31,7 @@ from recipes.runner.results import (
 from recipes.runner.run_files import FIGURES, RunFiles, figures_of, save_pictures
 from recipes.runner.run_result import RunResult
 from recipes.runner.saved_run import read_run
-from recipes.tables import Table
+from recipes.tables import ResultTable
 
 _REPORT = "report.html"
 
@@ -203,7 +203,7 @@ def report(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, re
     print_pairs(rows)
 
 
-def print_scores(scores: Mapping[str, Any], tables: Mapping[str, Table], files: Mapping[str, Path]) -> None:
+def print_scores(scores: Mapping[str, Any], tables: Mapping[str, ResultTable], files: Mapping[str, Path]) -> None:
     """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:

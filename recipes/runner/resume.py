@@ -15,19 +15,19 @@ import re
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from recipes.runner.merging import describe_differences
-from recipes.runner.printing import is_rank_zero
 from recipes.runner.results import RESULTS, read_results, write_rows
 from recipes.runner.saved_run import (
     SavedRun,
     newest_valid_checkpoint,
+    newest_valid_run,
     read_run,
     read_settings,
     readable_checkpoints,
@@ -36,7 +36,6 @@ from recipes.runner.saved_run import (
 _LINEAGE = "lineage.json"
 _FAILURE = ".failure.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
-_RESTARTS_WITHOUT_PROGRESS = 5
 
 _used: set[str | None] = set()
 """The folders of the runs of this process. Removed folders stay in the set, so that a restart numbers folders alike."""
@@ -53,6 +52,7 @@ class ResumePoint:
         given: the user has named the checkpoint.
         made: the folder, or the first of its parents, that was made for this run; None where the folder existed.
         job: the name of the Slurm or torchrun job, which restarts and requeues share; None without restarts.
+        saved: the settings and the progress in the checkpoint.
     """
 
     folder: str | None = None
@@ -61,6 +61,7 @@ class ResumePoint:
     given: bool = False
     made: str | None = None
     job: str | None = None
+    saved: SavedRun | None = field(default=None, compare=False, repr=False)
 
 
 def find_resume_point(
@@ -92,36 +93,37 @@ def find_resume_point(
         if saved is not None and describe_differences(saved, config, free):
             return None
         point = resume_in(folder, typed)
-        run = read_run(point.checkpoint) if point.checkpoint else None
+        run = point.saved
         return None if run and describe_differences(run.config, config, free, run.auto_settings) else point
 
-    if resume not in (None, "auto", "none"):
-        point = _from_file(resume, name, parent, typed)
-    elif resume == "none" or (resume is None and launch_name(os.environ, name) is None):
+    if resume == "none":
+        return ResumePoint()
+    job = launch_name(os.environ, name)
+    if resume not in (None, "auto"):
+        point = _from_file(resume, name, parent, typed, job)
+    elif resume is None and job is None:
         point = ResumePoint()
     elif name is not None and (resume or str(parent / name) not in _used):
         point = resume_in(parent / name, typed)
+    elif job:
+        candidates = map(resume_same, _folders_of_job(parent / (name or job)))
+        # The first folder of this experiment; one that does not exist yet is the last of them.
+        point = next(candidate for candidate in candidates if candidate)
     else:
-        job = launch_name(os.environ, name)
-        if job:
-            candidates = map(resume_same, _folders_of_job(parent / (name or job)))
-            # The first folder of this experiment; one that does not exist yet is the last of them.
-            point = next(candidate for candidate in candidates if candidate)
-        else:
-            folders = [path.parent for path in parent.glob("*/config.yaml")]
-            newest = sorted(folders, key=_modification_time, reverse=True)
-            trained = (candidate for candidate in map(resume_same, newest) if candidate and candidate.checkpoint)
-            point = next((candidate for candidate in trained if not candidate.finished), ResumePoint())
+        folders = [path.parent for path in parent.glob("*/config.yaml")]
+        newest = sorted(folders, key=_modification_time, reverse=True)
+        trained = (candidate for candidate in map(resume_same, newest) if candidate and candidate.checkpoint)
+        point = next((candidate for candidate in trained if not candidate.finished), ResumePoint())
     _used.add(point.folder)
-    return replace(point, job=launch_name(os.environ, name)) if point.given else point
+    return point
 
 
 def resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
     """Resume in a run's folder, or start in it where it has no valid checkpoint."""
-    checkpoint = newest_valid_checkpoint(folder / "checkpoints")
-    if checkpoint is None:
+    saved = newest_valid_run(folder / "checkpoints")
+    if saved is None:
         return ResumePoint(str(folder))
-    return ResumePoint(str(folder), str(checkpoint), _is_finished(folder, read_run(checkpoint), typed))
+    return ResumePoint(str(folder), str(saved.path), _is_finished(folder, saved, typed), saved=saved)
 
 
 def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
@@ -161,12 +163,11 @@ def _modification_time(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any]) -> ResumePoint:
+def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any], job: str | None) -> ResumePoint:
     """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
     parent_folder = Path(resume).resolve().parent
     in_run = parent_folder.name == "checkpoints" and (parent_folder.parent / "config.yaml").is_file()
     folder = parent_folder.parent if in_run else None
-    job = launch_name(os.environ, name)
     if job:
         if folder is None:
             # The first start of the job has made one of these folders, or takes the first that does not exist.
@@ -177,46 +178,49 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
         if resumed and resumed.checkpoint:
             return resumed
     try:
-        read_run(resume)
+        saved = read_run(resume)
     except UserError as error:
         valid = newest_valid_checkpoint(parent_folder, logs=False) if parent_folder.name == "checkpoints" else None
         if valid is None:
             raise
-        raise UserError(f"{error}; the newest valid checkpoint is {valid}: pass resume=auto") from error
-    return ResumePoint(str(folder) if folder else None, resume, given=True)
+        raise UserError(f"{error}; the newest valid checkpoint is {valid}: pass {spelled('resume', 'auto')}") from error
+    return ResumePoint(str(folder) if folder else None, resume, given=True, job=job, saved=saved)
 
 
-def start_from(checkpoint: str, folder: Path, job: str | None) -> list[Path]:
+def start_from(point: ResumePoint, folder: Path) -> list[Path]:
     """Start a run in a folder from the checkpoint of ``--resume FILE``; on rank 0, right before training.
 
     Checkpoints with more updates are renamed, since ``--resume auto`` would take them until the run has made as many
     updates again.
 
     Args:
-        checkpoint: the checkpoint to resume from.
+        point: the checkpoint, and the job for its restarts.
         folder: the run's folder.
-        job: the name of the job, for its restarts.
 
     Returns:
         The new paths, which end in ``.abandoned``.
     """
-    if not is_rank_zero():
+    if not point.given or point.saved is None:
         return []
-    updates = read_run(checkpoint).updates
     renamed = []
     # Before the lineage is written, so that a job that is restarted in between does not resume from them.
-    for path, run in readable_checkpoints(folder / "checkpoints").items():
-        if run.updates > updates:
-            renamed.append(path.rename(path.with_name(f"{path.name}-{run.updates}.abandoned")))
-    if job:
-        write_rows(folder / _LINEAGE, _lineage(folder) | {job: checkpoint})
+    for run in readable_checkpoints(folder / "checkpoints"):
+        if run.updates > point.saved.updates:
+            renamed.append(run.path.rename(run.path.with_name(f"{run.path.name}-{run.updates}.abandoned")))
+    if point.job:
+        write_rows(folder / _LINEAGE, _lineage(folder) | {point.job: point.checkpoint})
     return renamed
 
 
 def _lineage(folder: Path) -> dict[str, str]:
     """Return the checkpoints that jobs resumed from in a folder, as they were typed, by the name of the job."""
+    return _read_json(folder / _LINEAGE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the entries of a JSON file; none where the file is missing or damaged."""
     try:
-        return dict(json.loads((folder / _LINEAGE).read_text()))
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
@@ -262,7 +266,7 @@ def launch_name(environment: Mapping[str, str], name: str | None = None) -> str 
             return name
         raise UserError(
             "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
-            " every node, or pass name=NAME"
+            f" every node, or pass {spelled('name', 'NAME')}"
         )
     # On one node the agent, which outlives its workers, identifies the job.
     return f"elastic-{socket.gethostname()}-{os.getppid()}"
@@ -286,19 +290,15 @@ def record_failure(folder: str | None, rank: int, error: str) -> None:
 
 def _failure_of_job(folder: str, job: str) -> str:
     """Return the error that a rank of this start of a job has recorded; an empty text where there is none."""
-    try:
-        failure = json.loads((Path(folder) / _FAILURE).read_text())
-        is_of_this_start = (failure["job"], failure["restarts"]) == (job, restarts(os.environ))
-        return str(failure["error"]) if is_of_this_start else ""
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return ""
+    failure = _read_json(Path(folder) / _FAILURE)
+    is_of_this_start = (failure.get("job"), failure.get("restarts")) == (job, restarts(os.environ))
+    return str(failure.get("error", "")) if is_of_this_start else ""
 
 
 def requeue_after_loss(folder: str | None, updates: int) -> str:
     """Requeue this Slurm batch job, since one of its processes was killed or a node has gone.
 
-    The cause may kill it again at the same update. A job that saves nothing new is therefore requeued up to its fifth
-    restart only.
+    The cause may kill it again at the same update. A job that has saved nothing new is therefore not requeued.
 
     Args:
         folder: the run's folder, where it is known.
@@ -314,12 +314,9 @@ def requeue_after_loss(folder: str | None, updates: int) -> str:
     failure = _failure_of_job(folder, job) if folder else ""
     if failure:
         return f"not requeued, because of an error of the program: {failure}"
-    saved = readable_checkpoints(Path(folder) / "checkpoints").values() if folder else ()
-    if restarts(os.environ) >= _RESTARTS_WITHOUT_PROGRESS and all(run.updates <= updates for run in saved):
-        return (
-            f"not requeued after {restarts(os.environ)} restarts, because nothing new was saved; to do so: scontrol"
-            f" requeue {job}"
-        )
+    saved = readable_checkpoints(Path(folder) / "checkpoints") if folder else []
+    if all(run.updates <= updates for run in saved):
+        return f"not requeued, because nothing new was saved; to do so: scontrol requeue {job}"
     try:
         return f"requeued as job {requeue(os.environ)}"
     except NotRequeued as reason:

@@ -13,7 +13,7 @@ from datamodules.lightning import pl
 from recipes.figures.images import Picture
 from recipes.runner.loggers import LoggedImage, log_images
 from recipes.runner.results import RESULTS, Stopwatch
-from recipes.tables import Table
+from recipes.tables import ResultTable
 
 FIGURES = "figures"
 
@@ -23,7 +23,7 @@ def figures_of(trainer: pl.Trainer) -> dict[str, Picture]:
     return _collected(trainer, "figures")
 
 
-def tables_of(trainer: pl.Trainer) -> dict[str, Table]:
+def tables_of(trainer: pl.Trainer) -> dict[str, ResultTable]:
     """Return the ``tables`` of the recipe and of the callbacks, by the name of their file."""
     return _collected(trainer, "tables")
 

@@ -12,7 +12,7 @@ from recipes.figures.images import Picture
 from recipes.runner.curves import run_curves
 from recipes.runner.notebook import framed, plots, table
 from recipes.runner.results import read_results
-from recipes.tables import Headline, Table
+from recipes.tables import Headline, ResultTable
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +28,7 @@ class RunResult:
         epochs: all completed epochs, those before a resume included.
         stopped_early: the reason of early stopping; else empty.
         weights_sha256: the hash of the weights and buffers at the end of the training, see
-            `recipes.runner.weights_record.weights_hash`; None where the run has not ended.
+            `recipes.runner.verify.weights_hash`; None where the run has not ended.
         tables: tables of the validation and the test after training, by the name of their file.
         figures: the pictures of ``report.html`` except the curves, by name.
     """
@@ -41,7 +41,7 @@ class RunResult:
     epochs: int = 0
     stopped_early: str = ""
     weights_sha256: str | None = None
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, ResultTable] = field(default_factory=dict)
     figures: dict[str, Picture] = field(default_factory=dict)
 
     @override

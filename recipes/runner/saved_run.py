@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 
 log = logging.getLogger("lightning_recipes.resume")
@@ -23,8 +22,9 @@ class SavedRun:
     """The settings and the progress in a checkpoint, read before the Trainer restores it.
 
     Args:
+        path: the file.
         config: the settings of the run.
-        updates: optimiser steps made.
+        updates: optimizer steps made.
         epochs: epochs completed.
         devices: number of devices of the run; None in checkpoints of a plain Trainer.
         update_items: samples of an update on all devices, or batches limited by tokens; None where their number is
@@ -36,6 +36,7 @@ class SavedRun:
         run_ids: the ids of its runs of W&B and MLflow by the logger's name.
     """
 
+    path: Path
     config: dict[str, Any]
     updates: int
     epochs: int
@@ -64,13 +65,10 @@ def read_run(path: str | Path) -> SavedRun:
         raise UserError(f"{path} is a folder; pass a checkpoint" + (f", such as {newest}" if newest else ""))
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
-    # Read once per version of the file: a run asks several times.
-    stat = Path(path).stat()
-    return _read(str(path), stat.st_mtime_ns, stat.st_size)
+    return _read(Path(path))
 
 
-@lru_cache(maxsize=8)
-def _read(path: str, changed: int, size: int) -> SavedRun:
+def _read(path: Path) -> SavedRun:
     try:
         checkpoint = load_plain(path)
     except UserError:
@@ -84,37 +82,38 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
     if not isinstance(checkpoint, dict) or not entries <= checkpoint.keys():
         raise UserError(f"{path} is not a checkpoint of a run, which holds settings beside the weights")
     try:
-        return _saved_run(checkpoint)
+        return _saved_run(path, checkpoint)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not a checkpoint of a run: {error}") from error
 
 
-def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
+def _saved_run(path: Path, checkpoint: Mapping[str, Any]) -> SavedRun:
     # A checkpoint of a plain Trainer has the constructors' arguments only.
     saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
     devices = checkpoint.get("devices")
     auto_settings = checkpoint.get("auto_settings")
     items = checkpoint.get("callbacks", {}).get("GradientAccumulation", {}).get("items")
     return SavedRun(
-        dict(checkpoint.get("config") or saved),
-        _count("global_step", checkpoint["global_step"]),
-        _count("processed", checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]),
-        None if devices is None else _count("devices", devices),
-        None if items is None else _count("items", items),
-        1 + _count("epoch", checkpoint.get("epoch", 0)),
-        tuple(map(str, checkpoint.get("recipes", ()))),
-        dict(checkpoint.get("environment", {})),
-        None if auto_settings is None else tuple(map(str, auto_settings)),
-        {str(name): str(run_id) for name, run_id in checkpoint.get("run_ids", {}).items()},
+        path=path,
+        config=dict(checkpoint.get("config") or saved),
+        updates=_count("global_step", checkpoint["global_step"]),
+        epochs=_count("processed", checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]),
+        devices=None if devices is None else _count("devices", devices),
+        update_items=None if items is None else _count("items", items),
+        epoch=1 + _count("epoch", checkpoint.get("epoch", 0)),
+        recipes=tuple(map(str, checkpoint.get("recipes", ()))),
+        environment=dict(checkpoint.get("environment", {})),
+        auto_settings=None if auto_settings is None else tuple(map(str, auto_settings)),
+        run_ids={str(name): str(run_id) for name, run_id in checkpoint.get("run_ids", {}).items()},
     )
 
 
-def note_unknown_settings(path: str | Path, saved: SavedRun, known: Collection[str]) -> None:
+def note_unknown_settings(saved: SavedRun, known: Collection[str]) -> None:
     """Log the settings of a checkpoint that are not known, and so are left out."""
     config = saved.config
-    unknown = ", ".join(f"{name}={config[name]!r}" for name in sorted(config) if name not in known)
+    unknown = ", ".join(spelled(name, config[name]) for name in sorted(config) if name not in known)
     if unknown:
-        warn(f"warning: {path} has settings that this recipe leaves out: {unknown:.300}")
+        warn(f"warning: {saved.path} has settings that this recipe leaves out: {unknown:.300}")
 
 
 def _count(name: str, value: Any) -> int:
@@ -123,24 +122,24 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-def _checkpoints(folder: Path) -> tuple[dict[Path, SavedRun], dict[Path, str]]:
+def _checkpoints(folder: Path) -> tuple[list[SavedRun], dict[Path, str]]:
     """Return the checkpoints in a folder that a run may resume from, and the errors of the others."""
-    readable = {}
+    readable = []
     problems = {}
     for path in sorted(folder.glob("*.ckpt")):
         try:
-            readable[path] = read_run(path)
+            readable.append(_read(path))
         except UserError as error:
             problems[path] = str(error).removeprefix(f"{path} ").removeprefix("is not a checkpoint: ")
     return readable, problems
 
 
-def readable_checkpoints(folder: Path) -> dict[Path, SavedRun]:
+def readable_checkpoints(folder: Path) -> list[SavedRun]:
     """Return the checkpoints in a folder that can be read."""
     return _checkpoints(folder)[0]
 
 
-def newest_valid_checkpoint(folder: Path, logs: bool = True) -> Path | None:
+def newest_valid_run(folder: Path, logs: bool = True) -> SavedRun | None:
     """Return the valid checkpoint with the most updates, or None; damaged ones with more updates are logged.
 
     The number of updates decides, not the time of the file, because clocks may be set back.
@@ -151,21 +150,26 @@ def newest_valid_checkpoint(folder: Path, logs: bool = True) -> Path | None:
     """
     readable, damaged = _checkpoints(folder)
     valid = None
-
-    def progress(path: Path) -> tuple[int, int, bool, Path]:
-        run = readable[path]
-        return run.updates, run.epochs, path.name == "last.ckpt", path
-
     # Newest first, and only until one is valid: a check reads the whole file.
-    for path in sorted(readable, key=progress, reverse=True):
-        problem = describe_damage(path)
+    for saved in sorted(readable, key=_progress, reverse=True):
+        problem = describe_damage(saved.path)
         if problem is None:
-            valid = path
+            valid = saved
             break
-        damaged[path] = problem
+        damaged[saved.path] = problem
     for path, problem in damaged.items() if logs else ():
         log.warning("warning: %s is skipped: %s", path, problem)
     return valid
+
+
+def newest_valid_checkpoint(folder: Path, logs: bool = True) -> Path | None:
+    """Return the path of the newest valid checkpoint in a folder, see `newest_valid_run`."""
+    saved = newest_valid_run(folder, logs)
+    return saved.path if saved else None
+
+
+def _progress(saved: SavedRun) -> tuple[int, int, bool, Path]:
+    return saved.updates, saved.epochs, saved.path.name == "last.ckpt", saved.path
 
 
 def read_settings(path: str | Path) -> Any:

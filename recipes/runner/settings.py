@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from jsonargparse import ArgumentParser
 
+from callbacks.lib.durations import read_time
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import MisconfigurationException, Timer, pl
@@ -54,6 +55,18 @@ def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> 
             raise UserError(f"trainer.{name} is {value!r}: expected {kind}") from error
 
 
+def _check_time(name: str, value: Any) -> None:
+    """Reject a setting that is neither a number nor a time."""
+    if isinstance(value, str) and read_time(value):
+        return
+    if isinstance(value, (str, dict)):
+        try:
+            Timer(value)
+        except (MisconfigurationException, TypeError) as error:
+            problem = 'expected a time, as in "90 minutes", 1h or 00:01:30:00 (days, hours, minutes, seconds)'
+            raise UserError(problem, setting=name, value=value) from error
+
+
 @dataclass(frozen=True)
 class TrainerSettings:
     """The parameters of Lightning's Trainer that have a flag.
@@ -64,7 +77,7 @@ class TrainerSettings:
         devices: processes on this node: a number, auto for all GPUs, or indices such as 0,1.
         max_epochs: epochs of the run; -1 is no bound.
         max_steps: updates of the run; -1 is no bound. Alone it is the only bound.
-        max_time: time of the run, as in 00:12:00:00 (days, hours, minutes, seconds).
+        max_time: time of the run, as in "90 minutes", 12h or 00:12:00:00 (days, hours, minutes, seconds).
         fast_dev_run: try a batch of each part, or so many, and save nothing.
         gradient_clip_val: clip the gradients of an update to this norm.
         gradient_clip_algorithm: clip by norm or by value.
@@ -73,7 +86,7 @@ class TrainerSettings:
         limit_test_batches: test on a number of batches, counted over all devices; on one device also on a share.
         limit_predict_batches: predict a number of batches, or a share.
         overfit_batches: train and validate on the same number of updates, or the same share of an epoch, not shuffled.
-        val_check_interval: validate after a number of updates, a share of an epoch or a time, as in 00:00:30:00.
+        val_check_interval: validate after a number of updates, a share of an epoch or a time, as in "30 minutes".
         check_val_every_n_epoch: epochs between two validations.
         num_sanity_val_steps: batches to validate before training.
         log_every_n_steps: updates between two entries of the log.
@@ -111,12 +124,8 @@ class TrainerSettings:
             check_val_every_n_epoch=(self.check_val_every_n_epoch, COUNT),
             gradient_clip_val=(self.gradient_clip_val, NOT_NEGATIVE),
         )
-        for time_or_number in (self.max_time, self.val_check_interval):
-            if isinstance(time_or_number, (str, dict)):
-                try:
-                    Timer(time_or_number)
-                except (MisconfigurationException, TypeError) as error:
-                    raise UserError(str(error)) from error
+        for name in ("max_time", "val_check_interval"):
+            _check_time(name, getattr(self, name))
         if self.val_check_interval == 0:
             no_validation = spelled("limit_val_batches", 0)
             raise UserError(
@@ -128,6 +137,9 @@ class TrainerSettings:
     def options(self) -> dict[str, Any]:
         """Return the arguments of the Trainer."""
         options = asdict(self)
+        for name in ("max_time", "val_check_interval"):
+            if isinstance(options[name], str):
+                options[name] = read_time(options[name]) or options[name]
         return options | (options.pop("trainer") or {})
 
 

@@ -23,7 +23,7 @@ from recipes.runner.requests import SCORING, Request, check_request
 from recipes.runner.resume import ResumePoint, find_resume_point, resume_in
 from recipes.runner.saved_run import SavedRun, note_unknown_settings, read_run, readable_checkpoints
 from recipes.runner.settings import RunSettings, TrainerSettings
-from recipes.runner.weights_record import Interval, interval_to_repeat
+from recipes.runner.verify import Interval, find_interval
 from recipes.weights import read_settings_beside
 
 
@@ -40,7 +40,6 @@ class RunSpec:
         config: the settings that define the experiment, as they are saved.
         auto_settings: the settings that the first command of the run has left to the run.
         point: the folder and the checkpoint where the run starts or resumes.
-        saved: the settings and the progress in that checkpoint.
         interval: the part of a run that verify trains again.
         notes: a note on the precision for the run's first line.
     """
@@ -53,9 +52,13 @@ class RunSpec:
     config: dict[str, Any]
     auto_settings: tuple[str, ...]
     point: ResumePoint
-    saved: SavedRun | None = None
     interval: Interval | None = None
     notes: str = ""
+
+    @property
+    def saved(self) -> SavedRun | None:
+        """The settings and the progress in the checkpoint that the run resumes from."""
+        return self.point.saved
 
     @property
     def updates_done(self) -> int:
@@ -78,6 +81,7 @@ class Resolver:
         self.flags: frozenset[str] = frozenset() if typed.in_program else frozenset(self.parser.flags)
         """The settings that messages spell as flags."""
         self._marks = marks_of(self.parser)
+        self._interval: Interval | None = None
 
     def processes(self, request: Request) -> tuple[TrainerSettings, LaunchSettings]:
         """Return the settings that say which processes a command needs; no checkpoint has others.
@@ -86,7 +90,8 @@ class Resolver:
             UserError: the command does not use one of its settings, or lacks one.
         """
         if request.command == "verify":
-            settings = self._settings_of_interval(request, self._interval(request))
+            self._interval = self._find_interval(request)
+            settings = self._settings_of_interval(request, self._interval)
         else:
             settings = self._merge(request)
             check_request(request, settings, self.classes)
@@ -105,28 +110,24 @@ class Resolver:
             UserError: a setting, a checkpoint or a combination of them is refused.
         """
         if request.command == "verify":
-            interval = self._interval(request)
-            settings = self._settings_of_interval(request, interval)
-            self.parser.import_optimizer(settings, request.given.settings)
-            settings["max_time"] = None  # A slower machine must not end before the interval does.
-            point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
-            saved = read_run(point.checkpoint) if point.checkpoint else None
-            return self._spec("fit", settings, request, point, saved, interval)
+            assert self._interval is not None, "`processes` has found the interval"
+            return self._spec_of_interval(request, self._interval)
         command = request.command
         given = request.given.settings
         settings = self._merge(request)
         point = ResumePoint()
-        saved = None
         if command == "fit":
             point = self._find_resume_point(settings, given, before)
-        checkpoint = point.checkpoint or settings["ckpt"]
-        if checkpoint:
+        saved = point.saved
+        if settings["ckpt"]:
+            saved = read_run(settings["ckpt"])
+        if saved:
+            self._check_recipe(saved)
             # The settings of the checkpoint replace the defaults, so that the command needs none of them.
-            saved = self._saved_run(checkpoint)
-            settings = self._merge(request, saved.config, saved.auto_settings if point.checkpoint else None)
-            note_unknown_settings(checkpoint, saved, self.parser.flags)
-            if point.checkpoint and before is None:
-                self._check_experiment(checkpoint, saved, settings)
+            settings = self._merge(request, saved.config, saved.auto_settings if point.saved else None)
+            note_unknown_settings(saved, self.parser.flags)
+            if point.saved and before is None:
+                self._check_experiment(saved, settings)
                 if point.given:
                     _refuse_finished(saved, settings)
         elif command in SCORING:
@@ -135,7 +136,7 @@ class Resolver:
         self.parser.check_required(settings, given)
         if command == "fit":
             self.parser.import_optimizer(settings, given)
-        return self._spec(command, settings, request, point, saved if point.checkpoint else None)
+        return self._spec(command, settings, request, point)
 
     def in_folder(self, spec: RunSpec) -> RunSpec:
         """Return the record with the run's folder, which is made; a trial and other commands have none."""
@@ -150,7 +151,6 @@ class Resolver:
         settings: dict[str, Any],
         request: Request,
         point: ResumePoint,
-        saved: SavedRun | None,
         interval: Interval | None = None,
     ) -> RunSpec:
         if command == "predict":
@@ -159,7 +159,7 @@ class Resolver:
         config = self._config(settings)
         # The argument of verify is a folder.
         inputs = () if interval else request.given.inputs
-        auto_settings = saved.auto_settings if saved else None
+        auto_settings = point.saved.auto_settings if point.saved else None
         if auto_settings is None:
             auto_settings = tuple(name for name, value in config.items() if is_auto(value))
         return RunSpec(
@@ -172,7 +172,6 @@ class Resolver:
             config=config,
             auto_settings=tuple(auto_settings),
             point=point,
-            saved=saved,
             interval=interval,
             notes=f" ({reason})" if reason else "",
         )
@@ -214,19 +213,16 @@ class Resolver:
         parent = Path(settings["run_dir"]) / self.classes.recipe.title
         return find_resume_point(resume, name, parent, self._config(settings), given, self._marks.free)
 
-    def _saved_run(self, checkpoint: str) -> SavedRun:
-        """Read the run of a checkpoint, which has to be one of this recipe."""
-        saved = read_run(checkpoint)
+    def _check_recipe(self, saved: SavedRun) -> None:
+        """Refuse a checkpoint of another recipe."""
         recipe = self.classes.recipe
         if not recipe.owns(saved.recipes):
-            title = recipe.titles()[0]
             raise UserError(
-                f"{relative_path(checkpoint)} is a checkpoint of the recipe {saved.recipes[0]}, and this is {title};"
-                f" run that recipe, or pass a checkpoint of {title}"
+                f"{relative_path(saved.path)} is a checkpoint of the recipe {saved.recipes[0]}, and this is"
+                f" {recipe.title}; run that recipe, or pass a checkpoint of {recipe.title}"
             )
-        return saved
 
-    def _check_experiment(self, checkpoint: str, saved: SavedRun, settings: Mapping[str, Any]) -> None:
+    def _check_experiment(self, saved: SavedRun, settings: Mapping[str, Any]) -> None:
         """Refuse settings of another experiment than the one to resume."""
         config = self._config(settings)
         # Other threads round otherwise, as another precision does, and a line of the run says so.
@@ -234,43 +230,52 @@ class Resolver:
         differences = describe_differences(saved.config, config, free, saved.auto_settings)
         if differences:
             raise UserError(
-                f"{relative_path(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or"
+                f"{relative_path(saved.path)} is of another experiment: {'; '.join(differences)}; leave these out, or"
                 f" start fresh: pass another {spelled('name')}, and {spelled('weights', 'FILE')} for a warm start"
             )
 
-    def _interval(self, request: Request) -> Interval:
+    def _spec_of_interval(self, request: Request, interval: Interval) -> RunSpec:
+        """Settle the training of an interval."""
+        settings = self._settings_of_interval(request, interval)
+        self.parser.import_optimizer(settings, request.given.settings)
+        settings["max_time"] = None  # A slower machine must not end before the interval does.
+        begin = interval.begin
+        point = ResumePoint(checkpoint=str(begin.path), saved=begin) if begin else ResumePoint()
+        return self._spec("fit", settings, request, point, interval)
+
+    def _find_interval(self, request: Request) -> Interval:
         """Return the part of a run that verify trains again."""
         recipe = self.classes.recipe
         folder = request.folder
         if folder is None:
             raise UserError(f"verify needs the folder of a run; pass verify runs/{recipe.title}/NAME")
-        checkpoints = {run.updates: path for path, run in readable_checkpoints(folder / "checkpoints").items()}
-        interval = interval_to_repeat(folder, checkpoints)
+        interval = find_interval(folder, readable_checkpoints(folder / "checkpoints"))
         if interval is None:
             raise UserError(
                 f"no part of {relative_path(folder)} can be trained again: it was resumed from elsewhere, and no"
                 " checkpoint from before one of its recorded saves is left"
             )
-        if not recipe.owns([interval.start.recipe]):
+        if not recipe.owns([interval.recipe]):
             raise UserError(
-                f"{relative_path(folder)} is a run of the recipe {interval.start.recipe}, and this is {recipe.title}:"
+                f"{relative_path(folder)} is a run of the recipe {interval.recipe}, and this is {recipe.title}:"
                 " pass it to that recipe's command"
             )
         return interval
 
     def _settings_of_interval(self, request: Request, interval: Interval) -> dict[str, Any]:
         """Return the settings with which an interval was trained; by default on as many devices as the run had."""
-        start = interval.start
         given = request.given.settings
         may_differ = self._marks.of_machine | {"enable_progress_bar"} | free_parameters(self.classes)
         compared = [name for name in given if name not in self._marks.one_call | may_differ]
-        changed = [name for name in compared if not same_setting(name, start.config.get(name), given[name])]
+        changed = [name for name in compared if not same_setting(name, interval.config.get(name), given[name])]
         if changed:
             raise UserError(f"verify trains with the settings of the run: leave out {', '.join(map(flag_of, changed))}")
         user_chose_devices = "devices" in given or "TORCHELASTIC_RUN_ID" in os.environ
-        split = {} if user_chose_devices else {name: start.environment.get(name) for name in ("devices", "num_nodes")}
+        split = {}
+        if not user_chose_devices:
+            split = {name: interval.environment.get(name) for name in ("devices", "num_nodes")}
         keeps = ("accelerator", "strategy", *split)
-        settings = self._merge(request, {**start.config, **split}, keeps=keeps)
+        settings = self._merge(request, {**interval.config, **split}, keeps=keeps)
         check_request(request, settings, self.classes)
         return settings
 

@@ -1,7 +1,8 @@
-"""Carry out the command fit: train in the run's folder, then score the best checkpoint."""
+"""Carry out the commands fit, which trains and scores the best checkpoint, and verify, which trains a part again."""
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.writing import forget_failures
-from datamodules.lightning import Callback, is_overridden, pl
+from datamodules.lightning import Callback, DummyLogger, is_overridden, pl
 from recipes.figures.images import Picture
 from recipes.runner.callbacks_of_run import checkpoint_callbacks
 from recipes.runner.early_stopping import why_stopped
@@ -18,14 +19,22 @@ from recipes.runner.folder import locked, write_config
 from recipes.runner.guards import guarded
 from recipes.runner.loggers import log_settings
 from recipes.runner.printing import is_rank_zero, rank_zero_print, relative_path
-from recipes.runner.report import report, report_interrupted, report_unsaved
+from recipes.runner.report import print_pairs, report, report_interrupted, report_unsaved
 from recipes.runner.results import Stopwatch
 from recipes.runner.resume import start_from
 from recipes.runner.run_files import RunFiles, figures_of, tables_of
 from recipes.runner.run_result import RunResult
 from recipes.runner.trainer import build_trainer
-from recipes.runner.weights_record import WeightsRecorder, weights_hash
-from recipes.tables import Table
+from recipes.runner.verify import (
+    Interval,
+    IntervalEnd,
+    WeightsRecorder,
+    check_beginning,
+    compare,
+    read_saves,
+    weights_hash,
+)
+from recipes.tables import ResultTable
 
 
 def train(experiment: Experiment, started_at: float) -> RunResult:
@@ -51,41 +60,24 @@ def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch)
     if folder and experiment.trainer.enable_checkpointing is not False:
         monitor = experiment.recipe.monitor if experiment.validates else None
         saves += checkpoint_callbacks(folder, monitor, experiment.recipe, experiment.run)
-        recorder = _recorder(experiment, folder)
+        recorder = WeightsRecorder(
+            folder, experiment.recipe.title, experiment.saved, experiment.config, experiment.auto_settings
+        )
         records.append(recorder)
         on_saved = recorder.saved
     trainer = build_trainer(experiment, experiment.callbacks(saves, records), folder, VerifiedCheckpointIO(on_saved))
     if folder and is_rank_zero():
         write_config(folder, experiment.config)
         log_settings(trainer.loggers, experiment.config)
-    if folder:
-        _record_start(experiment, folder)
+        for path in start_from(experiment.point, folder):
+            rank_zero_print(
+                f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
+            )
     result = _train_and_test(trainer, experiment, folder, stopwatch)
     if trainer.is_global_zero:
         report(trainer, experiment, stopwatch, result)
         report_unsaved(folder)
     return result
-
-
-def _recorder(experiment: Experiment, folder: Path) -> WeightsRecorder:
-    return WeightsRecorder(
-        folder,
-        experiment.recipe.title,
-        resumed=experiment.saved,
-        checkpoint=experiment.point.checkpoint,
-        config=experiment.config,
-        auto_settings=experiment.auto_settings,
-    )
-
-
-def _record_start(experiment: Experiment, folder: Path) -> None:
-    """Record which checkpoint this job resumes from, and rename the later checkpoints of the run."""
-    checkpoint = experiment.point.checkpoint
-    if checkpoint and experiment.point.given:
-        for path in start_from(checkpoint, folder, experiment.point.job):
-            rank_zero_print(
-                f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
-            )
 
 
 def _ignore(*_: Any, **__: Any) -> None:
@@ -147,7 +139,7 @@ def _train_and_test(
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
     last_logged = _last_logged(trainer)
-    tables: dict[str, Table] = {}
+    tables: dict[str, ResultTable] = {}
     # Before the callbacks are replaced, and with them their pictures.
     figures: dict[str, Picture] = figures_of(trainer)
     # New callbacks, because those of the training may replace the checkpoint's weights: Lightning's `WeightAveraging`
@@ -179,3 +171,29 @@ def _train_and_test(
         tables=tables,
         figures=figures,
     )
+
+
+def verify(experiment: Experiment, interval: Interval) -> None:
+    """Train an interval of a run again, and compare the weights; the run's folder is not changed.
+
+    Raises:
+        RunFailedError: the weights differ.
+    """
+    recipe = experiment.recipe
+    check_beginning(interval, experiment.launch.world_size, experiment.run.global_batch_size)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        monitor = recipe.monitor if experiment.validates else None
+        # The callbacks of the run, so that checkpoints are saved at the same moments.
+        saves = checkpoint_callbacks(folder, monitor, recipe, experiment.run)
+        recorder = WeightsRecorder(folder, recipe.title, None, experiment.config)
+        callbacks = experiment.callbacks(saves, [recorder, IntervalEnd(interval.step, folder / "end.ckpt")])
+        trainer = build_trainer(experiment, callbacks, checkpoint_io=VerifiedCheckpointIO(recorder.saved))
+        trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.
+        with suppress(IntervalEnd.Reached):
+            trainer.fit(recipe, experiment.data, ckpt_path=experiment.point.checkpoint, weights_only=True)
+        if trainer.is_global_zero:
+            repeated = read_saves(folder).get(interval.step)
+            on_gpu = trainer.strategy.root_device.type == "cuda"
+            repeats_bits = experiment.run.deterministic or not on_gpu
+            print_pairs(compare(interval, repeated, repeats_bits=bool(repeats_bits)))

@@ -1,148 +1,289 @@
-"""Carry out the command verify: train an interval of a run again, and compare the weights' bits."""
+"""Record a hash of a run's weights at each save, and compare a part of the run that is trained again.
 
-import tempfile
-from contextlib import suppress
+``weights.jsonl`` has a line for each start of a training, with the settings and the environment, and one for each save
+after it. Later checkpoints replace earlier ones, but the hashes stay. So the training from a checkpoint to the next
+save can be repeated and compared.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from datamodules.errors import RunFailedError, UserError
-from datamodules.lightning import DummyLogger, pl
-from recipes.runner.callbacks_of_run import checkpoint_callbacks
-from recipes.runner.experiment import Experiment
-from recipes.runner.printing import relative_path
-from recipes.runner.report import print_pairs
-from recipes.runner.results import differences, environment
-from recipes.runner.trainer import build_trainer
-from recipes.runner.weights_record import Interval, weights_hash
+from callbacks.checkpointing.verified_io import CheckpointGuard
+from callbacks.lib.writing import best_effort
+from datamodules.errors import RunFailedError, UserError, spelled
+from datamodules.lightning import pl
+from recipes.runner.loggers import run_ids
+from recipes.runner.printing import rank_zero_print, relative_path
+from recipes.runner.results import differences, environment, write_text
+from recipes.runner.saved_run import SavedRun
+
+_FILE = "weights.jsonl"
 
 
-class _Repeats(VerifiedCheckpointIO):
-    """Checkpoint IO that hashes the weights saved after the interval's last update, and writes nothing."""
-
-    def __init__(self, interval: Interval) -> None:
-        super().__init__()
-        self.interval = interval
-        self.sha256: str | None = None
-
-    @property
-    def equal(self) -> bool:
-        return self.sha256 in self.interval.hashes
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        if checkpoint["global_step"] == self.interval.step and not self.equal:
-            self.sha256 = weights_hash(checkpoint["state_dict"])
-
-    @override
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Do nothing: no checkpoint was written."""
+def weights_hash(state_dict: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the names, types, shapes and bytes of a state dict."""
+    sha256 = hashlib.sha256()
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            sha256.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            content: Any = plain.reshape(-1).view(torch.uint8).numpy()
+            sha256.update(content)
+        else:  # The extra state of a module, from `get_extra_state`.
+            sha256.update(f"{name} {value!r}\n".encode())
+    return sha256.hexdigest()
 
 
-class StopTraining(Exception):
-    """Exception that ends a training on purpose, on all ranks at once."""
+class WeightsRecorder(CheckpointGuard):
+    """Callback that saves a run's settings in its checkpoints, and appends to ``weights.jsonl``.
 
+    Call `saved` with each checkpoint that was written.
 
-class _EndOfInterval(pl.Callback):
-    """Callback that saves after the interval's last update, and ends the training.
+    Runs on: `setup`, where it records the environment, and prints how it differs from before a resume; each save; and
+    the hooks of `CheckpointGuard`.
 
-    The run may have saved right after the update, after a validation, or at the end of the epoch. Their weights may
-    differ, for example with callbacks that average weights, so that each of these saves is compared.
+    Args:
+        folder: the run's folder.
+        recipe: the title of the recipe.
+        resumed: the checkpoint to resume from; None where the run begins with new weights.
+        config: the settings of the run.
+        auto_settings: the settings that the first command of the run has left to the run.
     """
 
-    def __init__(self, io: _Repeats) -> None:
-        self.io = io
-        self.environment: dict[str, Any] = {}
+    def __init__(
+        self,
+        folder: Path,
+        recipe: str,
+        resumed: SavedRun | None,
+        config: Mapping[str, Any],
+        auto_settings: Sequence[str] = (),
+    ) -> None:
+        super().__init__(str(resumed.path) if resumed else None)
+        self._path = folder / _FILE
+        self._before = dict(resumed.environment) if resumed else {}
+        self._start: dict[str, Any] = {
+            "recipe": recipe,
+            "resumed_from": resumed.updates if resumed else None,
+            "environment": {},
+            "config": dict(config),
+        }
+        self._auto_settings = list(auto_settings)
+        self._last: dict[str, Any] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.environment = environment(trainer)
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._start["environment"] = environment(trainer)
+            self._before.pop("threads", None)  # `UpdateLoop` reports other threads.
+            changed = differences(self._before, self._start["environment"])
+            if changed:
+                rank_zero_print(f"bits may differ from here on: {changed}")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["config"] = self._start["config"]
+        checkpoint["auto_settings"] = self._auto_settings
+        checkpoint["environment"] = self._start["environment"]
+        checkpoint["run_ids"] = run_ids(trainer.loggers)
+
+    def saved(self, checkpoint: Mapping[str, Any]) -> None:
+        """Append the hash of the weights in a checkpoint, unless another file has just been saved with the same."""
+        with best_effort("the hash of the weights"):
+            sha256 = weights_hash(checkpoint["state_dict"])
+            save = {"step": checkpoint["global_step"], "epoch": checkpoint["epoch"] + 1, "sha256": sha256}
+            if save == self._last:
+                return
+            entries = [{"save": save}]
+            if self._last is None:
+                entries.insert(0, {"start": self._start})
+            before = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+            write_text(self._path, before + "".join(json.dumps(entry, default=str) + "\n" for entry in entries))
+            self._last = save
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A part of a run that can be trained again: from a checkpoint, or the beginning of the run, to a save.
+
+    Args:
+        recipe: the title of the recipe.
+        resumed_from: the updates in the checkpoint from which the training was resumed that has made the save; None
+            where it began with new weights.
+        environment: that of this training, see `recipes.runner.results.environment`.
+        config: the settings of this training.
+        step: the updates made before the save.
+        epoch: the epoch of the save, counted from 1.
+        hashes: hashes of the saved weights; several where a callback has replaced the weights between two saves.
+        begin: the checkpoint at the beginning of the interval; None for the beginning of the run.
+        begin_hashes: the recorded hashes of the weights in that checkpoint.
+    """
+
+    recipe: str
+    resumed_from: int | None
+    environment: dict[str, Any]
+    config: dict[str, Any]
+    step: int
+    epoch: int
+    hashes: frozenset[str]
+    begin: SavedRun | None = None
+    begin_hashes: frozenset[str] = frozenset()
+
+
+def read_saves(folder: Path) -> dict[int, Interval]:
+    """Read the saves of a run by their updates, each as the interval from the beginning of the run.
+
+    Training that was abandoned by a resume from an earlier checkpoint is left out.
+
+    Raises:
+        UserError: the record is missing or damaged.
+    """
+    path = folder / _FILE
+    if not path.is_file():
+        raise UserError(
+            f"there is no {path}: expected the folder of a run, which records a hash of its weights at each save"
+        )
+    saves: dict[int, Interval] = {}
+    start: dict[str, Any] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            if "start" in entry:
+                start = entry["start"]
+                resumed_from = -1 if start["resumed_from"] is None else start["resumed_from"]
+                saves = {step: save for step, save in saves.items() if step <= resumed_from}
+                continue
+            sha256 = entry["save"].pop("sha256")
+            save = Interval(**start, **entry["save"], hashes=frozenset({sha256}))
+            if save.step > resumed_from:
+                hashes = saves[save.step].hashes if save.step in saves else frozenset()
+                saves[save.step] = replace(save, hashes=save.hashes | hashes)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UserError(f"line {number} of {path} cannot be read: {error}") from error
+    return saves
+
+
+def find_interval(folder: Path, checkpoints: Sequence[SavedRun]) -> Interval | None:
+    """Return the shortest interval between a checkpoint and its next save, else the one from the start.
+
+    Args:
+        folder: the run's folder.
+        checkpoints: the existing checkpoints.
+
+    Raises:
+        UserError: see `read_saves`.
+    """
+    by_updates = {saved.updates: saved for saved in checkpoints}
+    saves = read_saves(folder)
+    steps = sorted(saves)
+    lengths = {}
+    for before, step in pairwise(steps):
+        if before in by_updates and (saves[step].resumed_from or 0) <= before:
+            lengths[before, step] = step - before
+    if lengths:
+        before, step = min(lengths, key=lengths.__getitem__)
+        return replace(saves[step], begin=by_updates[before], begin_hashes=saves[before].hashes)
+    # Step 0 is no interval: a run without training saves its initial weights.
+    first_save = next((saves[step] for step in steps if step), None)
+    return first_save if first_save and first_save.resumed_from is None else None
+
+
+class IntervalEnd(pl.Callback):
+    """Callback that saves after the last update of an interval, and ends the training before the next one.
+
+    The run may have saved right after the update, after a validation, or at the end of the epoch. Their weights may
+    differ, for example with callbacks that average weights, so that each of these saves is compared.
+
+    Runs on: the end of an update; `on_train_batch_start`.
+
+    Args:
+        step: the number of that update.
+        path: the checkpoint to write.
+    """
+
+    class Reached(Exception):
+        """Exception that ends the training, on all ranks at once."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Save, if the update is the interval's last."""
-        if trainer.global_step == self.io.interval.step:
-            self._save(trainer)
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint("verify.ckpt")
-        # Broadcast from rank 0, since all ranks have to stop after the same save.
-        if trainer.strategy.broadcast(self.io.equal):
-            raise StopTraining
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step >= self.io.interval.step:
-            raise StopTraining
+        if trainer.global_step >= self.step:
+            raise self.Reached
 
 
-def _check_beginning(experiment: Experiment, interval: Interval) -> None:
-    """Compare the checkpoint's weights with the hash that the run has recorded.
+def check_beginning(interval: Interval, world_size: int, global_batch_size: int | None) -> None:
+    """Compare the weights at the beginning of an interval with the record.
 
     Raises:
         RunFailedError: the checkpoint holds other weights.
         UserError: the run starts without a checkpoint, and the number of devices changes the update's micro-batches.
     """
-    start = interval.start.environment
-    if interval.checkpoint is None:
-        world_size = int(start.get("devices", 1)) * int(start.get("num_nodes", 1))
-        if experiment.run.global_batch_size is None and experiment.launch.world_size != world_size:
+    if interval.begin is None:
+        devices = int(interval.environment.get("devices", 1)) * int(interval.environment.get("num_nodes", 1))
+        if global_batch_size is None and world_size != devices:
             raise UserError(
-                f"the run began on {world_size} devices, and is repeated from there: pass devices={world_size}"
+                f"the run began on {devices} devices, and is repeated from there: pass {spelled('devices', devices)}"
             )
         return
-    sha256 = weights_hash(load_plain(interval.checkpoint)["state_dict"])
-    if sha256 not in interval.from_hashes:
+    sha256 = weights_hash(load_plain(interval.begin.path)["state_dict"])
+    if sha256 not in interval.begin_hashes:
         raise RunFailedError(
-            f"NOT EQUAL: the weights in {relative_path(interval.checkpoint)} are not those that the run has saved after"
-            f" {interval.from_step:,} updates: their SHA-256 is {sha256}, and {_text(interval.from_hashes)} in the"
+            f"NOT EQUAL: the weights in {relative_path(interval.begin.path)} are not those that the run has saved after"
+            f" {interval.begin.updates:,} updates: their SHA-256 is {sha256}, and {_text(interval.begin_hashes)} in the"
             " record"
         )
 
 
-def _text(hashes: frozenset[str]) -> str:
-    return " or ".join(sorted(hashes))
+def compare(interval: Interval, repeated: Interval | None, *, repeats_bits: bool) -> dict[str, str]:
+    """Compare an interval with what was trained again, and return the rows to print where the weights are equal.
 
-
-def verify(experiment: Experiment, interval: Interval) -> None:
-    """Train an interval of a run again, and compare the weights; the run's folder is not changed.
+    Args:
+        repeated: the last save of the repeated training; None where it has ended before.
+        repeats_bits: training on this device repeats its bits.
 
     Raises:
         RunFailedError: the weights differ.
+        UserError: there are no weights to compare.
     """
-    recipe = experiment.recipe
-    _check_beginning(experiment, interval)
-    io = _Repeats(interval)
-    with tempfile.TemporaryDirectory() as empty:
-        monitor = recipe.monitor if experiment.validates else None
-        # The callbacks of the run, so that checkpoints are saved at the same moments; `io` writes none of them.
-        saves = checkpoint_callbacks(Path(empty), monitor, recipe, experiment.run)
-        end = _EndOfInterval(io)
-        trainer = build_trainer(experiment, experiment.callbacks(saves, [end]), checkpoint_io=io)
-        trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.
-        with suppress(StopTraining):
-            trainer.fit(recipe, experiment.data, ckpt_path=experiment.point.checkpoint, weights_only=True)
-    if not trainer.is_global_zero:
-        return
-    changed = differences(interval.start.environment, end.environment)
-    begin = relative_path(interval.checkpoint) if interval.checkpoint else "the beginning"
-    trained = f"{begin}, {interval.from_step:,} updates, to {interval.step:,} updates (epoch {interval.epoch})"
-    if io.equal:
-        rows = {"trained again": trained, "weights": f"equal to the bit, SHA-256 {io.sha256}"}
-        if changed:
-            rows["although"] = changed
-        print_pairs(rows)
-        return
-    if io.sha256 is None:
+    begin = "the beginning, 0 updates"
+    if interval.begin:
+        begin = f"{relative_path(interval.begin.path)}, {interval.begin.updates:,} updates"
+    trained = f"{begin}, to {interval.step:,} updates (epoch {interval.epoch})"
+    if repeated is None:
         raise UserError(f"training again from {trained} did not come to that update: no weights to compare")
-    cause = "processor, versions, threads and precision are those of the run"
-    if changed:
-        cause = f"here it has {changed}"
-    if trainer.strategy.root_device.type == "cuda" and not experiment.run.deterministic:
-        cause += "; on a GPU only a run with `deterministic` repeats its bits for sure"
+    changed = differences(interval.environment, repeated.environment)
+    equal = interval.hashes & repeated.hashes
+    if equal:
+        rows = {"trained again": trained, "weights": f"equal to the bit, SHA-256 {_text(equal)}"}
+        return rows | ({"although": changed} if changed else {})
+    cause = f"here it has {changed}" if changed else "processor, versions, threads and precision are those of the run"
+    if not repeats_bits:
+        cause += f"; on a GPU only a run with {spelled('deterministic')} repeats its bits for sure"
     raise RunFailedError(
-        f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {io.sha256}, and"
+        f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {_text(repeated.hashes)}, and"
         f" {_text(interval.hashes)} in the run; {cause}"
     )
+
+
+def _text(hashes: frozenset[str]) -> str:
+    return " or ".join(sorted(hashes))

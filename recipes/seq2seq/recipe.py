@@ -155,7 +155,7 @@ class Seq2SeqTranslator(Recipe):
         )
         lr = 0.003 if lr is None else lr
         super().__init__(optimizer=optimizer, lr=lr, weight_decay=weight_decay, schedule=schedule, **kwargs)
-        self.resolve_hparams(lr=lr)
+        self.hparams.update(lr=lr)
         self.hparams.pop("attention", None)  # A file of one call of predict; a checkpoint must not have it.
         self.attention_writer = AttentionWriter(attention)
         self.attention_maps: dict[int, AttentionMap] | None = None if attention is None else {}

@@ -16,7 +16,7 @@ from datamodules.lightning import Strategy
 from datamodules.loading.randomness import uniform
 from datamodules.translation.data_module import TranslationDataModule
 from recipes.scores import MeanOverTargets
-from recipes.tables import Headline, Table
+from recipes.tables import Headline, ResultTable
 
 BleuTokenizer = Literal["13a", "intl", "zh", "char", "none"]
 """sacrebleu's names of tokenisers. 13a is the standard; zh is for Chinese."""
@@ -183,7 +183,7 @@ class DetokenisedScores:
             self.found = standard_scores(translations, references, tokenize)
         return {name: standard_score.score for name, standard_score in self.found.items()}
 
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> dict[str, ResultTable]:
         """Return the sources, translations and references, in the order of the file.
 
         Two text files have the translations and the references line by line, as sacrebleu's command reads them.
@@ -193,9 +193,9 @@ class DetokenisedScores:
         if not rows:
             return {}
         return {
-            "test_translations.csv": Table(columns, rows),
-            "test_hypotheses.txt": Table(columns[1:2], rows),
-            "test_references.txt": Table(columns[2:], rows),
+            "test_translations.csv": ResultTable(columns, rows),
+            "test_hypotheses.txt": ResultTable(columns[1:2], rows),
+            "test_references.txt": ResultTable(columns[2:], rows),
         }
 
     def headline(self, scores: Mapping[str, float], beam: int) -> list[Headline]:

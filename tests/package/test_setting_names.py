@@ -29,16 +29,8 @@ ALLOWED = {
     ("datamodules/errors.py", f"`{FILLED}`"),
 }
 UNCONVERTED = {
-    "recipes/runner/join.py",
-    "recipes/runner/launch.py",
-    "recipes/runner/launch_variables.py",
-    "recipes/runner/processes.py",
-    "recipes/runner/rendezvous.py",
-    "recipes/runner/resume.py",
-    "recipes/runner/saved_run.py",
-    "recipes/runner/verify.py",
+    f"recipes/runner/{name}.py" for name in (*("join", "launch", "launch_variables", "processes", "rendezvous"),)
 }
-"""Files whose messages still name settings as Python does, whoever asks."""
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, save_interval
 from callbacks.checkpointing.verified_io import (
     VerifiedCheckpointIO,
-    as_plain,
+    as_loadable,
     describe_damage,
     remove_leftovers,
     write_checkpoint,
@@ -52,21 +52,21 @@ def checkpoint(seed: int, size: int = 1000) -> dict:
     ],
 )
 def test_values_of_any_kind_load_back_in_their_plain_form(value, plain, tmp_path):
-    assert as_plain(value) == plain
-    torch.save(as_plain(value), tmp_path / "value.pt")
+    assert as_loadable(value) == plain
+    torch.save(as_loadable(value), tmp_path / "value.pt")
     assert torch.load(tmp_path / "value.pt", weights_only=True) == plain
 
 
 def test_arrays_become_tensors_and_what_is_plain_already_stays_the_same_object():
     array = np.arange(6.0).reshape(2, 3)
-    assert torch.equal(as_plain({"a": array})["a"], torch.arange(6.0).reshape(2, 3).double())
+    assert torch.equal(as_loadable({"a": array})["a"], torch.arange(6.0).reshape(2, 3).double())
     state = image_network().state_dict()
-    assert as_plain({"state_dict": state})["state_dict"] is state
+    assert as_loadable({"state_dict": state})["state_dict"] is state
 
 
 def test_what_has_no_plain_form_is_named():
     lost: list[str] = []
-    plain = as_plain({"act": torch.relu_, "make": lambda x: x, "kind": Shape}, lost)
+    plain = as_loadable({"act": torch.relu_, "make": lambda x: x, "kind": Shape}, lost)
     assert plain["kind"] == "tests.callbacks.checkpointing.test_verified_io.Shape"
     assert lost == ["act", "make", "kind"]
 

@@ -1,8 +1,6 @@
 """`fit`, called from Python: the command line's weights, and a program that goes on."""
 
-import inspect
 import os
-import pydoc
 import signal
 from pathlib import Path
 
@@ -228,11 +226,6 @@ def test_what_cannot_be_used_is_refused(message: str, tmp_path: Path) -> None:
         fit(**({"recipe": "mnist", "run_dir": tmp_path, "accelerator": "cpu"} | WRONG[message]))
     assert message in str(raised.value)
     assert list(tmp_path.rglob("*")) == []
-
-
-def test_help_shows_every_parameter_of_a_recipe() -> None:
-    assert "label_smoothing: float = 0.0" in pydoc.plain(pydoc.render_doc(MNISTClassifier))
-    assert "kwargs" not in str(inspect.signature(MNISTClassifier))
 
 
 def test_a_program_that_srun_should_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def _log_after_a_resume(folder: str) -> list[str]:
     file = Path(folder) / "metrics.csv"
     first = os.environ.get("NODE_RANK", "0") == "0"
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    (logger,) = loggers(Path(folder), SavedRun({}, updates=2, epochs=0), ["csv"])
+    (logger,) = loggers(Path(folder), SavedRun(Path("last.ckpt"), {}, updates=2, epochs=0), ["csv"])
     contents = [file.read_text()] if first else []
     for limit in (0, 10**6):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

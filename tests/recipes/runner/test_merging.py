@@ -106,3 +106,12 @@ def test_the_trainer_has_only_further_parameters_of_its_own(name: str, message: 
         TrainerSettings(trainer={name: "maybe"})
     assert str(refused.value).startswith(message)
     assert TrainerSettings(max_epochs=2, trainer={"benchmark": True}).options()["benchmark"] is True
+
+
+@pytest.mark.parametrize("name", ["max_time", "val_check_interval"])
+def test_a_time_is_read_as_people_write_it(name: str) -> None:
+    for text in ("90 minutes", "1.5h", "5400s"):
+        assert TrainerSettings(**{name: text}).options()[name] == timedelta(minutes=90)
+    assert TrainerSettings(**{name: "00:01:30:00"}).options()[name] == "00:01:30:00", "Lightning reads it"
+    with pytest.raises(UserError, match=rf"^{name}='soon': expected a time, as in \"90 minutes\", 1h or 00:01:30:00"):
+        TrainerSettings(**{name: "soon"})

@@ -1,12 +1,15 @@
 """Imports without garbage collection, and everything after them with it."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.support.agents import wait_until
 
 SCRIPT = """
     import gc
@@ -118,3 +121,35 @@ def test_what_is_no_wrong_flag_is_left_to_the_parser(args: str, tmp_path: Path) 
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     done = _python("-c", ANSWER, "mnist", *args.split(), env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.stderr.startswith("torch was imported")
+
+
+SLOW_IMPORTS = """
+from recipes.runner.quick_imports import quick_imports
+
+with quick_imports():
+    import time
+    from pathlib import Path
+
+    Path("imports").touch()
+    while not Path("signalled").exists():
+        time.sleep(0.05)
+    from datamodules import MNISTDataModule
+    from recipes import MNISTClassifier, run
+
+run(MNISTClassifier, MNISTDataModule)
+"""
+
+
+def test_a_signal_before_the_time_limit_is_kept_while_the_program_imports(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SLOW_IMPORTS)
+    command = [sys.executable, "program.py", "--dataset", "digits"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+    ) as process:
+        wait_until((tmp_path / "imports").exists, "the imports have begun")
+        process.send_signal(signal.SIGUSR1)
+        (tmp_path / "signalled").touch()
+        output = process.communicate(timeout=600)[0]
+    assert process.returncode == 128 + signal.SIGUSR1, output
+    assert "ended by SIGUSR1" in output
+    assert not (tmp_path / "runs").exists(), "nothing was trained"

@@ -1,11 +1,11 @@
-"""A batch job that has lost a process is requeued as long as its restarts lead on."""
+"""A batch job that has lost a process is requeued if it has saved something new."""
 
 from pathlib import Path
 
 import pytest
 
 from recipes.runner.resume import record_failure, requeue_after_loss
-from tests.recipes.runner.test_resume import make_run, save
+from tests.recipes.runner.test_resume import make_run
 from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
 
 
@@ -22,31 +22,26 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return become
 
 
-def test_a_job_whose_restarts_save_nothing_new_is_requeued_up_to_the_fifth(job, tmp_path):
+def test_a_job_is_requeued_where_its_start_has_saved_something_new(job, tmp_path):
     last = make_run(tmp_path, "slurm-71", 4)
     run = str(last.parents[1])
-    done = "requeued as job 71"
-    job(4)
-    assert requeue_after_loss(run, 4) == requeue_after_loss(None, 0) == done
-    job(5)
-    ended = "not requeued after 5 restarts, because nothing new was saved; to do so: scontrol requeue 71"
-    assert requeue_after_loss(run, 4) == requeue_after_loss(None, 0) == ended
     job(50)
-    save(last, 5)
-    assert requeue_after_loss(run, 4) == done, "each time limit counts as a restart, too"
+    assert requeue_after_loss(run, 3) == "requeued as job 71"
+    ended = "not requeued, because nothing new was saved; to do so: scontrol requeue 71"
+    assert requeue_after_loss(run, 4) == requeue_after_loss(None, 0) == ended
     last.write_bytes(b"cut off")
-    assert "not requeued after 50 restarts" in requeue_after_loss(run, 4)
+    assert requeue_after_loss(run, 3) == ended
 
 
 def test_a_job_that_slurm_must_not_requeue_is_resumed_in_a_new_one(job, tmp_path):
     job(0, RUNNING.replace("Requeue=1", "Requeue=0"))
+    run = make_run(tmp_path, "slurm-71").parents[1]
     why = "not requeued, because the job was submitted without --requeue"
-    assert requeue_after_loss(None, 0) == why
-    assert requeue_after_loss(str(tmp_path / "slurm-71"), 0) == f"{why}; resume in a new job with --name slurm-71"
+    assert requeue_after_loss(str(run), 0) == f"{why}; resume in a new job with --name slurm-71"
 
 
 def test_a_job_of_which_a_rank_has_failed_by_an_error_is_not_requeued(job, tmp_path, monkeypatch):
-    folder = str(tmp_path)
+    folder = str(make_run(tmp_path, "slurm-71").parents[1])
     job(0)
     record_failure(folder, 1, "ValueError: a bad pixel")
     line = "not requeued, because of an error of the program: rank 1 failed: ValueError: a bad pixel"
@@ -58,12 +53,13 @@ def test_a_job_of_which_a_rank_has_failed_by_an_error_is_not_requeued(job, tmp_p
     assert not (tmp_path / "other").exists()
 
 
-def test_torchrun_restarts_the_processes_itself_as_long_as_it_may(job, monkeypatch):
+def test_torchrun_restarts_the_processes_itself_as_long_as_it_may(job, tmp_path, monkeypatch):
+    run = str(make_run(tmp_path, "slurm-71").parents[1])
     job(0)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert requeue_after_loss(None, 0) == ""
+    assert requeue_after_loss(run, 0) == ""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert requeue_after_loss(None, 0) == "requeued as job 71"
+    assert requeue_after_loss(run, 0) == "requeued as job 71"
 
 
 def test_outside_of_a_batch_job_nothing_is_asked(monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import MNISTDataModule, UserError
@@ -17,6 +18,7 @@ from recipes.runner import merging
 from recipes.runner import resume as rule
 from recipes.runner.classes import Classes, marks_of
 from recipes.runner.folder import locked
+from recipes.runner.join import RankZeroFailed
 from recipes.runner.resume import ResumePoint, launch_name, start_from
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
@@ -251,7 +253,7 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
 
     assert begins() == ResumePoint(str(folder), file, given=True, job="slurm-7")
     folder.mkdir(parents=True)
-    assert start_from(file, folder, "slurm-7") == []
+    assert start_from(begins(), folder) == []
     assert begins() == ResumePoint(str(folder), file, given=True, job="slurm-7"), (
         "it was stopped before it saved anything"
     )
@@ -272,13 +274,16 @@ def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeu
     home = last.parent
     best = str(save(home / "best.ckpt", 10))
     torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
-    assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt-14.abandoned"]
+    assert start_from(find_resume_point(best, None, tmp_path, CONFIG, {}), tmp_path / "a") == [
+        home / "last.ckpt-14.abandoned"
+    ]
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).checkpoint == best
     become_job(outside, "7")
     save(last, 12)
     again = ResumePoint(str(tmp_path / "a"), best, given=True, job="slurm-7")
-    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == again, "another job went there"
-    assert start_from(best, tmp_path / "a", "slurm-7") == [home / "last.ckpt-12.abandoned"]
+    point = find_resume_point(best, None, tmp_path, CONFIG, {})
+    assert point == again, "another job went there"
+    assert start_from(point, tmp_path / "a") == [home / "last.ckpt-12.abandoned"]
     save(last, 11)
     assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(last))
     kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}
@@ -290,16 +295,22 @@ def _hold(path: str) -> str:
     from recipes.runner import folder
 
     folder._LOCK_TIMEOUT = 0.3
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        dist.init_process_group("gloo")
     try:
         with locked(Path(path)):
             return "held"
     except UserError as error:
         return str(error)
+    except RankZeroFailed as end:
+        return f"ends with {end.code}"
 
 
 def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
     with locked(tmp_path):
-        assert "another process is training in" in run_ranks(_hold, 1, str(tmp_path))[0]
+        on_rank_0, on_rank_1 = run_ranks(_hold, 2, str(tmp_path))
+    assert "another process is training in" in on_rank_0
+    assert on_rank_1 == "ends with 2", "without a line of its own"
     assert run_ranks(_hold, 1, str(tmp_path)) == ["held"]
 
 

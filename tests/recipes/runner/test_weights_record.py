@@ -1,5 +1,6 @@
 """The record of a run's weights, their hashes, and the part of the run that can be trained again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,54 +8,51 @@ import torch
 
 from datamodules.errors import UserError
 from recipes.runner.saved_run import SavedRun
-from recipes.runner.weights_record import (
-    Interval,
-    Save,
-    Start,
-    WeightsRecorder,
-    interval_to_repeat,
-    read_record,
-    weights_hash,
-)
+from recipes.runner.verify import Interval, WeightsRecorder, find_interval, read_saves, weights_hash
 
 
 def sha(resumed_from: int | None, step: int) -> str:
     return str(weights_hash({"w": torch.tensor([resumed_from or 0, step])}))
 
 
-def record(folder: Path, resumed_from: int | None, *steps: int) -> Start:
-    resumed = None if resumed_from is None else SavedRun({}, resumed_from, 0)
+def saved(folder: Path, updates: int) -> SavedRun:
+    return SavedRun(folder / f"{updates}.ckpt", {}, updates, 0)
+
+
+def save(resumed_from: int | None, step: int) -> Interval:
+    return Interval("mnist", resumed_from, {}, {"lr": 0.1}, step, 1, frozenset({sha(resumed_from, step)}))
+
+
+def record(folder: Path, resumed_from: int | None, *steps: int) -> None:
+    resumed = None if resumed_from is None else saved(folder, resumed_from)
     recorder = WeightsRecorder(folder, "mnist", resumed, {"lr": 0.1})
     for step in steps:
         for _ in ("best.ckpt", "last.ckpt"):
             weights = {"w": torch.tensor([resumed_from or 0, step])}
             recorder.saved({"state_dict": weights, "global_step": step, "epoch": 0})
-    return Start("mnist", resumed_from, {}, {"lr": 0.1})
 
 
 def ends(folder: Path, *checkpoints: int) -> tuple[int, int, str] | None:
     """From where to where training would be repeated, and to which hash."""
-    interval = interval_to_repeat(folder, {step: folder / f"{step}.ckpt" for step in checkpoints})
-    return interval and (interval.from_step, interval.step, *interval.hashes)
+    interval = find_interval(folder, [saved(folder, step) for step in checkpoints])
+    return interval and (interval.begin.updates if interval.begin else 0, interval.step, *interval.hashes)
 
 
 def test_each_save_is_recorded_once_after_the_start_that_made_it(tmp_path: Path) -> None:
-    first = record(tmp_path, None, 5, 10)
-    second = record(tmp_path, 10, 15)
-    assert read_record(tmp_path) == [
-        (first, [Save(5, 1, sha(None, 5)), Save(10, 1, sha(None, 10))]),
-        (second, [Save(15, 1, sha(10, 15))]),
-    ]
+    record(tmp_path, None, 5, 10)
+    record(tmp_path, 10, 15)
+    assert len((tmp_path / "weights.jsonl").read_text().splitlines()) == 5
+    assert read_saves(tmp_path) == {5: save(None, 5), 10: save(None, 10), 15: save(10, 15)}
 
 
 def test_the_interval_begins_at_a_checkpoint_with_a_next_save_else_at_the_beginning(tmp_path: Path) -> None:
-    start = record(tmp_path, None, 5, 10, 12)
+    record(tmp_path, None, 5, 10, 12)
     assert ends(tmp_path, 5, 12) == (5, 10, sha(None, 10))
     assert ends(tmp_path, 5, 10, 12) == (10, 12, sha(None, 12)), "the shortest"
     assert ends(tmp_path, 12) == ends(tmp_path) == (0, 5, sha(None, 5))
-    assert interval_to_repeat(tmp_path, {5: tmp_path / "best.ckpt"}) == Interval(
-        start, 10, 1, frozenset({sha(None, 10)}), tmp_path / "best.ckpt", 5, frozenset({sha(None, 5)})
-    )
+    begin = saved(tmp_path, 5)
+    interval = replace(save(None, 10), begin=begin, begin_hashes=frozenset({sha(None, 5)}))
+    assert find_interval(tmp_path, [begin]) == interval
 
 
 def test_weights_that_were_saved_before_the_first_update_are_no_interval(tmp_path: Path) -> None:
@@ -87,7 +85,7 @@ def test_a_run_that_began_from_a_foreign_checkpoint_is_not_repeated_from_the_beg
 def test_a_damaged_record_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "weights.jsonl").write_text(text)
     with pytest.raises(UserError, match=problem):
-        read_record(tmp_path)
+        read_saves(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
