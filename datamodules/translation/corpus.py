@@ -217,7 +217,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
             faults.add(f"with an empty side in {keep.normalisation} normalisation", [pair.number])
         # One word more than there are spaces, and the EOS token.
         elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
-            too_long.add(f"over max_length={keep.max_length}", [pair.number])
+            too_long.add(f"over {spelled('max_length', keep.max_length)}", [pair.number])
         elif keep.prefixes and not (_has_prefix(source) or _has_prefix(target)):
             without_prefix += 1
         elif max(len(side.encode(errors="replace")) for side in pair[1:]) > longest:
@@ -233,8 +233,10 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
         too_long.raise_or_report("skip", pairs.where, pairs.read, None),
     ]
     kept.notes = [note for note in notes if note]
-    by_reason = {reason: len(lines) for reason, lines in (faults.lines | too_long.lines).items()}
-    kept.left_out = pairs.apart | by_reason
+    kept.left_out = pairs.apart | {reason: len(lines) for reason, lines in faults.lines.items()}
+    if too_long:
+        # In results.json the reason is the same, whoever has started the run.
+        kept.left_out[f"over max_length={keep.max_length}"] = len(too_long)
     if without_prefix:
         kept.left_out["without a prefix"] = without_prefix
     return kept
