@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from datamodules import UserError
-from recipes.runner import join, rendezvous
+from recipes.runner import agent, worker
 from recipes.runner.command import Command
-from recipes.runner.join import RankZeroFailed, _open_store, check_files, join_run, share
 from recipes.runner.launch import Launch
+from recipes.runner.worker import RankZeroFailed, _open_store, check_files, join_run, share
 from tests.support.ranks import free_port, run_ranks
 
 COMMAND = Command("python -m r", [])
@@ -30,7 +30,7 @@ def _join(port: int, of_rank: dict[int, str], seconds: float = 600.0) -> tuple[s
     rank = int(os.environ["RANK"])
     if rank not in of_rank:
         return "absent", None
-    with patch.object(join, "code_version", return_value=of_rank[rank]):
+    with patch.object(worker, "code_version", return_value=of_rank[rank]):
         try:
             joined = join_run(_launch(port), seconds, COMMAND)
         except UserError as error:
@@ -79,7 +79,7 @@ def test_an_error_of_rank_0_ends_the_others_with_its_status():
 def _look(port: int, missing: str) -> str:
     launch = join_run(_launch(port, nodes=2), 600.0, COMMAND)
     lines: list[str] = []
-    with patch.object(join, "warn", lines.append), patch.object(Path, "exists", _exists(launch.rank, missing)):
+    with patch.object(worker, "warn", lines.append), patch.object(Path, "exists", _exists(launch.rank, missing)):
         try:
             check_files(launch, "folder", "last.ckpt")
         except UserError as error:
@@ -119,16 +119,16 @@ def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher: str,
         assert advice.format(port + 1) in str(refused.value)
         if launcher == "manual":
             with pytest.raises(UserError, match=f"in use .* --master-port {port + 1}"):
-                rendezvous.open_store(Launch(launcher, 2, 1, address="127.0.0.1", port=port), 5.0, command)
+                agent.open_store(Launch(launcher, 2, 1, address="127.0.0.1", port=port), 5.0, command)
 
 
 def test_an_address_of_another_machine_is_refused_on_node_0_before_it_waits_for_the_others():
     launch = Launch("manual", 2, 1, address="192.0.2.1", port=free_port())
-    with pytest.raises(UserError, match="node 0 cannot connect to itself at 192.0.2.1:.*`master_addr` "):
-        rendezvous.open_store(launch, 60.0, COMMAND)
+    with pytest.raises(UserError, match="node 0 does not answer at 192.0.2.1:.*`master_addr` has to be an address of"):
+        agent.open_store(launch, 60.0, COMMAND)
 
 
 def test_a_node_0_that_does_not_answer_is_named_with_what_to_type():
     launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=free_port())
-    with pytest.raises(UserError, match="node 0 does not answer at 127.0.0.1.*--rendezvous-timeout 4"):
-        rendezvous.open_store(launch, 1.0, COMMAND)
+    with pytest.raises(UserError, match="node 0 does not answer at 127.0.0.1.*longer than rendezvous_timeout=1"):
+        agent.open_store(launch, 1.0, COMMAND)
