@@ -14,7 +14,6 @@ import ast
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -44,14 +43,13 @@ from typing_extensions import override
 from callbacks.lib.signals import SIGNALS, name_of
 from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError
-from recipes.runner.command import Command
 from recipes.runner.failures import Failure, exit_now, first_cause, print_loss
 from recipes.runner.fork_server import start_fork_server, start_method
 from recipes.runner.guards import how_to_resume
 from recipes.runner.launch import LOOPBACK, Launch
 from recipes.runner.printing import print_error
-from recipes.runner.saved_run import newest_valid_checkpoint, read_run
-from recipes.runner.worker import Handed, listen_at, work
+from recipes.runner.saved_run import newest_valid_checkpoint
+from recipes.runner.worker import Handed, meeting_reported, open_store, work
 
 if TYPE_CHECKING:
     from recipes.runner.run import Task
@@ -79,8 +77,8 @@ class NodeAgent(LocalElasticAgent):
         self.store = store
         self.failure: Failure | None = None
         """Why the workers of this node have ended."""
-        self.killed: list[Any] = []
-        """The workers that did not end in time, and were killed."""
+        self.killed: list[str] = []
+        """The workers that did not end in time, and were killed, in words."""
         self._store_calls = ThreadPoolExecutor(1)
 
     @property
@@ -88,11 +86,6 @@ class NodeAgent(LocalElasticAgent):
         """The worker processes of this node, by local rank."""
         context: Any = self._pcontext
         return list(context._pc.processes) if context and context._pc else []
-
-    def describe(self, processes: list[Any]) -> str:
-        """Return the ranks of worker processes."""
-        ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers}
-        return ", ".join(f"rank {ranks.get(process.pid)} (process {process.pid})" for process in processes)
 
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -148,9 +141,9 @@ class NodeAgent(LocalElasticAgent):
             failure = Failure.read(self._pcontext.error_files[rank])
             if failure is None and rank in statuses:
                 failure = Failure.of_exit(statuses[rank])
-            # The message of a user's error is the same on all ranks, in most cases.
+            # In most cases an error of the user is the same on all ranks, so that rank 0's needs no name.
             if failure and (failure.kind != "user" or worker.global_rank):
-                failure = replace(failure, worker=f"rank {worker.global_rank} ({self.launch.where})")
+                failure = failure.of_worker(f"rank {worker.global_rank} ({self.launch.where})")
             if failure:
                 failures.append(failure)
         self.failure = first_cause(failures)
@@ -161,7 +154,7 @@ class NodeAgent(LocalElasticAgent):
             self._remaining_restarts = 0
         if self._remaining_restarts:
             left = self._remaining_restarts - 1
-            print_error(f"{self.failure.line}; starting again, {left} restart{'s' if left != 1 else ''} left")
+            print_error(f"error: {self.failure.message}; starting again, {left} restart{'s' * (left != 1)} left")
 
     def _end_workers(self, seconds: float, signum: int | None = None) -> None:
         """Wait until the workers have ended, and kill those that have not after some seconds.
@@ -169,20 +162,21 @@ class NodeAgent(LocalElasticAgent):
         Args:
             signum: a signal by which they are told to save and to end.
         """
-        running = [process for process in self._processes if process.is_alive()]
         # A stopped process gets a signal only once it continues, so systemd and Slurm send both as well.
         for sent in (signum, signal.SIGCONT) if signum else ():
-            for process in running:
+            for process in self._processes:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, sent)
         deadline = time.monotonic() + seconds
         try:
-            for process in running:
+            for process in self._processes:
                 process.join(max(0.0, deadline - time.monotonic()))
         finally:  # Also after a second signal, such as another Ctrl-C, while the workers are saving.
-            self.killed = [process for process in running if process.is_alive()]
-            for process in self.killed:
-                process.kill()
+            self.killed = []
+            for worker, process in zip(self._worker_group.workers, self._processes, strict=False):
+                if process.is_alive():
+                    self.killed.append(f"rank {worker.global_rank} (process {process.pid})")
+                    process.kill()
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -220,59 +214,6 @@ def _check_guard(main: types.ModuleType) -> None:
         )
 
 
-def open_store(launch: Launch, timeout: float, command: Command) -> TCPStore:
-    """Open the store of the agents: node 0's serves it, the others connect to it.
-
-    Raises:
-        UserError: the port is taken, or node 0 does not answer.
-    """
-    address = launch.address or LOOPBACK
-    port = launch.port or 0
-    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(30.0, timeout))}
-    serves = launch.node_rank == 0
-    if serves:
-        # Our listener, since torch's store would listen on all interfaces.
-        listener = listen_at(address, port, command)
-        port = listener.getsockname()[1]
-        options["master_listen_fd"] = listener.detach()
-    deadline = time.monotonic() + (0.0 if serves else timeout)
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=5.0).close()
-            return TCPStore(address, port, is_master=serves, **options)
-        except (OSError, RuntimeError) as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"node 0 does not answer at {address}:{port} ({error}): `master_addr` has to be an address of node"
-                    f" 0; start the run there, check firewalls, or wait longer than rendezvous_timeout={timeout:g}"
-                ) from error
-        time.sleep(0.2)
-
-
-def make_rendezvous(launch: Launch, store: TCPStore, timeout: float) -> DynamicRendezvousHandler:
-    """Build the rendezvous handler of the agents over a store.
-
-    Args:
-        timeout: seconds to wait for the other nodes, at the start and in a restart.
-    """
-    name = "lightning-recipes"
-    last_call = timedelta(seconds=3 if launch.is_elastic else 0.1)
-    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-        name,
-        store,
-        C10dRendezvousBackend(store, name),
-        launch.min_nodes,
-        launch.num_nodes,
-        # torch sorts the nodes by this name to rank them, so the digits keep the order of the node ranks.
-        local_addr=f"node-{launch.node_rank:05}",
-        timeout=RendezvousTimeout(join=timedelta(seconds=timeout), last_call=last_call),
-        # A node without a sign of life for 2 x 5 seconds is left out of the next rendezvous.
-        keep_alive_interval=2,
-        keep_alive_max_attempt=5,
-    )
-    return handler
-
-
 def run_agent(launch: Launch, task: "Task", after_loss: Callable[[], str]) -> None:
     """Train in worker processes of this node, and return when they have ended without an error.
 
@@ -291,17 +232,36 @@ def run_agent(launch: Launch, task: "Task", after_loss: Callable[[], str]) -> No
     pickled = task.pickled()
     # First, since it imports while this process waits for the other nodes.
     start_fork_server(sorted({kind.__module__ for kind in task.classes.both} - {"__main__"}))
-    store = open_store(launch, task.timeout, command)
-    handler = make_rendezvous(launch, store, task.timeout)
+    with meeting_reported(launch, task.timeout):
+        serves = launch.node_rank == 0
+        store = open_store(launch.address or LOOPBACK, launch.port or 0, task.timeout, serves, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=_SECONDS_TO_ANSWER))
+    name = "lightning-recipes"
+    wait = RendezvousTimeout(
+        join=timedelta(seconds=task.timeout), last_call=timedelta(seconds=3 if launch.is_elastic else 0.1)
+    )
+    handler = DynamicRendezvousHandler.from_backend(
+        name,
+        store,
+        C10dRendezvousBackend(store, name),
+        launch.min_nodes,
+        launch.num_nodes,
+        # torch sorts the nodes by this name to rank them, so the digits keep the order of the node ranks.
+        local_addr=f"node-{launch.node_rank:05}",
+        timeout=wait,
+        # A node without a sign of life for 2 x 5 seconds is left out of the next rendezvous.
+        keep_alive_interval=2,
+        keep_alive_max_attempt=5,
+    )
     # Otherwise torch opens a second store, which listens on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # The signals that the agent passes on to its workers; SIGHUP stays ignored under nohup.
     handled = [signum.name for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
     # One line says what has happened, in place of what torch logs of each worker and signal.
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    for logger in list(logging.root.manager.loggerDict):
+        if logger.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.devices,
@@ -327,15 +287,15 @@ def run_agent(launch: Launch, task: "Task", after_loss: Callable[[], str]) -> No
         handler.shutdown()
         return
     if failure.kind in ("killed", "lost", "unreachable"):
-        print_loss(failure.line, after_loss)
+        print_loss(f"error: {failure.message}", after_loss)
     elif failure.kind != "signal" and not command.in_program:
-        print_error(failure.line)
+        print_error(f"error: {failure.message}")
     if failure.kind == "unreachable":
         exit_now(failure.status)  # A regular exit would wait for a thread that waits for node 0.
     handler.shutdown()
     if command.in_program and failure.kind != "signal":
         kind = UserError if failure.status == UserError.exit_status else RunFailedError
-        raise kind(failure.reason)
+        raise kind(failure.message)
     sys.exit(failure.status)
 
 
@@ -363,17 +323,12 @@ def _report_signal(agent: NodeAgent, task: "Task", signum: int) -> None:
     """Print which workers were killed since they did not end on a signal, and how to resume."""
     if not agent.killed:
         return
-    last_save = "node 0 says which save is the last"
-    if task.spec and task.spec.point.folder:
-        folder = Path(task.spec.point.folder)
-        checkpoint = newest_valid_checkpoint(folder / "checkpoints", logs=False)
-        last_save = "nothing was saved"
-        if checkpoint:
-            advice = how_to_resume(task.typed, folder, checkpoint)
-            last_save = f"the last save is that of update {read_run(checkpoint).updates}; {advice}"
+    folder = Path(task.spec.point.folder) if task.spec and task.spec.point.folder else None
+    checkpoint = newest_valid_checkpoint(folder / "checkpoints", logs=False) if folder else None
+    advice = f"; {how_to_resume(task.typed, folder, checkpoint)}" if folder and checkpoint else ""
     print_error(
-        f"error: {agent.describe(agent.killed)} did not end on {name_of(signum)} within {_SECONDS_TO_SAVE:g} s, and"
-        f" had to be killed; {last_save}"
+        f"error: {', '.join(agent.killed)} did not end on {name_of(signum)} within {_SECONDS_TO_SAVE:g} s, and had to"
+        f" be killed{advice}"
     )
     note = requeue_on(signum)
     if note:

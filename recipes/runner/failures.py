@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,13 @@ class Failure:
     Args:
         kind: "user" for an error that the user has to correct, "killed" by the system, "failed" for another error,
             "timed out" waiting for a rank, "signal" after which the workers have saved, or "lost" its connection.
-        message: the reason in words, to follow the rank except for a user's error.
+        message: the reason in words; without the process, until `of_worker` puts it in front.
         status: the exit status.
-        worker: the process in words; empty where the message is complete without it.
     """
 
     kind: str
     message: str
     status: int = 1
-    worker: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
@@ -111,16 +109,10 @@ class Failure:
             return cls(fields["kind"], fields["message"], fields["status"])
         return None
 
-    @property
-    def reason(self) -> str:
-        """The worker and the message."""
+    def of_worker(self, worker: str) -> "Failure":
+        """Return this failure with the process in words in its message."""
         separator = ": " if self.kind == "user" else " "
-        return f"{self.worker}{separator}{self.message}" if self.worker else self.message
-
-    @property
-    def line(self) -> str:
-        """The line to print."""
-        return f"error on {self.reason}" if self.kind == "user" and self.worker else f"error: {self.reason}"
+        return replace(self, message=f"{worker}{separator}{self.message}")
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

@@ -26,6 +26,7 @@ from recipes.runner.strategies import check_strategy
 
 LOOPBACK = "127.0.0.1"
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")
+_PORTS = Range(1, 65535, whole=True)
 # Below the range of ephemeral ports, so that no outgoing connection has the port.
 _FIRST_PORT = 15000
 _NUMBER_OF_PORTS = 17000
@@ -59,7 +60,7 @@ class LaunchSettings:
         check_ranges(
             node_rank=(self.node_rank, NATURAL),
             max_restarts=(self.max_restarts, NATURAL),
-            master_port=(self.master_port, Range(1, 65535, whole=True)),
+            master_port=(self.master_port, _PORTS),
             rendezvous_timeout=(self.rendezvous_timeout, SECONDS),
             collective_timeout=(self.collective_timeout, SECONDS),
         )
@@ -156,28 +157,27 @@ class Launch:
     def describe(self) -> str:
         """Return the launcher and the rendezvous address, for the first line of a run."""
         starts = {"local": "started here", "manual": "started manually", "slurm": "started by Slurm"}
-        start = starts.get(self.launcher, f"started by {self.launcher}")
-        nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
-        text = f"{start}, {nodes} x {self.devices} device{'s' * (self.devices > 1)}"
-        return text if self.address is None else f"{text}, {self.address}:{self.port}"
+        parts = [
+            starts.get(self.launcher, f"started by {self.launcher}"),
+            f"{self.num_nodes} node{'s' * (self.num_nodes > 1)} x {self.devices} device{'s' * (self.devices > 1)}",
+        ]
+        if self.address is not None:
+            parts.append(f"{self.address}:{self.port}")
+        return ", ".join(parts)
 
 
 def first_number(env: Mapping[str, str], *names: str) -> int:
     """Return the first of these variables of Slurm that is a number, or 0."""
-    for name in names:
-        if env.get(name, "").isdigit():
-            return int(env[name])
-    return 0
+    numbers = [int(env[name]) for name in names if env.get(name, "").isdigit()]
+    return numbers[0] if numbers else 0
 
 
 def integer_of(env: Mapping[str, str], name: str) -> int | None:
     """Return an integer from an environment variable that the user may have set."""
     value = env.get(name, "").strip()
-    if not value:
-        return None
-    if not value.isdigit():
+    if value and not value.isdigit():
         raise UserError(f"the environment says {name}={value}, which is not a whole number; unset or correct it")
-    return int(value)
+    return int(value) if value else None
 
 
 def is_slurm_step(env: Mapping[str, str]) -> bool:
@@ -185,14 +185,12 @@ def is_slurm_step(env: Mapping[str, str]) -> bool:
 
     A batch script, a shell of salloc or ``srun --pty bash``, and programs that a user starts in them, are not tasks.
     """
-    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys():
-        return False
-    if first_number(env, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
-        return False
+    has_step = {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys()
+    is_special = first_number(env, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP
     # A program in the shell of an srun inherits the variables of the shell's step, and the shell's terminal. A task
     # that srun starts from this shell inherits SLURM_PTY_PORT, but not the terminal.
     in_terminal = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
-    return not ("SLURM_PTY_PORT" in env and in_terminal)
+    return has_step and not is_special and not ("SLURM_PTY_PORT" in env and in_terminal)
 
 
 def first_host(nodes: str) -> str:
@@ -223,13 +221,10 @@ class _LaunchPlanner:
 
     @property
     def port(self) -> int | None:
-        """The port of node 0: the flag, whose range is checked where it is read, or MASTER_PORT."""
-        if self.settings.master_port is not None:
-            return self.settings.master_port
-        value = integer_of(self.env, "MASTER_PORT")
-        if value is not None and not 1 <= value <= 65535:
-            raise UserError(f"MASTER_PORT {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
-        return value
+        """The port of node 0: the flag or MASTER_PORT."""
+        port = self.settings.master_port or integer_of(self.env, "MASTER_PORT")
+        check_ranges(MASTER_PORT=(port, _PORTS))
+        return port
 
     def check_agreement(self, nodes: int, devices: int, launcher: str) -> None:
         """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
@@ -384,18 +379,14 @@ def plan_launch(
     if here.count is None:
         if launch.starts_agent:
             check_cores(launch.devices, asked, command)
-        return launch
-    if launch.devices <= here.count:
-        return launch
-    command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
-    if here.count == 0:
-        raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
-    per_task = launch.launcher == "slurm"
-    hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if per_task else ""
-    raise UserError(
-        f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
-        f" {command.split(launch.num_nodes, here.count)}"
-    )
+    elif launch.devices > here.count:
+        command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
+        fewer = command.split(launch.num_nodes, here.count) if here.count else command.using(accelerator="cpu")
+        hint = " (does the job ask for --gpus-per-task?)" if launch.launcher == "slurm" else ""
+        raise UserError(
+            f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}: {fewer}"
+        )
+    return launch
 
 
 def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettings, typed: Command) -> Launch:

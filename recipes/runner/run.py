@@ -88,8 +88,8 @@ def _ended_in_one_line() -> Iterator[None]:
         with _signals_reported():
             yield
     except UserError as error:
-        rank_text = "" if is_rank_zero() else f" on rank {rank_of_process()}"
-        print_error(f"error{rank_text}: {one_line(str(error))}")
+        rank_text = "" if is_rank_zero() else f" rank {rank_of_process()}:"
+        print_error(f"error:{rank_text} {one_line(str(error))}")
         sys.exit(error.exit_status)
     except Exception as error:
         if not dist.is_initialized():
@@ -162,7 +162,7 @@ class Task:
         """
         tuned = tune_allocator()
         stop_gpu_search()
-        launch = join_run(launch, self.timeout, self.typed, self.classes.both)
+        launch = join_run(launch, self.timeout, self.classes.both)
         spec = share(settle)
         if received:
             received(spec)

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,6 @@ from callbacks.lib.signals import SIGNALS
 from datamodules.errors import UserError, first_line
 from datamodules.lightning import pl, rank_zero_only
 from datamodules.notes import warn
-from recipes.runner.command import Command
 from recipes.runner.failures import Failure, exit_now
 from recipes.runner.launch import LOOPBACK, Launch
 
@@ -114,25 +113,48 @@ def end_with_torchrun() -> None:
     _end_after(wait)
 
 
-def listen_at(address: str, port: int, command: Command) -> socket.socket:
-    """Open a listener for the other processes of a run; its port is a free one for 0.
-
-    It is bound to 127.0.0.1 where the address means this machine, or else to all its IPv4 and IPv6 addresses.
+@contextmanager
+def meeting_reported(launch: Launch, timeout: float) -> Iterator[None]:
+    """Turn an error of processes that do not find each other into one line.
 
     Raises:
-        UserError: the port is in use.
+        UserError: a process does not answer in time, or another run has the port.
     """
     try:
-        if is_loopback(address):
-            return socket.create_server((LOOPBACK, port))
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
+        yield
+    except (OSError, RuntimeError) as error:
         raise UserError(
-            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run; on every node:"
-            f" {command.using(master_port=port + 1)}"
+            f"the processes did not meet at {launch.address}:{launch.port} within {timeout:g} s: {first_line(error)};"
+            " start all of them, check firewalls and that `master_addr` is an address of node 0, pass another"
+            " `master_port` if this one is in use, or wait longer with `rendezvous_timeout`"
         ) from error
+
+
+def open_store(address: str, port: int, timeout: float, serves: bool, **options: Any) -> dist.TCPStore:
+    """Open a store: the first process of a run serves it, the others connect to it.
+
+    Torch's store would listen on all interfaces. Where the address means this machine, ours listens there only.
+
+    Args:
+        port: the port of the store; 0 for a free one.
+        timeout: seconds to wait for the process that serves it.
+
+    Raises:
+        OSError: the port is in use, or the address is not one of this machine.
+        RuntimeError: the processes did not meet.
+    """
+    if serves:
+        if is_loopback(address):
+            listener = socket.create_server((LOOPBACK, port))
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", port))
+        port = listener.getsockname()[1]
+        # An address of another machine is an error here, and not after a minute of waiting.
+        socket.create_connection((address, port), timeout=5.0).close()
+        options["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(address, port, is_master=serves, timeout=timedelta(seconds=timeout), **options)
 
 
 def is_loopback(address: str) -> bool:
@@ -203,12 +225,8 @@ def compare_ranks(launch: Launch, classes: Iterable[type]) -> None:
                 )
 
 
-def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
-    """Open the store for the process group; each start of the processes has its own keys.
-
-    Raises:
-        UserError: rank 0's port is taken.
-    """
+def _store_of_run(launch: Launch, timeout: float) -> dist.Store:
+    """Open the store for the process group; each start of the processes has its own keys."""
     prefix = launch.store_prefix
     if not prefix and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         prefix = f"lightning_recipes/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
@@ -218,21 +236,17 @@ def _open_store(launch: Launch, timeout: float, command: Command) -> dist.Store:
                 " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or use this program's own --num-nodes,"
                 " --node-rank, --master-addr and --max-restarts"
             )
+    assert launch.address is not None
+    assert launch.port is not None
     if prefix:
-        agents_port = int(os.environ["MASTER_PORT"])
-        agents_store = dist.TCPStore(os.environ["MASTER_ADDR"], agents_port, is_master=False, wait_for_workers=False)
+        agents_store = dist.TCPStore(launch.address, launch.port, is_master=False, wait_for_workers=False)
         return dist.PrefixStore(prefix, agents_store)
     # All processes of one node are on one machine, whatever address its name has.
     address = launch.address if launch.num_nodes > 1 else LOOPBACK
-    assert address is not None
-    assert launch.port is not None
-    options: dict[str, Any] = {"world_size": launch.world_size, "timeout": timedelta(seconds=timeout)}
-    if launch.rank == 0:
-        options["master_listen_fd"] = listen_at(address, launch.port, command).detach()
-    return dist.TCPStore(address, launch.port, is_master=launch.rank == 0, **options)
+    return open_store(address, launch.port, timeout, serves=launch.rank == 0, world_size=launch.world_size)
 
 
-def join_run(launch: Launch, timeout: float, command: Command, classes: Iterable[type] = ()) -> Launch:
+def join_run(launch: Launch, timeout: float, classes: Iterable[type] = ()) -> Launch:
     """Form the process group with the other ranks, and compare the versions.
 
     Args:
@@ -249,12 +263,12 @@ def join_run(launch: Launch, timeout: float, command: Command, classes: Iterable
     if launch.world_size == 1:
         return launch
     if not dist.is_initialized():
-        launch = _form_group(launch, timeout, command)
+        launch = _form_group(launch, timeout)
     compare_ranks(launch, classes)
     return launch
 
 
-def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
+def _form_group(launch: Launch, timeout: float) -> Launch:
     # Lightning's TorchElasticEnvironment reads these variables when the Trainer is built.
     os.environ.update(NODE_RANK=str(launch.node_rank), GROUP_RANK=str(launch.node_rank))
     os.environ.update(LOCAL_RANK=str(launch.local_rank), RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
@@ -264,19 +278,11 @@ def _form_group(launch: Launch, timeout: float, command: Command) -> Launch:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if launch.num_nodes == 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    limit = timedelta(seconds=launch.collective_timeout)
-    try:
-        store = _open_store(launch, timeout, command)
+    # An error of a worker may reflect the end of another rank, which its agent reports.
+    with nullcontext() if launch.store_prefix else meeting_reported(launch, timeout):
+        store = _store_of_run(launch, timeout)
+        limit = timedelta(seconds=launch.collective_timeout)
         dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
-    except RuntimeError as error:
-        # A worker's error may reflect the end of another rank, which its agent reports.
-        if launch.store_prefix:
-            raise
-        raise UserError(
-            f"the {launch.world_size} processes did not meet at {launch.address}:{launch.port} within {timeout:g} s:"
-            f" {first_line(error)}; start all of them, check the address and firewalls, or wait longer with"
-            " `rendezvous_timeout`"
-        ) from error
     port = getattr(store, "port", launch.port)
     os.environ.update(MASTER_ADDR=launch.address or LOOPBACK, MASTER_PORT=str(port))
     return replace(launch, port=port)
