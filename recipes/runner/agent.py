@@ -78,7 +78,7 @@ class NodeAgent(LocalElasticAgent):
         self.failure: Failure | None = None
         """Why the workers of this node have ended."""
         self.killed: list[str] = []
-        """The workers that did not end in time, and were killed, in words."""
+        """The workers of this start that did not end in time, and were killed, in words."""
         self._store_calls = ThreadPoolExecutor(1)
 
     @property
@@ -90,6 +90,7 @@ class NodeAgent(LocalElasticAgent):
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group: Any = worker_group
+        self.killed = []
         # A new prefix, so that no rank reads the addresses of an earlier start, which are still in the store.
         if group.group_rank == 0:
             group.store.set("prefix", uuid.uuid4().hex)
@@ -107,10 +108,9 @@ class NodeAgent(LocalElasticAgent):
         if not failed:
             result = super()._monitor_workers(worker_group)
             failed = [failure.local_rank for failure in result.failures.values()]
-        has_other_nodes = (worker_group.group_world_size or 1) > 1
         if failed:
             self._record_failure(failed)
-        elif result.state == WorkerState.HEALTHY and has_other_nodes and self._is_closed():
+        elif result.state == WorkerState.HEALTHY and self._is_closed():
             self.failure = _ELSEWHERE
             self._remaining_restarts = 0  # The node that failed has closed the rendezvous: a restart cannot join it.
             self._end_workers(_SECONDS_TO_END)
@@ -119,6 +119,8 @@ class NodeAgent(LocalElasticAgent):
 
     def _is_closed(self) -> bool:
         """Return whether another node has closed the rendezvous, since it has failed."""
+        if self._worker_group.group_world_size == 1:
+            return False
         # In a thread: a call of the C++ store cannot be interrupted, and waits for ever when node 0 is unreachable.
         call = self._store_calls.submit(self._worker_group.spec.rdzv_handler.is_closed)
         try:
@@ -141,11 +143,8 @@ class NodeAgent(LocalElasticAgent):
             failure = Failure.read(self._pcontext.error_files[rank])
             if failure is None and rank in statuses:
                 failure = Failure.of_exit(statuses[rank])
-            # In most cases an error of the user is the same on all ranks, so that rank 0's needs no name.
-            if failure and (failure.kind != "user" or worker.global_rank):
-                failure = failure.of_worker(f"rank {worker.global_rank} ({self.launch.where})")
             if failure:
-                failures.append(failure)
+                failures.append(failure.of_rank(worker.global_rank, self.launch.where))
         self.failure = first_cause(failures)
         # After a signal all workers have saved, and the run is over. In an elastic run the signal may have been for
         # another node, and the nodes that stay go on.
@@ -162,20 +161,21 @@ class NodeAgent(LocalElasticAgent):
         Args:
             signum: a signal by which they are told to save and to end.
         """
+        running = {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}
         # A stopped process gets a signal only once it continues, so systemd and Slurm send both as well.
         for sent in (signum, signal.SIGCONT) if signum else ():
-            for process in self._processes:
+            for process in running.values():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, sent)
         deadline = time.monotonic() + seconds
         try:
-            for process in self._processes:
+            for process in running.values():
                 process.join(max(0.0, deadline - time.monotonic()))
         finally:  # Also after a second signal, such as another Ctrl-C, while the workers are saving.
-            self.killed = []
-            for worker, process in zip(self._worker_group.workers, self._processes, strict=False):
+            for rank, process in running.items():
                 if process.is_alive():
-                    self.killed.append(f"rank {worker.global_rank} (process {process.pid})")
+                    global_rank = self._worker_group.workers[rank].global_rank
+                    self.killed.append(f"rank {global_rank} (process {process.pid})")
                     process.kill()
 
     @override

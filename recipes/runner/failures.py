@@ -60,7 +60,7 @@ class Failure:
     Args:
         kind: "user" for an error that the user has to correct, "killed" by the system, "failed" for another error,
             "timed out" waiting for a rank, "signal" after which the workers have saved, or "lost" its connection.
-        message: the reason in words; without the process, until `of_worker` puts it in front.
+        message: the reason in words; without the process, until `of_rank` puts it in front.
         status: the exit status.
     """
 
@@ -104,15 +104,19 @@ class Failure:
     @classmethod
     def read(cls, path: str) -> "Failure | None":
         """Return the record that a process has left; None where it has left none."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError):
             fields = json.loads(Path(path).read_text())
             return cls(fields["kind"], fields["message"], fields["status"])
         return None
 
-    def of_worker(self, worker: str) -> "Failure":
-        """Return this failure with the process in words in its message."""
-        separator = ": " if self.kind == "user" else " "
-        return replace(self, message=f"{worker}{separator}{self.message}")
+    def of_rank(self, rank: int, node: str) -> "Failure":
+        """Return this failure with its process in the message, except for an error of the user on rank 0.
+
+        In most cases such an error is the same on all ranks.
+        """
+        if self.kind == "user":
+            return replace(self, message=f"rank {rank} ({node}): {self.message}") if rank else self
+        return replace(self, message=f"rank {rank} ({node}) {self.message}")
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

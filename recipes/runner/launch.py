@@ -381,10 +381,12 @@ def plan_launch(
             check_cores(launch.devices, asked, command)
     elif launch.devices > here.count:
         command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
-        fewer = command.split(launch.num_nodes, here.count) if here.count else command.using(accelerator="cpu")
+        if here.count == 0:
+            raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
         hint = " (does the job ask for --gpus-per-task?)" if launch.launcher == "slurm" else ""
         raise UserError(
-            f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}: {fewer}"
+            f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
+            f" {command.split(launch.num_nodes, here.count)}"
         )
     return launch
 

@@ -174,7 +174,7 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
         (
             {},
             {"here": Machine("cuda", 0)},
-            "this machine has 0 (cuda): python -m r --lr 0.1",
+            "there is no cuda device here: python -m r --lr 0.1",
         ),
         (by_torchrun(1)[0], {"devices": 4}, "decides: torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
         (by_torchrun(1)[0], {"master_port": 9}, "pass --master-addr and --master-port to torchrun itself"),
