@@ -6,9 +6,11 @@ which says so once with `spelling_as_flags`.
 
 import errno
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
+
+from typing_extensions import override
 
 _flags: frozenset[str] = frozenset()
 """The settings that are flags, for the whole process: also threads and loader workers spell settings."""
@@ -65,18 +67,32 @@ class UserError(ValueError):
         setting: the name of the setting.
         value: its value.
         to_type: what to pass instead.
+        commands: what to type instead; each stands on a line of its own.
     """
 
     exit_status: ClassVar[int] = 2
 
-    def __init__(self, problem: str = "", *, setting: str = "", value: Any = MISSING, to_type: str = "") -> None:
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        setting: str = "",
+        value: Any = MISSING,
+        to_type: str = "",
+        commands: Sequence[str] = (),
+    ) -> None:
         self.problem = problem
         self.setting = setting
         self.value = value
         self.to_type = to_type
+        self.commands = tuple(commands)
         text = f"{spelled(setting, value)}: {problem}" if setting else problem
         # The only argument of the exception: another process gets the text as it is, and the fields besides.
         super().__init__(f"{text}; {to_type}" if to_type else text)
+
+    @override
+    def __str__(self) -> str:
+        return "".join([str(self.args[0]), *(f"\n  {command}" for command in self.commands)])
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython and notebooks show: the message without a traceback."""

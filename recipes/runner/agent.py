@@ -5,82 +5,60 @@ The agents of all nodes share the `TCPStore` of node 0's agent. Our agent differ
 - Workers are forked from a server that has imported torch, so they start at once.
 - On a single machine the store listens on the loopback interface only.
 - Each start of the workers has its own prefix in the store, so no worker reads addresses of an earlier start.
+- It looks at the records of all workers once all have ended, and reports the failure that has caused the others.
 - An error that the user has to correct causes no restart, nor does a signal, after which the workers have saved.
 - After a signal, stopped workers continue, so that they can save. It says which workers did not end, and how to resume.
 """
 
 import ast
-import json
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous.api import (
+from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of
 from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError
-from recipes.runner.command import Command
-from recipes.runner.failures import describe_failure, exit_now, is_users, print_loss, was_lost
+from recipes.runner.failures import Failure, exit_now, first_cause, print_loss
 from recipes.runner.fork_server import start_fork_server, start_method
 from recipes.runner.guards import how_to_resume
-from recipes.runner.launch import Launch
+from recipes.runner.launch import LOOPBACK, Launch
 from recipes.runner.printing import print_error
-from recipes.runner.rendezvous import make_rendezvous, open_store
-from recipes.runner.saved_run import newest_valid_checkpoint, read_run
-from recipes.runner.worker import Handed, work
+from recipes.runner.saved_run import newest_valid_checkpoint
+from recipes.runner.worker import Handed, meeting_reported, open_store, work
+
+if TYPE_CHECKING:
+    from recipes.runner.run import Task
 
 _PICKLED_MAIN = b"\x8c\x08__main__"  # The name of a module in a pickle: an opcode, its length, and its text.
-_FAILURE = "lightning_recipes/failure"
 _SECONDS_TO_END = 5.0  # For workers to end by themselves once another one has failed with an error.
 _SECONDS_TO_SAVE = 25.0  # For workers to end after a signal. Schedulers kill after 30, and a line has to come before.
-_SECONDS_TO_READ = 1.0  # For the other agents to read node 0's store, which ends with node 0's process.
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a run has ended on this node.
-
-    Args:
-        message: the reason in words; empty where it is printed already.
-        status: the exit status of the agent.
-        lost: a worker or a node was lost; it did not end by its own error.
-        unreachable: node 0's agent does not answer.
-        worker: the worker that has failed, in words, where the message does not name it.
-    """
-
-    message: str
-    status: int
-    lost: bool = False
-    unreachable: bool = False
-    worker: str = ""
-
-    @property
-    def line(self) -> str:
-        """The line to print."""
-        return f"error on {self.worker}: {self.message}" if self.worker else f"error: {self.message}"
+_SECONDS_TO_ANSWER = 30.0  # For node 0's store.
+_ELSEWHERE = Failure("failed", "another node has ended; its own output says why")
 
 
 class NodeAgent(LocalElasticAgent):
@@ -90,158 +68,120 @@ class NodeAgent(LocalElasticAgent):
         launch: the nodes and devices of the run.
         spec: what each worker runs.
         store: the store of node 0's agent.
-        logs: where torch writes the error files of the workers.
-        settle_again: returns the pickled task of workers that start again.
+        logs: where the workers leave their records.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        spec: WorkerSpec,
-        store: TCPStore,
-        logs: DefaultLogsSpecs,
-        settle_again: Callable[[], bytes],
-    ) -> None:
+    def __init__(self, launch: Launch, spec: WorkerSpec, store: TCPStore, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs, start_method())
-        self._settle_again = settle_again
         self.launch = launch
         self.store = store
         self.failure: Failure | None = None
-        self.killed = ""
-        """The workers that did not end after a signal, and were killed, in words."""
+        """Why the workers of this node have ended."""
+        self.killed: list[str] = []
+        """The workers of this start that did not end in time, and were killed, in words."""
+        self._store_calls = ThreadPoolExecutor(1)
+
+    @property
+    def _processes(self) -> list[Any]:
+        """The worker processes of this node, by local rank."""
+        context: Any = self._pcontext
+        return list(context._pc.processes) if context and context._pc else []
 
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        restart_store: Any = worker_group.store
         group: Any = worker_group
+        self.killed = []
         # A new prefix, so that no rank reads the addresses of an earlier start, which are still in the store.
-        if worker_group.group_rank == 0:
-            restart_store.set("prefix", uuid.uuid4().hex)
-        (handed,) = worker_group.spec.args
-        if handed.store_prefix:  # The processes start again.
-            handed.task = self._settle_again()
-        handed.store_prefix = restart_store.get("prefix").decode()
+        if group.group_rank == 0:
+            group.store.set("prefix", uuid.uuid4().hex)
+        prefix = group.store.get("prefix").decode()
+        (handed,) = group.spec.args
+        group.spec.args = (replace(handed, store_prefix=prefix, starts_again=bool(handed.store_prefix)),)
         group.master_addr = self.store.host
         group.master_port = self.store.port
         return dict(super()._start_workers(worker_group))
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._end_waiting_workers()
-        result: RunResult = super()._monitor_workers(worker_group)
-        has_other_nodes = (worker_group.group_world_size or 1) > 1
-        if result.state == WorkerState.HEALTHY and has_other_nodes and worker_group.spec.rdzv_handler.is_closed():
-            self.failure = self.failure_elsewhere()
+        result = RunResult(WorkerState.FAILED)
+        failed = [rank for rank, process in enumerate(self._processes) if process.exitcode]
+        if not failed:
+            result = super()._monitor_workers(worker_group)
+            failed = [failure.local_rank for failure in result.failures.values()]
+        if failed:
+            self._record_failure(failed)
+        elif result.state == WorkerState.HEALTHY and self._is_closed():
+            self.failure = _ELSEWHERE
             self._remaining_restarts = 0  # The node that failed has closed the rendezvous: a restart cannot join it.
-            self._end_waiting_workers(failed_elsewhere=True)
+            self._end_workers(_SECONDS_TO_END)
             return RunResult(WorkerState.FAILED)
-        if result.state == WorkerState.FAILED:
-            self._record_failure(result, has_other_nodes)
         return result
 
-    def _end_waiting_workers(self, *, failed_elsewhere: bool = False) -> None:
-        """Kill, after a delay, the workers that wait for a failed one: torch's SIGTERM only tells them to save."""
-        context = self._pcontext
-        assert context is not None
-        running = {rank: pid for rank, pid in context.pids().items() if _runs(pid)}
-        failed = [rank for rank in context.pids() if rank not in running and Path(context.error_files[rank]).is_file()]
-        if failed or failed_elsewhere:
-            timer = threading.Timer(_SECONDS_TO_END, _kill, list(running.values()))
-            timer.daemon = True
-            timer.start()
+    def _is_closed(self) -> bool:
+        """Return whether another node has closed the rendezvous, since it has failed."""
+        if self._worker_group.group_world_size == 1:
+            return False
+        # In a thread: a call of the C++ store cannot be interrupted, and waits for ever when node 0 is unreachable.
+        call = self._store_calls.submit(self._worker_group.spec.rdzv_handler.is_closed)
+        try:
+            return bool(call.result(_SECONDS_TO_ANSWER))
+        except TimeoutError as error:
+            raise RendezvousConnectionError(f"no answer within {_SECONDS_TO_ANSWER:g} s") from error
 
-    def _record_failure(self, result: RunResult, has_other_nodes: bool) -> None:
-        """Find out why a worker failed, and whether it is to be started again."""
-        rank, failure = next(iter(result.failures.items()))
-        node = f"node {self.launch.node_rank}, {socket.gethostname()}"
-        status = failure.exitcode if failure.exitcode > 0 else 1
-        worker, message = describe_failure(failure, rank, node)
-        self.failure = Failure(message, status, was_lost(failure), worker=worker)
+    def _record_failure(self, failed: list[int]) -> None:
+        """Find out why workers have failed, and whether they are to be started again.
+
+        Args:
+            failed: the local ranks of the workers that have ended first.
+        """
+        statuses = {rank: self._processes[rank].exitcode for rank in failed}
+        have_saved = any(status - 128 in SIGNALS for status in statuses.values())
+        self._end_workers(_SECONDS_TO_SAVE if have_saved else _SECONDS_TO_END)
+        assert self._pcontext is not None
+        failures = []
+        for rank, worker in enumerate(self._worker_group.workers):
+            failure = Failure.read(self._pcontext.error_files[rank])
+            if failure is None and rank in statuses:
+                failure = Failure.of_exit(statuses[rank])
+            if failure:
+                failures.append(failure.of_rank(worker.global_rank, self.launch.where))
+        self.failure = first_cause(failures)
         # After a signal all workers have saved, and the run is over. In an elastic run the signal may have been for
         # another node, and the nodes that stay go on.
-        is_over = status - 128 in SIGNALS and self.launch.min_nodes >= (self._worker_group.group_world_size or 1)
-        if is_users(failure) or is_over:
+        nodes = self._worker_group.group_world_size or 1
+        if self.failure.kind == "user" or (self.failure.kind == "signal" and nodes <= self.launch.min_nodes):
             self._remaining_restarts = 0
         if self._remaining_restarts:
-            restarts_left = f"{self._remaining_restarts - 1} restart{'s' if self._remaining_restarts != 2 else ''} left"
-            reason = self.failure.line if message else f"rank {rank} ({node}) ended on {name_of(status - 128)}"
-            print_error(f"{reason}; starting again, {restarts_left}")
-        elif has_other_nodes and self.failure.lost:
-            # Another node may have the cause, and report it within a moment.
-            deadline = time.monotonic() + _SECONDS_TO_READ
-            while not self.store.check([_FAILURE]) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            if self.store.check([_FAILURE]):
-                self.failure = self.failure_elsewhere()
-        if has_other_nodes and not self._remaining_restarts and not self.store.check([_FAILURE]):
-            self.store.set(_FAILURE, json.dumps(vars(self.failure)))
+            left = self._remaining_restarts - 1
+            print_error(f"error: {self.failure.message}; starting again, {left} restart{'s' * (left != 1)} left")
 
-    def failure_elsewhere(self) -> Failure:
-        """Return the failure that another node has written before it ended."""
-        if self.store.check([_FAILURE]):
-            return Failure(**json.loads(self.store.get(_FAILURE)))
-        return Failure("another node has ended; its own output says why", 1, lost=True)
+    def _end_workers(self, seconds: float, signum: int | None = None) -> None:
+        """Wait until the workers have ended, and kill those that have not after some seconds.
+
+        Args:
+            signum: a signal by which they are told to save and to end.
+        """
+        running = {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}
+        # A stopped process gets a signal only once it continues, so systemd and Slurm send both as well.
+        for sent in (signum, signal.SIGCONT) if signum else ():
+            for process in running.values():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, sent)
+        deadline = time.monotonic() + seconds
+        try:
+            for process in running.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # Also after a second signal, such as another Ctrl-C, while the workers are saving.
+            for rank, process in running.items():
+                if process.is_alive():
+                    global_rank = self._worker_group.workers[rank].global_rank
+                    self.killed.append(f"rank {global_rank} (process {process.pid})")
+                    process.kill()
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers if worker.id is not None}
-        pids = list(self._pcontext.pids().values()) if self._pcontext is not None else []
-        for pid in pids:
-            if _runs(pid) and state_of(pid) == _STOPPED:
-                print_error(f"rank {ranks.get(pid)} (process {pid}) was stopped, and continues, so that it can save")
-        try:
-            end_processes(pids, death_sig, _SECONDS_TO_SAVE)
-        finally:  # Also after a second signal, such as another Ctrl-C, while the workers are saving.
-            left = [pid for pid in pids if _runs(pid)]
-            self.killed = ", ".join(f"rank {ranks.get(pid)} (process {pid}, {state_of(pid)})" for pid in left)
-            super()._shutdown(signal.SIGKILL if left else death_sig, *args, **kwargs)
-
-
-_STOPPED = "stopped"
-_STATES = {"T": _STOPPED, "t": _STOPPED, "R": "computing", "D": "waiting for a disk or a device"}
-
-
-def state_of(pid: int) -> str:
-    """Return what a process does, in words; "waiting" where the system does not tell."""
-    with suppress(OSError, IndexError):
-        return _STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], "waiting")
-    return "waiting"
-
-
-def end_processes(pids: Iterable[int], signum: int, seconds: float) -> None:
-    """Send a signal to processes, let stopped ones continue, and wait until all have ended or the time is over."""
-    running = [pid for pid in pids if _runs(pid)]
-    # A stopped process gets a signal only once it continues, so systemd and Slurm send both as well.
-    for sent in (signum, signal.SIGCONT):
-        for pid in running:
-            with suppress(ProcessLookupError):
-                os.kill(pid, sent)
-    deadline = time.monotonic() + seconds
-    while any(map(_runs, running)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except (OSError, AttributeError):  # The worker is a child of the fork server, and not of this process.
-        with suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            return True
-    return False
-
-
-def _kill(*pids: int) -> None:
-    for pid in pids:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _silence(*packages: str) -> None:
-    """Suppress what torch logs of each worker and signal: one line says what has happened."""
-    for name in [*packages, *logging.root.manager.loggerDict]:
-        if name.startswith(packages):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._end_workers(_SECONDS_TO_SAVE, death_sig)
+        super()._shutdown(death_sig, *args, **kwargs)
 
 
 @contextmanager
@@ -250,9 +190,8 @@ def _main_module_hidden(task: bytes) -> Iterator[None]:
     main = sys.modules["__main__"]
     if _PICKLED_MAIN in task:
         _check_guard(main)
-        yield
-        return
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    else:
+        sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
@@ -275,33 +214,12 @@ def _check_guard(main: types.ModuleType) -> None:
         )
 
 
-def _handled_signals() -> str:
-    """Return the signals that the agent passes on to its workers; SIGHUP stays ignored under nohup."""
-    ignored = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else None
-    return ",".join(signum.name for signum in SIGNALS if signum != ignored)
-
-
-def run_agent(
-    launch: Launch,
-    task: bytes,
-    settle_again: Callable[[], bytes],
-    *,
-    timeout: float,
-    command: Command,
-    modules: Iterable[str],
-    folder: Path | None,
-    after_loss: Callable[[], str],
-) -> None:
+def run_agent(launch: Launch, task: "Task", after_loss: Callable[[], str]) -> None:
     """Train in worker processes of this node, and return when they have ended without an error.
 
     Args:
         launch: the nodes and devices of the run.
-        task: the pickled `recipes.runner.run.Task` of the workers.
-        settle_again: returns the task of workers that start again, from the newest checkpoint.
-        timeout: seconds to wait for the other nodes, at the start and in a restart.
-        command: what was typed.
-        modules: the modules of recipe and data, for the fork server.
-        folder: the run's folder; None on another node than that of rank 0.
+        task: what the workers carry out.
         after_loss: called where the run ends because a process was lost; what it returns is printed.
 
     Raises:
@@ -310,96 +228,108 @@ def run_agent(
         KeyboardInterrupt: Ctrl-C has ended the workers of such a program.
         SystemExit: a worker of a command failed, or this process received a signal.
     """
+    command = task.typed
+    pickled = task.pickled()
     # First, since it imports while this process waits for the other nodes.
-    start_fork_server(modules)
-    store = open_store(launch, timeout, command)
-    handler = make_rendezvous(launch, store, timeout)
+    start_fork_server(sorted({kind.__module__ for kind in task.classes.both} - {"__main__"}))
+    with meeting_reported(launch, task.timeout):
+        serves = launch.node_rank == 0
+        store = open_store(launch.address or LOOPBACK, launch.port or 0, task.timeout, serves, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=_SECONDS_TO_ANSWER))
+    name = "lightning-recipes"
+    wait = RendezvousTimeout(
+        join=timedelta(seconds=task.timeout), last_call=timedelta(seconds=3 if launch.is_elastic else 0.1)
+    )
+    handler = DynamicRendezvousHandler.from_backend(
+        name,
+        store,
+        C10dRendezvousBackend(store, name),
+        launch.min_nodes,
+        launch.num_nodes,
+        # torch sorts the nodes by this name to rank them, so the digits keep the order of the node ranks.
+        local_addr=f"node-{launch.node_rank:05}",
+        timeout=wait,
+        # A node without a sign of life for 2 x 5 seconds is left out of the next rendezvous.
+        keep_alive_interval=2,
+        keep_alive_max_attempt=5,
+    )
     # Otherwise torch opens a second store, which listens on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _handled_signals()
-    _silence("torch.distributed.elastic", "torch.multiprocessing")
+    # The signals that the agent passes on to its workers; SIGHUP stays ignored under nohup.
+    handled = [signum.name for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
+    # One line says what has happened, in place of what torch logs of each worker and signal.
+    for logger in list(logging.root.manager.loggerDict):
+        if logger.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.devices,
         rdzv_handler=handler,
         entrypoint=work,
-        args=(Handed(launch, task),),
+        args=(Handed(launch, pickled),),
         max_restarts=launch.max_restarts,
         monitor_interval=0.1,
     )
-    with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden(task):
-        agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs), settle_again)
-        failure = _run(agent, launch, timeout, command, folder)
+    with tempfile.TemporaryDirectory(prefix="lightning-recipes-") as logs, _main_module_hidden(pickled):
+        agent = NodeAgent(launch, spec, store, DefaultLogsSpecs(log_dir=logs))
+        try:
+            failure = _outcome(agent, task)
+        except SignalException as received:
+            _report_signal(agent, task, received.sigval)
+            # The rendezvous stays open: the other nodes of an elastic run go on.
+            if command.in_program and received.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from received
+            sys.exit(128 + int(received.sigval))
         # An immediate exit would leave the semaphores of the workers behind.
         del agent
     if failure is None:
         handler.shutdown()
         return
-    if failure.lost:
-        print_loss(failure.line, after_loss)
-    elif failure.message and not command.in_program:
-        print_error(failure.line)
-    if failure.unreachable:
+    if failure.kind in ("killed", "lost", "unreachable"):
+        print_loss(f"error: {failure.message}", after_loss)
+    elif failure.kind != "signal" and not command.in_program:
+        print_error(f"error: {failure.message}")
+    if failure.kind == "unreachable":
         exit_now(failure.status)  # A regular exit would wait for a thread that waits for node 0.
-    _close(handler, launch)
-    if command.in_program and failure.message:
+    handler.shutdown()
+    if command.in_program and failure.kind != "signal":
         kind = UserError if failure.status == UserError.exit_status else RunFailedError
-        raise kind(f"{failure.worker}: {failure.message}" if failure.worker else failure.message)
+        raise kind(failure.message)
     sys.exit(failure.status)
 
 
-def _close(handler: DynamicRendezvousHandler, launch: Launch) -> None:
-    """Tell the other agents that the run is over."""
-    try:
-        handler.shutdown()
-    except RendezvousConnectionError:
-        return
-    if launch.node_rank == 0 and launch.num_nodes > 1:
-        time.sleep(_SECONDS_TO_READ)
-
-
-def _last_save(folder: Path | None, command: Command) -> str:
-    """Return which checkpoint the run has, and the command that resumes it."""
-    if folder is None:
-        return "node 0 says which save is the last"
-    checkpoint = newest_valid_checkpoint(folder / "checkpoints", logs=False)
-    if checkpoint is None:
-        return "nothing was saved"
-    advice = how_to_resume(command, folder, checkpoint)
-    return f"the last save is that of update {read_run(checkpoint).updates}; {advice}"
-
-
-def _run(agent: NodeAgent, launch: Launch, timeout: float, command: Command, folder: Path | None) -> Failure | None:
+def _outcome(agent: NodeAgent, task: "Task") -> Failure | None:
     """Run the agent until the run has ended, and return its failure, or None."""
+    launch = agent.launch
     try:
         result = agent.run()
-    except SignalException as received:
-        if agent.killed:
-            name = name_of(received.sigval)
-            print_error(
-                f"error: {agent.killed} did not end on {name} within {_SECONDS_TO_SAVE:g} s, and had to be killed;"
-                f" {_last_save(folder, command)}"
-            )
-            note = requeue_on(received.sigval)
-            if note:
-                print_error(note)
-        # The rendezvous stays open: the other nodes of an elastic run go on.
-        if command.in_program and received.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from received
-        sys.exit(128 + int(received.sigval))
     except RendezvousTimeoutError:
-        missing_node: dict[str, Any] = {
-            "node_rank": "I",
-            "master_addr": launch.address,
-            "master_port": agent.store.port,
-        }
+        place = {"node_rank": "I", "master_addr": launch.address, "master_port": agent.store.port}
         return Failure(
-            f"fewer than {launch.min_nodes} nodes joined within {timeout:g} s; type on each node that is"
-            f" missing, I being its number: {command.using(**missing_node)}, or wait longer with --rendezvous-timeout",
-            2,
+            "user",
+            f"fewer than {launch.min_nodes} nodes joined within {task.timeout:g} s; type on each node that is missing,"
+            f" I being its number: {task.typed.using(**place)}, or wait longer with --rendezvous-timeout",
+            UserError.exit_status,
         )
     except RendezvousClosedError:
-        return agent.failure or agent.failure_elsewhere()
+        return agent.failure or _ELSEWHERE
     except RendezvousConnectionError:
-        return Failure(f"node 0 at {launch.address}:{launch.port} has ended or cannot be reached", 1, True, True)
+        return Failure("unreachable", f"node 0 at {launch.address}:{launch.port} has ended or cannot be reached")
     return agent.failure if result is not None and result.is_failed() else None
+
+
+def _report_signal(agent: NodeAgent, task: "Task", signum: int) -> None:
+    """Print which workers were killed since they did not end on a signal, and how to resume."""
+    if not agent.killed:
+        return
+    folder = Path(task.spec.point.folder) if task.spec and task.spec.point.folder else None
+    checkpoint = newest_valid_checkpoint(folder / "checkpoints", logs=False) if folder else None
+    advice = f"; {how_to_resume(task.typed, folder, checkpoint)}" if folder and checkpoint else ""
+    print_error(
+        f"error: {', '.join(agent.killed)} did not end on {name_of(signum)} within {_SECONDS_TO_SAVE:g} s, and had to"
+        f" be killed{advice}"
+    )
+    note = requeue_on(signum)
+    if note:
+        print_error(note)

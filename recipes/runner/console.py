@@ -12,6 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from datamodules.errors import UserError
 from datamodules.lightning import pl
 from recipes.runner.printing import is_rank_zero
 
@@ -89,6 +90,11 @@ def _cut(text: str, longest: int) -> str:
         return text
     half = (longest - 5) // 2
     return f"{text[: longest - 5 - half]} ... {text[-half:]}"
+
+
+def error_lines(error: UserError) -> str:
+    """Return the message of an error in one printable line, and the commands to type in lines of their own."""
+    return "\n  ".join(map(one_line, [str(error.args[0]), *error.commands]))
 
 
 def one_line(message: str) -> str:

@@ -26,17 +26,16 @@ from recipes.base import Recipe
 from recipes.runner.callbacks_of_run import callbacks_maker
 from recipes.runner.classes import Classes, free_parameters
 from recipes.runner.command import Command
-from recipes.runner.join import share
-from recipes.runner.launch import Launch
+from recipes.runner.launch import Launch, on_devices_of
 from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import detect_machine, shared_cores
 from recipes.runner.merging import as_plain, fill
 from recipes.runner.printing import rank_zero_print
-from recipes.runner.processes import on_devices_of
 from recipes.runner.resume import ResumePoint
 from recipes.runner.saved_run import SavedRun
 from recipes.runner.settings import RunSettings, TrainerSettings
 from recipes.runner.spec import RunSpec
+from recipes.runner.worker import share
 
 
 @contextmanager

@@ -1,22 +1,24 @@
-"""Report why a process of a run failed: to the agent that started it, and to the user.
+"""Why a process of a run failed: the record that it leaves, and the line that the user reads.
 
-One failure causes others: the remaining ranks lose their connection to the failed one, and then fail as well. A rank
-that fails in that way waits a moment, so that the agent sees the cause first.
+One failure causes others: the remaining ranks lose their connection to the failed one, and then fail as well. Each
+record therefore says of which kind a failure is, and `first_cause` finds the one that caused the others.
 """
 
+import json
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
-
-from callbacks.lib.signals import SIGNALS
-from datamodules.errors import RunFailedError, UserError, first_line
+from callbacks.lib.signals import SIGNALS, name_of
+from datamodules.errors import UserError, first_line
+from recipes.runner.console import error_lines, one_line
 from recipes.runner.printing import print_error, rank_of_process
 
 # Gloo and NCCL raise a plain RuntimeError, so that only its text tells a lost connection.
@@ -26,11 +28,10 @@ _LOST_CONNECTION = (
     *("failed to send", "recvvalue failed", "sendbytes failed"),
 )
 _TIMED_OUT = re.compile("timed out|application timeout", re.IGNORECASE)
-_CAUSE_IS_SEEN = 2.0  # An agent looks at its workers ten times a second.
+_OTHER_WEIGHTS = "Error(s) in loading state_dict"
 
-
-class LostConnectionError(RuntimeError):
-    """The error of a rank that lost its connection to another one."""
+_KINDS = ("user", "killed", "failed", "timed out", "signal", "lost")
+_CAUSE_IS_SEEN = 3.0  # Seconds for a foreign launcher to see the rank that has caused the failure of this one.
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -44,55 +45,115 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _LOST_CONNECTION)
 
 
-@contextmanager
-def failures_reported(
-    after_loss: Callable[[], str] | None = None, after_error: Callable[[str], None] | None = None
-) -> Iterator[None]:
-    """Record the exception that ends this process for the agent that started it, if any.
+def difference_of_weights(error: RuntimeError) -> str:
+    """Return the first difference where torch could not load the weights of another network; else an empty text."""
+    if _OTHER_WEIGHTS not in str(error):
+        return ""
+    # torch's first line names the module only; the second has the first tensor that differs.
+    return str(error).splitlines()[1].strip()[:200]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why a process of a run has ended.
 
     Args:
-        after_loss: called where another rank was lost; returns what was done, in words. None in a worker of our agent,
-            which calls it itself.
+        kind: "user" for an error that the user has to correct, "killed" by the system, "failed" for another error,
+            "timed out" waiting for a rank, "signal" after which the workers have saved, or "lost" its connection.
+        message: the reason in words; without the process, until `of_rank` puts it in front.
+        status: the exit status.
+    """
+
+    kind: str
+    message: str
+    status: int = 1
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """Return the failure of a process that an exception ends."""
+        if isinstance(error, UserError):
+            return cls("user", error_lines(error), error.exit_status)
+        reason = one_line(first_line(error))
+        if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+            late = "failed: TimeoutError: another rank did not answer within the collective timeout"
+            return cls("timed out", f"{late} ({reason})")
+        if is_lost_connection(error):
+            # Gloo explains at length what a lost connection is.
+            lost = "lost its connection to another rank, which has ended or cannot be reached"
+            return cls("lost", f"{lost}: {reason[:120]}")
+        return cls("failed", f"failed: {reason}")
+
+    @classmethod
+    def of_exit(cls, status: int) -> "Failure":
+        """Return the failure of a process that has left no record."""
+        if status < 0:
+            name = signal.Signals(-status).name
+            out_of_memory = ", perhaps because the machine ran out of memory" if name == "SIGKILL" else ""
+            return cls("killed", f"was killed by {name}{out_of_memory}")
+        if status - 128 in SIGNALS:
+            return cls("signal", f"ended on {name_of(status - 128)}", status)
+        return cls("failed", f"exited with status {status}", status)
+
+    def write(self) -> None:
+        """Leave this record to the agent that has started this process, ours or torchrun, if one has."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path:
+            # torch reads the message and the time, of which the earliest is its cause.
+            Path(path).write_text(json.dumps(asdict(self) | {"timestamp": int(time.time())}))
+
+    @classmethod
+    def read(cls, path: str) -> "Failure | None":
+        """Return the record that a process has left; None where it has left none."""
+        with suppress(OSError, ValueError, KeyError):
+            fields = json.loads(Path(path).read_text())
+            return cls(fields["kind"], fields["message"], fields["status"])
+        return None
+
+    def of_rank(self, rank: int, node: str) -> "Failure":
+        """Return this failure with its process in the message, except for an error of the user on rank 0.
+
+        In most cases such an error is the same on all ranks.
+        """
+        if self.kind == "user":
+            return replace(self, message=f"rank {rank} ({node}): {self.message}") if rank else self
+        return replace(self, message=f"rank {rank} ({node}) {self.message}")
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that has caused the others; of several, the one of the lowest rank."""
+
+    def order(failure: Failure) -> int:
+        return _KINDS.index(failure.kind)
+
+    return min(failures, key=order)
+
+
+@contextmanager
+def failures_reported(after_loss: Callable[[], str], after_error: Callable[[str], None]) -> Iterator[None]:
+    """Record the exception that ends this process, unless an agent of ours has started it.
+
+    Args:
+        after_loss: called where another rank was lost; returns what was done, in words.
         after_error: called with an error of this rank, in one line, before the other ranks notice its end.
     """
     try:
         yield
     except Exception as error:
-        consequence = is_lost_connection(error)
-        recorded: Exception = error
-        # `is_users` compares names of classes, so that an error of a subclass is recorded as its base class.
-        if isinstance(error, RunFailedError):
-            recorded = RunFailedError(str(error))
-        elif isinstance(error, UserError):
-            recorded = UserError(str(error))
-        elif consequence:
-            recorded = LostConnectionError(short(error))
-        if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-            recorded = TimeoutError(f"another rank did not answer within the collective timeout ({first_line(error)})")
-        get_error_handler().record_exception(recorded)
-        if after_error and not consequence and not isinstance(recorded, TimeoutError):
+        failure = Failure.of(error)
+        failure.write()
+        if failure.kind == "lost":
+            print_loss(f"error: rank {rank_of_process()} {failure.message}", after_loss)
+        elif failure.kind != "timed out":
             after_error(first_line(error))
-        if consequence and after_loss:
-            print_loss(
-                f"error: rank {rank_of_process()} lost its connection to another rank, which has ended or cannot be"
-                f" reached: {short(error)}",
-                after_loss,
-            )
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        started_by_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
+        if started_by_torchrun:
             with suppress(ValueError):  # Handlers need the main thread.
                 for signum in SIGNALS:
                     signal.signal(signum, signal.SIG_DFL)
-            if consequence:
-                time.sleep(_CAUSE_IS_SEEN)
-            elif rank_of_process() > 0:
-                # Most errors of a user occur on all ranks, and the message of rank 0 names no rank.
-                time.sleep(0.5)
+        # A launcher reports the process that ends first. Most errors of a user occur on all ranks, and rank 0 prints.
+        if rank_of_process() or (started_by_torchrun and failure.kind == "lost"):
+            time.sleep(_CAUSE_IS_SEEN)
         raise
-
-
-def short(error: BaseException) -> str:
-    """Return 120 characters of an exception's first line: gloo explains at length what a lost connection is."""
-    return first_line(error)[:120]
 
 
 def print_loss(line: str, after_loss: Callable[[], str]) -> None:
@@ -119,51 +180,3 @@ def exit_now(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def message_of(failure: ProcessFailure) -> tuple[str, str]:
-    """Return the kind of a worker's exception and its message; empty texts where it left none."""
-    content = failure.error_file_data.get("message")
-    if not isinstance(content, dict):  # torch writes a text where the worker left no error file.
-        return "", ""
-    kind, _, message = str(content.get("message", "")).partition(": ")
-    return kind, message
-
-
-def is_users(failure: ProcessFailure) -> bool:
-    """Return whether the user has to correct something, so that a restart would not help."""
-    return message_of(failure)[0] in (UserError.__name__, RunFailedError.__name__)
-
-
-def was_lost(failure: ProcessFailure) -> bool:
-    """Return whether the worker, or one that it was connected to, ended without an error of its own."""
-    return failure.exitcode < 0 or message_of(failure)[0] == LostConnectionError.__name__
-
-
-def describe_failure(failure: ProcessFailure, rank: int, node: str) -> tuple[str, str]:
-    """Return which worker has failed and why; empty texts for one that ended on a signal and has printed it.
-
-    Args:
-        failure: the failure that torch's agent has recorded.
-        rank: the rank of the worker.
-        node: the worker's node, in words.
-
-    Returns:
-        The worker in words, for an error that only this rank may have, else an empty text; and the message.
-    """
-    worker = f"rank {rank} ({node})"
-    kind, message = message_of(failure)
-    if is_users(failure):
-        return "" if rank == 0 else worker, message
-    if kind == LostConnectionError.__name__:
-        return "", f"{worker} lost its connection to another rank, which has ended or cannot be reached: {message}"
-    if kind:
-        first_line_of_message = message.splitlines()[0] if message else ""
-        return "", f"{worker} failed: {kind}: {first_line_of_message}"
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        out_of_memory = ", perhaps because the machine ran out of memory" if name == "SIGKILL" else ""
-        return "", f"{worker} was killed by {name}{out_of_memory}"
-    if failure.exitcode - 128 in SIGNALS:
-        return "", ""
-    return "", f"{worker} exited with status {failure.exitcode}"

@@ -13,11 +13,11 @@ import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
 from datamodules.errors import UserError, spelled
-from recipes.runner.join import share
 from recipes.runner.loggers import METRICS
 from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.results import write_text
 from recipes.runner.resume import ResumePoint, numbered
+from recipes.runner.worker import share
 
 _LOCK = ".lock"
 # Seconds: the loader workers of a killed run inherit its lock, and hold it for a while.

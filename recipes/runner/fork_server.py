@@ -10,8 +10,8 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver
 
@@ -43,22 +43,14 @@ def start_fork_server(modules: Iterable[str]) -> None:
     # get the environment of this process.
     modules_to_import = " ".join([*modules, *_MODULES_OF_EVERY_RUN])
     # The server imports nothing of the program, which may have imported the other package of Lightning.
-    with _environment({_MODULES: modules_to_import, VARIABLE: lightning_package(), "OPENBLAS_NUM_THREADS": "1"}):
-        forkserver.ensure_running()
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+    variables = {_MODULES: modules_to_import, VARIABLE: lightning_package(), "OPENBLAS_NUM_THREADS": "1"}
     previous = dict(os.environ)
     os.environ.update(variables)
     try:
-        yield
+        forkserver.ensure_running()
     finally:
-        for name in variables:
-            if name in previous:
-                os.environ[name] = previous[name]
-            else:
-                del os.environ[name]
+        os.environ.clear()
+        os.environ.update(previous)
 
 
 def _import_everything(modules: Iterable[str]) -> None:

@@ -6,21 +6,32 @@ compare the values with each other, the flags and the devices. `SLURMEnvironment
 "rack[1-2]n[7,8]", and gives all steps of a job the same port.
 """
 
+import os
 import re
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from datamodules.contract import OneCall, Rare
-from datamodules.errors import UserError, flag_of
+from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.command import DEFAULT_PORT, Command
-from recipes.runner.launch_variables import first_number, integer_of, is_slurm_step, slurm_port
-from recipes.runner.machine import Machine, check_cores, number_of_devices
-from recipes.runner.network import LOOPBACK
+from recipes.runner.limits import micro_batches_of_update
+from recipes.runner.machine import Machine, check_cores, detect_machine, devices_of, number_of_devices
+from recipes.runner.settings import TrainerSettings
+from recipes.runner.strategies import check_strategy
 
+LOOPBACK = "127.0.0.1"
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")
+_PORTS = Range(1, 65535, whole=True)
+# Below the range of ephemeral ports, so that no outgoing connection has the port.
+_FIRST_PORT = 15000
+_NUMBER_OF_PORTS = 17000
+# Steps from this number on are the batch script, the shell of salloc, and processes that ssh has started.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -49,12 +60,13 @@ class LaunchSettings:
         check_ranges(
             node_rank=(self.node_rank, NATURAL),
             max_restarts=(self.max_restarts, NATURAL),
-            master_port=(self.master_port, Range(1, 65535, whole=True)),
+            master_port=(self.master_port, _PORTS),
             rendezvous_timeout=(self.rendezvous_timeout, SECONDS),
             collective_timeout=(self.collective_timeout, SECONDS),
         )
         if not _NODES.fullmatch(str(self.num_nodes)) or not 1 <= self.nodes[0] <= self.nodes[1]:
-            raise UserError(f"num_nodes={self.num_nodes}: expected a number of nodes, or MIN:MAX as in 1:4")
+            problem = "expected a number of nodes, or MIN:MAX as in 1:4"
+            raise UserError(problem, setting="num_nodes", value=self.num_nodes)
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -103,18 +115,18 @@ class Launch:
         Raises:
             UserError: the nodes have different numbers of processes.
         """
-        world, devices = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-        nodes = world // devices
-        if nodes * devices != world:
+        world = int(env["WORLD_SIZE"])
+        nodes = int(env["GROUP_WORLD_SIZE"])
+        if nodes * self.devices != world:
             raise UserError(
-                f"this node has {devices} of {world} processes; expected as many on each node: start all with the same"
-                " --devices"
+                f"this node has {self.devices} of the {world} processes of {nodes} nodes; expected as many on each"
+                " node: start all with the same --devices"
             )
         return replace(
             self,
             launcher="local" if nodes == 1 else "manual",
             num_nodes=nodes,
-            node_rank=int(env["RANK"]) // devices,
+            node_rank=int(env["RANK"]) // self.devices,
             local_rank=int(env["LOCAL_RANK"]),
             address=env["MASTER_ADDR"],
             port=int(env["MASTER_PORT"]),
@@ -134,6 +146,11 @@ class Launch:
         return self.node_rank * self.devices + self.local_rank
 
     @property
+    def where(self) -> str:
+        """The node of this process, for messages."""
+        return f"node {self.node_rank}, {socket.gethostname()}"
+
+    @property
     def is_elastic(self) -> bool:
         """Whether nodes may leave and join."""
         return self.min_nodes < self.num_nodes
@@ -141,10 +158,40 @@ class Launch:
     def describe(self) -> str:
         """Return the launcher and the rendezvous address, for the first line of a run."""
         starts = {"local": "started here", "manual": "started manually", "slurm": "started by Slurm"}
-        start = starts.get(self.launcher, f"started by {self.launcher}")
-        nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
-        text = f"{start}, {nodes} x {self.devices} device{'s' * (self.devices > 1)}"
-        return text if self.address is None else f"{text}, {self.address}:{self.port}"
+        parts = [
+            starts.get(self.launcher, f"started by {self.launcher}"),
+            f"{self.num_nodes} node{'s' * (self.num_nodes > 1)} x {self.devices} device{'s' * (self.devices > 1)}",
+        ]
+        if self.address is not None:
+            parts.append(f"{self.address}:{self.port}")
+        return ", ".join(parts)
+
+
+def first_number(env: Mapping[str, str], *names: str) -> int:
+    """Return the first of these variables of Slurm that is a number, or 0."""
+    numbers = [int(env[name]) for name in names if env.get(name, "").isdigit()]
+    return numbers[0] if numbers else 0
+
+
+def integer_of(env: Mapping[str, str], name: str) -> int | None:
+    """Return an integer from an environment variable that the user may have set."""
+    value = env.get(name, "").strip()
+    if value and not value.isdigit():
+        raise UserError(f"the environment says {name}={value}, which is not a whole number; unset or correct it")
+    return int(value) if value else None
+
+
+def is_slurm_step(env: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process as a task.
+
+    A batch script, a shell of salloc or ``srun --pty bash``, and programs that a user starts in them, are not tasks.
+    """
+    has_step = {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys()
+    is_special = first_number(env, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP
+    # A program in the shell of an srun inherits the variables of the shell's step, and the shell's terminal. A task
+    # that srun starts from this shell inherits SLURM_PTY_PORT, but not the terminal.
+    in_terminal = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
+    return has_step and not is_special and not ("SLURM_PTY_PORT" in env and in_terminal)
 
 
 def first_host(nodes: str) -> str:
@@ -175,63 +222,51 @@ class _LaunchPlanner:
 
     @property
     def port(self) -> int | None:
-        """The port of node 0: the flag, whose range is checked where it is read, or MASTER_PORT."""
-        if self.settings.master_port is not None:
-            return self.settings.master_port
-        value = integer_of(self.env, "MASTER_PORT")
-        if value is not None and not 1 <= value <= 65535:
-            raise UserError(f"MASTER_PORT {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
-        return value
+        """The port of node 0: the flag or MASTER_PORT."""
+        port = self.settings.master_port or integer_of(self.env, "MASTER_PORT")
+        check_ranges(MASTER_PORT=(port, _PORTS))
+        return port
 
-    def check_agreement(self, nodes: int, devices: int, who: str, command: Command) -> None:
+    def check_agreement(self, nodes: int, devices: int, launcher: str) -> None:
         """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
         count = number_of_devices(self.requested_devices, self.machine)
         node_count = self.settings.nodes[1]
         has_devices_flag = str(self.requested_devices) not in ("auto", "-1")
         if (has_devices_flag and count != devices) or (node_count > 1 and node_count != nodes):
             raise UserError(
-                f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {node_count}"
-                f" --devices {count} are {node_count * count}; {who} decides: {command.split(nodes, devices)}"
+                f"--num-nodes {node_count} --devices {count} are {node_count * count} processes, and {launcher} has"
+                f" started {nodes} x {devices}, and decides:"
+                f" {self.command.started_by(launcher, nodes, devices).split(nodes, devices)}"
             )
 
     def by_variables(self) -> Launch:
         """Plan for processes with ranks in their environment: of torchrun, mpirun or a script."""
         env = self.env
-        by_torchrun = "TORCHELASTIC_RUN_ID" in env
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "manual"
         world = integer_of(env, "WORLD_SIZE") or 1
         devices = integer_of(env, "LOCAL_WORLD_SIZE") or world
-        nodes = world // devices
-        launcher_name = "torchrun" if by_torchrun else "LOCAL_WORLD_SIZE"
-        max_restarts = integer_of(env, "TORCHELASTIC_MAX_RESTARTS") or 0
-        restarts_made = integer_of(env, "TORCHELASTIC_RESTART_COUNT") or 0
-        restarts = bool(max_restarts or restarts_made)
-        command = self.command.started_by(launcher_name, nodes, devices)
         rank = integer_of(env, "RANK")
-        local = integer_of(env, "LOCAL_RANK")
-        if rank is None or local is None or (world > 1 and self.master is None):
+        local_rank = integer_of(env, "LOCAL_RANK")
+        if rank is None or local_rank is None or (world > 1 and self.master is None):
             raise UserError(
                 f"WORLD_SIZE says that this is one of {world} processes; set RANK, LOCAL_RANK and MASTER_ADDR too, or"
                 " start them by torchrun, as torchrun -m in place of python -m, or unset it"
             )
-        if nodes * devices != world or rank % devices != local:
+        if world % devices or rank % devices != local_rank:
             raise UserError(
-                f"process {rank} (RANK) of {world} (WORLD_SIZE) is process {local} of {devices} on its node"
-                " (LOCAL_RANK, LOCAL_WORLD_SIZE); expected as many on each node, numbered node by node:"
-                f" {command.using()}"
+                f"process {rank} (RANK) of {world} (WORLD_SIZE) is process {local_rank} of {devices} on its node"
+                " (LOCAL_RANK, LOCAL_WORLD_SIZE); expected as many on each, numbered node by node"
             )
+        nodes = world // devices
+        restarts = any(integer_of(env, f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
         # torchrun may restart an elastic run with another number of nodes than the flags say.
         if not restarts:
-            self.check_agreement(nodes, devices, launcher_name, command)
-        given = {"master_addr": self.settings.master_addr, "master_port": self.settings.master_port}
-        given = {name: value for name, value in given.items() if value is not None}
-        if by_torchrun and given:
-            flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
+            self.check_agreement(nodes, devices, "torchrun" if launcher == "torchrun" else "LOCAL_WORLD_SIZE")
+        if launcher == "torchrun" and (self.settings.master_addr or self.settings.master_port):
             raise UserError(
-                f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
-                f" {command.using(**dict.fromkeys(given))}"
+                "torchrun decides where the processes meet: pass --master-addr and --master-port to torchrun itself"
             )
-        launcher = "torchrun" if by_torchrun else "manual"
-        launch = Launch(launcher, nodes, devices, rank // devices, local, restarts=restarts)
+        launch = Launch(launcher, nodes, devices, rank // devices, local_rank, restarts=restarts)
         if world == 1:
             return launch
         return replace(launch, address=self.master or LOOPBACK, port=self.port or DEFAULT_PORT)
@@ -240,81 +275,69 @@ class _LaunchPlanner:
         """Plan for the processes that srun has started."""
         env = self.env
         nodes = first_number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
-        devices = tasks // nodes
+        devices = -(-tasks // nodes)
+        # Such as 3,1 where the nodes have different numbers.
         tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-        if tasks % nodes:
+        if tasks % nodes or "," in tasks_per_node:
             raise UserError(
-                f"Slurm has started {tasks} processes on {nodes} nodes; expected as many on each:"
-                f" {self.command.started_by('slurm', nodes, -(-tasks // nodes)).using()}"
+                f"Slurm has started {tasks_per_node or tasks} processes on {nodes} nodes; expected as many on each:"
+                f" {self.command.started_by('slurm', nodes, devices).using()}"
             )
-        command = self.command.started_by("slurm", nodes, devices)
-        if "," in tasks_per_node:
-            raise UserError(
-                f"Slurm has started {tasks_per_node} processes on the nodes, one number for each; expected as many on"
-                f" each: {command.using()}"
-            )
-        self.check_agreement(nodes, devices, "Slurm", command)
+        self.check_agreement(nodes, devices, "slurm")
         if self.settings.max_restarts or self.settings.nodes[0] < self.settings.nodes[1]:
             warn(
-                "note: srun has started the processes, so that `max_restarts` and nodes that leave and join have no"
-                " effect: Slurm requeues a job that has lost a process"
+                f"note: srun has started the processes, so that {spelled('max_restarts')} and nodes that leave and join"
+                " have no effect: Slurm requeues a job that has lost a process"
             )
         lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         hosts = next((env[name] for name in lists if env.get(name)), "")
         address = self.master or (first_host(hosts) if nodes > 1 and hosts else LOOPBACK)
+        # All processes compute the port of their step from the numbers of the job and the step.
+        number = 7 * first_number(env, "SLURM_JOB_ID") + first_number(env, "SLURM_STEP_ID")
+        port = self.port or _FIRST_PORT + number % _NUMBER_OF_PORTS
         node_rank = first_number(env, "SLURM_NODEID")
-        local_rank = first_number(env, "SLURM_LOCALID")
-        return Launch("slurm", nodes, devices, node_rank, local_rank, address, self.port or slurm_port(env))
+        return Launch("slurm", nodes, devices, node_rank, first_number(env, "SLURM_LOCALID"), address, port)
 
     def manual(self, nodes: int, devices: int) -> Launch:
         """Plan for a program that the user has started on each node."""
-        command = self.command
-        address = self.master
         port = self.port or DEFAULT_PORT
         node = self.settings.node_rank
         if node is None:
             node = integer_of(self.env, "NODE_RANK")
+        if nodes > 1 and (node is None or self.master is None):
+            flags = {"node_rank": "I" if node is None else node, "master_addr": self.master or "HOST"}
+            torchrun = self.command.started_by("torchrun", nodes, devices).using()
+            raise UserError(
+                "the nodes do not know how they find each other. Type on each node, I being its number from 0 and HOST"
+                " the address of node 0, one of:",
+                setting="num_nodes",
+                value=nodes,
+                commands=(self.command.using(**flags), torchrun),
+            )
         if node is not None and node >= nodes:
-            raise UserError(
-                f"node {node} of {nodes}: nodes are counted from 0, so expected were 0 to {nodes - 1}:"
-                f" {command.using(num_nodes=nodes, node_rank=nodes - 1)} or {command.using(num_nodes=node + 1)}"
-            )
-        if nodes > 1 and (node is None or address is None):
-            flags = {"node_rank": "I" if node is None else node, "master_addr": address or "HOST", "master_port": port}
-            numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
-            torchrun = command.started_by("torchrun", nodes, devices).using()
-            srun = command.started_by("slurm", nodes, devices).using()
-            raise UserError(
-                f"num_nodes={nodes} does not tell how the nodes find each other. Type on each node, I being"
-                f" {numbers} and HOST the address of node 0: {command.using(**flags)} or use torchrun: {torchrun} or"
-                f" Slurm: {srun}"
-            )
-        return Launch("manual", nodes, devices, node or 0, 0, address, port, starts_agent=True)
+            problem = f"expected 0 to {nodes - 1}, since there are {nodes} nodes"
+            raise UserError(problem, setting="node_rank", value=node)
+        return Launch("manual", nodes, devices, node or 0, 0, self.master, port, starts_agent=True)
 
     def refuse_one_process_of_many(self, devices: int) -> None:
         """Refuse a program that was started once, without srun, in a Slurm job with more tasks."""
         env = self.env
         nodes = first_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
-        tasks_per_node = (
-            first_number(env, "SLURM_NTASKS_PER_NODE") or -(-first_number(env, "SLURM_NTASKS") // nodes) or 1
-        )
-        if "SLURM_JOB_ID" not in env:
-            return
+        tasks = first_number(env, "SLURM_NTASKS_PER_NODE") or -(-first_number(env, "SLURM_NTASKS") // nodes) or 1
         # On one node our agent can start the processes of several devices itself, and a job of one task may use one of
         # its GPUs, such as a search with one GPU per run.
-        if nodes == 1 and (tasks_per_node == 1 or devices > 1):
+        if "SLURM_JOB_ID" not in env or (nodes == 1 and (tasks == 1 or devices > 1)):
             return
-        allocation = f"{nodes} node{'s' * (nodes > 1)}"
-        if tasks_per_node > 1:
-            allocation += f" and {nodes * tasks_per_node} tasks"
-        processes = devices if devices > 1 else max(tasks_per_node, first_number(env, "SLURM_GPUS_PER_NODE"))
-        all_processes = self.command.started_by("slurm", nodes, processes).using()
-        one_process = self.command.started_by("slurm", 1, 1).using()
-        lines = f"{all_processes} or as one process: {one_process}"
+        processes = devices if devices > 1 else max(tasks, first_number(env, "SLURM_GPUS_PER_NODE"))
+        commands = [self.command.started_by("slurm", *size).using() for size in ((nodes, processes), (1, 1))]
         if "SLURM_PTY_PORT" in env:
             # The shell of srun is a step that holds the job's processors; another step has to share them.
-            lines = lines.replace("srun --nodes", "srun --overlap --nodes")
-        raise UserError(f"this Slurm job has {allocation}, and the program was started once, without srun: {lines}")
+            commands = [command.replace("srun --nodes", "srun --overlap --nodes") for command in commands]
+        raise UserError(
+            f"this Slurm job has {nodes} x {tasks} tasks, and the program was started once, without srun; type the"
+            " first of these, or for one process the second:",
+            commands=commands,
+        )
 
     def plan(self) -> Launch:
         """Detect the launcher; environment variables of the processes win over flags."""
@@ -360,15 +383,66 @@ def plan_launch(
     if here.count is None:
         if launch.starts_agent:
             check_cores(launch.devices, asked, command)
-        return launch
-    if launch.devices <= here.count:
-        return launch
-    command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
-    if here.count == 0:
-        raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
-    per_task = launch.launcher == "slurm"
-    hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if per_task else ""
-    raise UserError(
-        f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
-        f" {command.split(launch.num_nodes, here.count)}"
-    )
+    elif launch.devices > here.count:
+        command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
+        if here.count == 0:
+            raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
+        hint = " (does the job ask for --gpus-per-task?)" if launch.launcher == "slurm" else ""
+        raise UserError(
+            f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
+            f" {command.split(launch.num_nodes, here.count)}"
+        )
+    return launch
+
+
+def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettings, typed: Command) -> Launch:
+    """Determine which process of a command this one is.
+
+    Args:
+        command: fit, validate, test, predict or export.
+        trainer: the settings with the requested devices.
+        options: the settings of the launch.
+        typed: what the user typed, for the corrected command.
+
+    Raises:
+        UserError: the run could not start, or would wait for ever.
+    """
+    if command in ("predict", "export"):
+        return Launch("local", 1, 1)
+    launch = plan_launch(os.environ, options, trainer.devices, detect_machine(trainer.accelerator), typed)
+    check_strategy(trainer.strategy)
+    return launch
+
+
+def on_devices_of(launch: Launch, trainer: TrainerSettings) -> TrainerSettings:
+    """Return the Trainer's settings with the devices that the launch has on this node."""
+    if launch.address is None or launch.starts_agent:
+        return trainer
+    devices = devices_of(launch.devices, trainer.devices, detect_machine(trainer.accelerator))
+    return replace(trainer, devices=devices)
+
+
+def check_shared_update(launch: Launch, samples: int | None, batch_size: Any) -> None:
+    """Refuse an update that the devices cannot share, before a process starts and reads data.
+
+    Args:
+        samples: samples of an update on all devices; None where the number of devices determines them.
+        batch_size: samples of a micro-batch; None where it is not known.
+
+    Raises:
+        UserError: a device would have nothing to do, or the global batch would change with the nodes.
+    """
+    if launch.is_elastic and samples is None:
+        raise UserError(
+            "the number of devices may change, and the global batch would change with it",
+            setting="num_nodes",
+            value=f"{launch.min_nodes}:{launch.num_nodes}",
+            to_type=f"pass {spelled('global_batch_size')}, the samples of an update on all devices",
+        )
+    micro_batches = micro_batches_of_update(1, samples, batch_size, launch.world_size)
+    if micro_batches is not None and micro_batches < launch.world_size:
+        raise UserError(
+            f"a global batch of {samples} has {micro_batches} micro-batches of {batch_size}, and there are"
+            f" {launch.world_size} devices: pass fewer devices, or a {spelled('batch_size')} of"
+            f" {max(1, (samples or 1) // launch.world_size)} or less"
+        )

@@ -10,8 +10,8 @@ from datamodules.lightning import rank_zero_only
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0 of its run.
 
-    `recipes.runner.join.join_run` and `recipes.runner.worker.work` set Lightning's ``rank_zero_only.rank``, which this
-    reads. Before that the variables of the launchers decide.
+    `recipes.runner.worker` sets Lightning's ``rank_zero_only.rank``, which this reads. Before that the variables of the
+    launchers decide.
     """
     return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
 

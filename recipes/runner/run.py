@@ -27,22 +27,20 @@ from recipes.base import Recipe
 from recipes.runner.classes import Classes
 from recipes.runner.command import Command
 from recipes.runner.commands import run_command
-from recipes.runner.console import configure_logging, escape_output, one_line, warnings_only
+from recipes.runner.console import configure_logging, error_lines, escape_output, warnings_only
 from recipes.runner.experiment import build_experiment
-from recipes.runner.failures import exit_now, failures_reported, is_lost_connection
+from recipes.runner.failures import difference_of_weights, exit_now, failures_reported, is_lost_connection
 from recipes.runner.folder import removed_if_unused
-from recipes.runner.join import check_files, join_run, leave_run, share
-from recipes.runner.launch import Launch
+from recipes.runner.launch import Launch, check_shared_update, plan_processes
 from recipes.runner.machine import detect_machine, stop_gpu_search, tune_allocator
 from recipes.runner.printing import is_rank_zero, print_error, rank_of_process, rank_zero_print, relative_path
-from recipes.runner.processes import check_shared_update, plan_processes
 from recipes.runner.quick_imports import program_name
 from recipes.runner.requests import Request, read_request
 from recipes.runner.results import process_age
 from recipes.runner.resume import record_failure, requeue_after_loss
 from recipes.runner.run_result import RunResult, read_result
 from recipes.runner.spec import Resolver, RunSpec
-from recipes.runner.worker import end_with_torchrun
+from recipes.runner.worker import check_files, end_with_torchrun, join_run, leave_run, share
 
 
 def run(
@@ -68,7 +66,7 @@ def run(
         args: the command line; by default that of the process.
     """
     escape_output()
-    end_with_torchrun(os.environ)
+    end_with_torchrun()
     # The process is older than this call: its imports took seconds.
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
     typed = Command(program_name(), sys.argv[1:] if args is None else args)
@@ -83,12 +81,26 @@ def run(
 
 
 @contextmanager
-def _ended_in_one_line(*, by_agent: bool = False) -> Iterator[None]:
-    """End this process with a message in one line, and with the status of its error.
+def _ended_in_one_line() -> Iterator[None]:
+    """End this process with a message in one line, and with the status of its error."""
+    try:
+        with _signals_reported():
+            yield
+    except UserError as error:
+        rank_text = "" if is_rank_zero() else f" rank {rank_of_process()}:"
+        print_error(f"error:{rank_text} {error_lines(error)}")
+        sys.exit(error.exit_status)
+    except Exception as error:
+        if not dist.is_initialized():
+            raise
+        if not is_lost_connection(error):
+            traceback.print_exc()
+        exit_now(1)  # A regular exit would wait for the ranks in the process group.
 
-    Args:
-        by_agent: our agent has started this process, and prints the error, once for all its workers.
-    """
+
+@contextmanager
+def _signals_reported() -> Iterator[None]:
+    """Print which signal has ended this process outside of training."""
     try:
         yield
     except Preempted as stopped:
@@ -97,21 +109,6 @@ def _ended_in_one_line(*, by_agent: bool = False) -> Iterator[None]:
         if note:
             rank_zero_print(note)
         raise
-    except UserError as error:
-        if not by_agent:
-            rank_text = ""
-            if not is_rank_zero():
-                # If rank 0 has the same error, it prints first, and its launcher may then end this process.
-                time.sleep(3)
-                rank_text = f" on rank {rank_of_process()}"
-            print_error(f"error{rank_text}: {one_line(str(error))}")
-        sys.exit(error.exit_status)
-    except Exception as error:
-        if not by_agent and not dist.is_initialized():
-            raise
-        if not is_lost_connection(error):
-            traceback.print_exc()
-        exit_now(1)  # A regular exit would wait for the ranks in the process group.
 
 
 @contextmanager
@@ -137,6 +134,7 @@ class Task:
         started_at: `time.monotonic` at the start of the program.
         timeout: seconds to wait for the other ranks.
         verbose: print what the command line prints; otherwise warnings only.
+        request: what the user asks for; None before it is read.
         spec: the record of the run, for a worker of our agent on the node of rank 0.
     """
 
@@ -146,6 +144,7 @@ class Task:
     started_at: float
     timeout: float
     verbose: bool = True
+    request: Request | None = None
     spec: RunSpec | None = None
 
     def carry_out(
@@ -162,7 +161,7 @@ class Task:
         """
         tuned = tune_allocator()
         stop_gpu_search()
-        launch = join_run(launch, self.timeout, self.typed, self.classes.both)
+        launch = join_run(launch, self.timeout, self.classes.both)
         spec = share(settle)
         if received:
             received(spec)
@@ -178,26 +177,27 @@ class Task:
                 experiment = build_experiment(spec, self.classes, launch, self.typed, notes)
                 return run_command(experiment, self.started_at, spec.interval)
             except RuntimeError as error:
-                if "Error(s) in loading state_dict" not in str(error):
+                difference = difference_of_weights(error)
+                if not difference:
                     raise
-                # torch's first line names the module only; the second has the first tensor that differs.
-                reason = str(error).splitlines()[1].strip()
                 checkpoint = checkpoint or spec.run.ckpt
-                raise UserError(f"{checkpoint} holds another network than this one: {reason[:200]}") from error
+                raise UserError(f"{checkpoint} holds another network than this one: {difference}") from error
 
-    def carry_out_as_worker(self, launch: Launch, store_prefix: str) -> None:
+    def carry_out_as_worker(self, launch: Launch, store_prefix: str, starts_again: bool) -> None:
         """Carry out the run as a process that our agent has started.
 
         Args:
             launch: the launch of the agent.
             store_prefix: the prefix of this start's keys in the store of the agents.
+            starts_again: the processes have been started before, and resume in the run's folder.
         """
         escape_output()
         output = nullcontext() if self.verbose else warnings_only()
-        with _ended_in_one_line(by_agent=True), output, spelling_as_flags(self.flags):
-            with ending_on_signals(*SIGNALS), failures_reported(), _failures_of_system():
+        settle = self._settled_again if starts_again else self._handed
+        with _signals_reported(), output, spelling_as_flags(self.flags):
+            with ending_on_signals(*SIGNALS), _failures_of_system():
                 configure_logging()
-                self.carry_out(launch.of_worker(os.environ, store_prefix), self._handed)
+                self.carry_out(launch.of_worker(os.environ, store_prefix), settle)
             leave_run()
 
     def pickled(self) -> bytes:
@@ -217,6 +217,10 @@ class Task:
     def _handed(self) -> RunSpec:
         assert self.spec is not None, "the agent of rank 0 hands over the record"
         return self.spec
+
+    def _settled_again(self) -> RunSpec:
+        assert self.request is not None, "the agent hands over the request"
+        return Resolver(self.classes, self.typed).resolve(self.request, before=self._handed())
 
     def finished(self, spec: RunSpec) -> RunResult | None:
         """Print that a run has finished, and return its result to a program."""
@@ -258,7 +262,7 @@ class Run:
             started = replace(self._typed, program=program_name()) if self._typed.in_program else self._typed
             launch = plan_processes(request.command, trainer, options, started)
             typed = self._typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
-            task = replace(self._task, typed=typed, timeout=options.rendezvous_timeout)
+            task = replace(self._task, typed=typed, timeout=options.rendezvous_timeout, request=request)
             if launch.starts_agent:
                 return self._start_processes(request, launch, task)
             return task.carry_out(launch, partial(self._settle, request), self._receive)
@@ -293,27 +297,13 @@ class Run:
             self._check_result(spec)
             self._spec = self.resolver.in_folder(spec)
 
-        def settle_again() -> bytes:
-            if self._spec:
-                self._spec = self.resolver.resolve(request, before=self._spec)
-            return replace(task, spec=self._spec).pickled()
-
-        folder = self._spec.point.folder if self._spec else None
         with removed_if_unused(self._spec.point) if self._spec else nullcontext():
-            run_agent(
-                launch,
-                replace(task, spec=self._spec).pickled(),
-                settle_again,
-                timeout=task.timeout,
-                command=task.typed,
-                modules=sorted({kind.__module__ for kind in task.classes.both} - {"__main__"}),
-                folder=Path(folder) if folder else None,
-                after_loss=self.after_loss,
-            )
+            run_agent(launch, replace(task, spec=self._spec), self.after_loss)
         if not self._typed.in_program:
             return None
-        assert folder is not None
-        return read_result(Path(folder), task.classes.recipe)
+        assert self._spec is not None
+        assert self._spec.point.folder is not None
+        return read_result(Path(self._spec.point.folder), task.classes.recipe)
 
     def _check_result(self, spec: RunSpec) -> None:
         """Refuse a call of `recipes.fit` whose processes would leave nothing to return."""

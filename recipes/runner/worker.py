@@ -1,21 +1,43 @@
-"""Start a worker process: the agent has forked it, and hands it the record of its run."""
+"""A process of a run: our agent has forked it, or another launcher has started it, and it joins the other ranks.
 
+The ranks form the process group, compare their versions, and receive from rank 0 what it has settled.
+"""
+
+import hashlib
 import multiprocessing
 import os
 import pickle
+import platform
 import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from callbacks.lib.signals import SIGNALS
-from recipes.runner.launch import Launch
+from datamodules.errors import UserError, first_line, spelled
+from datamodules.lightning import pl, rank_zero_only
+from datamodules.notes import warn
+from recipes.runner.failures import Failure, exit_now
+from recipes.runner.launch import LOOPBACK, Launch
 
-_CAUSE_IS_SEEN = 2.0  # Seconds: an agent looks at its workers ten times a second.
+_PACKAGES = ("recipes", "callbacks", "datamodules")
+# Variables that torch's agent sets for a worker.
+_OF_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+_T = TypeVar("_T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Handed:
     """What an agent hands to each of its workers.
 
@@ -23,12 +45,14 @@ class Handed:
         launch: the launch of the agent.
         task: a pickled `recipes.runner.run.Task`.
         store_prefix: the prefix of this start's keys in the store of the agents.
+        starts_again: the processes of this node have been started before.
         environ: the environment variables of a worker, without those of its rank.
     """
 
     launch: Launch
     task: bytes
     store_prefix: str = ""
+    starts_again: bool = False
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
@@ -38,58 +62,293 @@ def work(handed: Handed) -> None:
     Raises:
         SystemExit: the run has ended with a status other than 0.
     """
-    rank_environ = dict(os.environ)
+    of_rank = {name: value for name, value in os.environ.items() if name.startswith(_OF_RANK)}
     # The fork server has the environment of its own start; the program needs that of the agent's command.
     os.environ.clear()
-    os.environ.update(handed.environ | {name: rank_environ[name] for name in rank_environ if _is_of_rank(name)})
-    _end_with_agent()
+    os.environ.update(handed.environ | of_rank)
+    agent = multiprocessing.parent_process()
+    assert agent is not None
+    _end_after(agent.join)
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # The worker inherits from the fork server that they are ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from datamodules.lightning import rank_zero_only
-    from recipes.runner.join import RankZeroFailed
-
     rank_zero_only.rank = int(os.environ["RANK"])  # type: ignore[attr-defined]
-    task = pickle.loads(handed.task)
     try:
-        task.carry_out_as_worker(handed.launch, handed.store_prefix)
-    except RankZeroFailed:
-        time.sleep(_CAUSE_IS_SEEN)
+        task = pickle.loads(handed.task)
+        task.carry_out_as_worker(handed.launch, handed.store_prefix, handed.starts_again)
+    except RankZeroFailed as ended:
+        Failure("user", "rank 0 has ended, and its output says why", int(ended.code or 1)).write()
         raise
-    except SystemExit as end:
-        # torch's agent takes every process that exits for a failed one, so status 0 has to become a return.
-        if end.code not in (None, 0):
-            raise
+    except Exception as error:
+        failure = Failure.of(error)
+        failure.write()
+        if failure.kind == "user":
+            sys.exit(failure.status)
+        if failure.kind != "lost":
+            traceback.print_exc()
+        exit_now(failure.status)  # A regular exit would wait for the ranks in the process group.
 
 
-def _is_of_rank(name: str) -> bool:
-    """Return whether torch's agent sets this variable for a worker."""
-    prefixes = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
-    return name.startswith(prefixes)
-
-
-def _end_with_agent() -> None:
-    """End this process when its agent has ended, whatever its main thread waits for."""
-    agent = multiprocessing.parent_process()
-    assert agent is not None
+def _end_after(wait: Callable[[], None]) -> None:
+    """End this process when a function returns, whatever its main thread waits for."""
 
     def watch() -> None:
-        agent.join()
+        wait()
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="watch the agent").start()
+    threading.Thread(target=watch, daemon=True, name="watch the launcher").start()
 
 
-def end_with_torchrun(env: Mapping[str, str]) -> None:
+def end_with_torchrun() -> None:
     """End this process when its torchrun has gone: the next torchrun's processes would train beside it."""
-    if "TORCHELASTIC_RUN_ID" not in env or os.name == "nt":
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.name == "nt":
         return
     parent = os.getppid()
 
-    def watch() -> None:
+    def wait() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         time.sleep(3.0)  # At a regular end torchrun may exit before its processes.
-        os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="watch torchrun").start()
+    _end_after(wait)
+
+
+@contextmanager
+def meeting_reported(launch: Launch, timeout: float) -> Iterator[None]:
+    """Turn an error of processes that do not find each other into one line.
+
+    Raises:
+        UserError: a process does not answer in time, or another run has the port.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"the processes did not meet at {launch.address}:{launch.port} within {timeout:g} s: {first_line(error)};"
+            f" start all of them, check firewalls and that {spelled('master_addr')} is an address of node 0, pass"
+            f" another {spelled('master_port')} if this one is in use, or wait longer with {spelled('rendezvous_timeout')}"
+        ) from error
+
+
+def open_store(address: str, port: int, timeout: float, serves: bool, **options: Any) -> dist.TCPStore:
+    """Open a store: the first process of a run serves it, the others connect to it.
+
+    Torch's store would listen on all interfaces. Where the address means this machine, ours listens there only.
+
+    Args:
+        port: the port of the store; 0 for a free one.
+        timeout: seconds to wait for the process that serves it.
+
+    Raises:
+        OSError: the port is in use, or the address is not one of this machine.
+        RuntimeError: the processes did not meet.
+    """
+    if serves:
+        if is_loopback(address):
+            listener = socket.create_server((LOOPBACK, port))
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", port))
+        port = listener.getsockname()[1]
+        # An address of another machine is an error here, and not after a minute of waiting.
+        socket.create_connection((address, port), timeout=5.0).close()
+        options["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(address, port, is_master=serves, timeout=timedelta(seconds=timeout), **options)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address or a host name means the machine itself."""
+    return address == "::1" or address.startswith("127.") or address.split(".")[0] == "localhost"
+
+
+def interface_towards(address: str) -> str | None:
+    """Return the interface on the route to an address; None where it cannot be determined."""
+    import psutil  # Imported here, since only runs of several processes need it.
+
+    try:
+        # AF_INET sorts before AF_INET6: not every network with IPv6 addresses routes them.
+        family, _, _, _, target = min(socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM))
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # Nothing is sent.
+            own_address = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        # An IPv6 address may be followed by % and its interface.
+        if own_address in [entry.address.split("%")[0] for entry in addresses]:
+            return str(name)
+    return None
+
+
+def code_version(files: Iterable[Path]) -> str:
+    """Return the first twelve digits of a SHA-256 of source files, whatever folders they are in."""
+    sources = sorted(path.name.encode() + b"\0" + path.read_bytes() for path in set(files))
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:12]
+
+
+def _sources(classes: Iterable[type]) -> list[Path]:
+    """Return the files of this library, of the program and of the user's classes."""
+    root = Path(__file__).parents[2]
+    files = [path for name in _PACKAGES for path in (root / name).rglob("*.py")]
+    modules = [sys.modules.get("__main__"), *(sys.modules.get(cls.__module__) for cls in classes)]
+    user_files = [Path(getattr(module, "__file__", None) or "") for module in modules]
+    return files + [path for path in user_files if path.suffix == ".py" and path.is_file()]
+
+
+def compare_ranks(launch: Launch, classes: Iterable[type]) -> None:
+    """Refuse, on all ranks, versions and code that differ from those of rank 0.
+
+    Args:
+        classes: the user's classes, whose files belong to the code.
+
+    Raises:
+        UserError: a rank differs.
+    """
+    own = {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "the code": code_version(_sources(classes)),
+        "nodes": launch.num_nodes,
+        "devices of the node": launch.devices,
+    }
+    records: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(records, (launch.where, own))
+    expected = records[0][1]
+    for rank, (where, versions) in enumerate(records):
+        for name in own:
+            if versions[name] != expected[name]:
+                raise UserError(
+                    f"the ranks differ: rank {rank} ({where}): {name} is {versions[name]}, on rank 0 {expected[name]}."
+                    " Start all with one command and one version of the code"
+                )
+
+
+def _store_of_run(launch: Launch, timeout: float) -> dist.Store:
+    """Open the store for the process group; each start of the processes has its own keys."""
+    prefix = launch.store_prefix
+    if not prefix and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        prefix = f"lightning_recipes/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        if launch.restarts and launch.num_nodes > 1:
+            warn(
+                "warning: with this torchrun no node can join later or again; for that, start it on every node with"
+                " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or use this program's own --num-nodes,"
+                " --node-rank, --master-addr and --max-restarts"
+            )
+    assert launch.address is not None
+    assert launch.port is not None
+    if prefix:
+        agents_store = dist.TCPStore(launch.address, launch.port, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(prefix, agents_store)
+    # All processes of one node are on one machine, whatever address its name has.
+    address = launch.address if launch.num_nodes > 1 else LOOPBACK
+    return open_store(address, launch.port, timeout, serves=launch.rank == 0, world_size=launch.world_size)
+
+
+def join_run(launch: Launch, timeout: float, classes: Iterable[type] = ()) -> Launch:
+    """Form the process group with the other ranks, and compare the versions.
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+        classes: the user's classes, whose files belong to the code.
+
+    Returns:
+        The launch with the port of the rendezvous.
+
+    Raises:
+        UserError: a rank is missing, or runs another version.
+    """
+    rank_zero_only.rank = launch.rank  # type: ignore[attr-defined]
+    if launch.world_size == 1:
+        return launch
+    if not dist.is_initialized():
+        launch = _form_group(launch, timeout)
+    compare_ranks(launch, classes)
+    return launch
+
+
+def _form_group(launch: Launch, timeout: float) -> Launch:
+    # Lightning's TorchElasticEnvironment reads these variables when the Trainer is built.
+    os.environ.update(NODE_RANK=str(launch.node_rank), GROUP_RANK=str(launch.node_rank))
+    os.environ.update(LOCAL_RANK=str(launch.local_rank), RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
+    # Gloo would listen at the address of the host's name, which other nodes may not reach.
+    interface = interface_towards((launch.address if launch.num_nodes > 1 else None) or LOOPBACK)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if launch.num_nodes == 1:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # An error of a worker may reflect the end of another rank, which its agent reports.
+    with nullcontext() if launch.store_prefix else meeting_reported(launch, timeout):
+        store = _store_of_run(launch, timeout)
+        limit = timedelta(seconds=launch.collective_timeout)
+        dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+    port = getattr(store, "port", launch.port)
+    os.environ.update(MASTER_ADDR=launch.address or LOOPBACK, MASTER_PORT=str(port))
+    return replace(launch, port=port)
+
+
+def check_files(launch: Launch, folder: str | None, checkpoint: str | None) -> None:
+    """Compare what the nodes find on their disks: the run's folder and the checkpoint to resume from.
+
+    A folder that another node does not have is a warning: rank 0 alone writes, but a resume would fail.
+
+    Raises:
+        UserError: a node does not find the checkpoint.
+    """
+    if launch.num_nodes == 1:
+        return
+    absent = [path for path in (checkpoint, folder) if path is not None and not Path(path).exists()]
+    of_ranks: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(of_ranks, (launch.where, absent))
+    for where, absent in of_ranks:
+        if checkpoint in absent:
+            raise UserError(
+                f"{where} does not find the checkpoint {checkpoint}: pass a {spelled('run_dir')} that all nodes share,"
+                f" or {spelled('resume', 'FILE')}"
+            )
+        if absent:
+            warn(
+                f"warning: {where} does not find the run's folder {folder}, and a resume reads its checkpoint on every"
+                f" node: pass a {spelled('run_dir')} that all nodes share"
+            )
+            return
+
+
+class RankZeroFailed(SystemExit):
+    """End of a rank since rank 0 has ended with an error, which rank 0 reports."""
+
+
+def leave_run() -> None:
+    """End the process group of this process, if it has one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def share(compute: Callable[[], _T]) -> _T:
+    """Return a value that rank 0 computes and all ranks get, such as the record of the run.
+
+    Args:
+        compute: called on rank 0 only.
+
+    Raises:
+        RankZeroFailed: on the other ranks, once rank 0 has ended, if `compute` has raised a `UserError`.
+    """
+    # A single process, which has no process group.
+    if not dist.is_initialized():
+        return compute()
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = compute()
+        except UserError as error:
+            dist.broadcast_object_list([None, error.exit_status])
+            raise
+    dist.broadcast_object_list(answer)
+    value, status = answer
+    if status is not None:
+        with suppress(RuntimeError):
+            dist.barrier()  # It fails as rank 0 ends, so that its error is printed before a launcher sees this end.
+        raise RankZeroFailed(status)
+    result: _T = value
+    return result

@@ -25,7 +25,7 @@ VALUES = [
     r"runs/[\w/.]+|PHOTOGRAPHS/[\w/.]+|network\.[\w.]+",
     r"(?<=the folder )data|train-images-idx3-ubyte\.gz|--data-dir nowhere|--batch-size 512|--seed is 5, and 1|2 nodes",
     r"/home/me/project/callbacks|(?<=package )callbacks",
-    r"\[Errno 111\] Connection refused|Address already in use|node0(?=:)|\b29500\b|\bcuda\b",
+    r"ConnectionRefusedError: \[Errno 111\] Connection refused|Address already in use|node0(?=:)|\b29500\b|\bcuda\b",
     r"OutOfMemoryError: CUDA out of memory\. Tried to allocate 2\.00 GiB \.\.\.",
     r"\bpytorch_lightning\b|\bWarmupLR\b|\blightning\b(?!-)|teacher\.weight",
     r"^ModuleNotFoundError: No module named 'callbacks\.[\w.]+'.*",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.runner.join import code_version
+from recipes.runner.worker import code_version
 
 
 def package(root: Path) -> list[Path]:

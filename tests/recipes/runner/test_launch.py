@@ -7,9 +7,8 @@ import pytest
 
 from datamodules import UserError
 from recipes.runner.command import Command
-from recipes.runner.launch import Launch, LaunchSettings, first_host, plan_launch
+from recipes.runner.launch import Launch, LaunchSettings, check_shared_update, first_host, plan_launch
 from recipes.runner.machine import Machine, devices_of
-from recipes.runner.processes import check_shared_update
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
@@ -59,7 +58,7 @@ def test_devices_that_were_named_are_kept_where_another_starts_the_processes():
 def test_a_world_that_has_shrunk_wins_over_the_flags_of_the_first_start():
     env = by_torchrun(1234, nodes=1, devices=2)[0] | {"TORCHELASTIC_MAX_RESTARTS": "3"}
     assert plan(env, 2, 4).world_size == 2
-    with pytest.raises(UserError, match="torchrun has started 1 x 2 = 2 processes"):
+    with pytest.raises(UserError, match="torchrun has started 1 x 2, and decides"):
         plan(env | {"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, 4)
 
 
@@ -74,11 +73,11 @@ SHELL_STEP = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"
 @pytest.mark.parametrize(
     ("env", "devices", "what", "srun"),
     [
-        (SALLOC_2_NODES, "auto", "2 nodes", "srun --nodes=2 --ntasks-per-node=1"),
-        (SALLOC_2_TASKS, "auto", "1 node and 2 tasks", "srun --nodes=1 --ntasks-per-node=2"),
-        (SALLOC_GPUS, "auto", "2 nodes", "srun --nodes=2 --ntasks-per-node=4"),
-        (BATCH, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
-        (SHELL_STEP, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
+        (SALLOC_2_NODES, "auto", "2 x 1 tasks", "srun --nodes=2 --ntasks-per-node=1"),
+        (SALLOC_2_TASKS, "auto", "1 x 2 tasks", "srun --nodes=1 --ntasks-per-node=2"),
+        (SALLOC_GPUS, "auto", "2 x 1 tasks", "srun --nodes=2 --ntasks-per-node=4"),
+        (BATCH, "auto", "2 x 4 tasks", "srun --nodes=2 --ntasks-per-node=4"),
+        (SHELL_STEP, "auto", "2 x 4 tasks", "srun --nodes=2 --ntasks-per-node=4"),
     ],
 )
 def test_one_process_in_a_slurm_job_with_more_is_refused_with_the_srun_line(env, devices, what, srun):
@@ -147,7 +146,7 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
         by_torchrun(9)[1] | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "3"}, "b"
     )
     assert (last.launcher, last.restarts) == ("local", False)
-    with pytest.raises(UserError, match="this node has 2 of 3 processes; expected as many on each node"):
+    with pytest.raises(UserError, match="this node has 2 of the 3 processes of 2 nodes; expected as many on each node"):
         agent.of_worker(env | {"WORLD_SIZE": "3"}, "b")
 
 
@@ -156,27 +155,35 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
     [
         ({}, {"nodes": 4}, "python -m r --lr 0.1 --devices=auto --num_nodes 4 --node-rank I --master-addr HOST"),
         ({}, {"nodes": 4}, "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1"),
-        ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node 2 of 2: nodes are counted from 0"),
+        ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank=2: expected 0 to 1, since num_nodes=2"),
         ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is not a whole number"),
         (
             {},
             {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000},
             "master_port=70000: expected a whole number from 1 to 65,535",
         ),
-        ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
+        (
+            {},
+            {"devices": 8, "here": GPUS},
+            "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2",
+        ),
         ({}, {"nodes": "4:2"}, "num_nodes=4:2: expected a number of nodes, or MIN:MAX as in 1:4"),
         ({}, {"devices": 9999}, "devices=9999 starts 9999 processes on"),
         ({}, {"devices": "0,1"}, "names devices by number, and the processes of a CPU have none: python -m r --lr 0.1"),
         ({}, {"devices": 0}, "devices=0 requests none; pass 1 or more, auto, or indices such as 0,1"),
-        ({}, {"here": Machine("cuda", 0)}, "there is no cuda device here: python -m r --lr 0.1"),
+        (
+            {},
+            {"here": Machine("cuda", 0)},
+            "there is no cuda device here: python -m r --lr 0.1",
+        ),
         (by_torchrun(1)[0], {"devices": 4}, "decides: torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
-        (by_torchrun(1)[0], {"master_port": 9}, "pass --master-port 9 to torchrun itself, or leave it out: torchrun"),
-        (by_slurm(1)[0], {"nodes": 3}, "Slurm decides: srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
+        (by_torchrun(1)[0], {"master_port": 9}, "pass --master-addr and --master-port to torchrun itself"),
+        (by_slurm(1)[0], {"nodes": 3}, "decides: srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
         (by_slurm(1, 2, 4)[0], {"here": GPUS}, ": srun --nodes=2 --ntasks-per-node=2 python -m r --lr 0.1"),
         (by_slurm(1)[0] | {"SLURM_NTASKS": "3", "SLURM_NNODES": "2"}, {}, "expected as many on each: srun --nodes=2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, {}, "one of 2 processes; set RANK, LOCAL_RANK and MASTER_ADDR"),
         (BY_HAND | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"}, {}, "process 0 (RANK) of 3 (WORLD_SIZE) is process"),
-        (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on the nodes"),
+        (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on 2 nodes"),
     ],
 )
 def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments, message):

@@ -18,9 +18,9 @@ from recipes.runner import merging
 from recipes.runner import resume as rule
 from recipes.runner.classes import Classes, marks_of
 from recipes.runner.folder import locked
-from recipes.runner.join import RankZeroFailed
 from recipes.runner.resume import ResumePoint, launch_name, start_from
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
+from recipes.runner.worker import RankZeroFailed
 from tests.support.ranks import run_ranks
 
 FREE = marks_of(Classes(MNISTClassifier, MNISTDataModule).parser()).free
