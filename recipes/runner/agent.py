@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -50,9 +50,6 @@ from recipes.runner.launch import LOOPBACK, Launch
 from recipes.runner.printing import print_error
 from recipes.runner.saved_run import newest_valid_checkpoint
 from recipes.runner.worker import Handed, meeting_reported, open_store, work
-
-if TYPE_CHECKING:
-    from recipes.runner.run import Task
 
 _PICKLED_MAIN = b"\x8c\x08__main__"  # The name of a module in a pickle: an opcode, its length, and its text.
 _SECONDS_TO_END = 5.0  # For workers to end by themselves once another one has failed with an error.
@@ -214,12 +211,12 @@ def _check_guard(main: types.ModuleType) -> None:
         )
 
 
-def run_agent(launch: Launch, task: "Task", after_loss: Callable[[], str]) -> None:
+def run_agent(launch: Launch, task: Any, after_loss: Callable[[], str]) -> None:
     """Train in worker processes of this node, and return when they have ended without an error.
 
     Args:
         launch: the nodes and devices of the run.
-        task: what the workers carry out.
+        task: what the workers carry out, a `recipes.runner.run.Task`, which would be a circular import.
         after_loss: called where the run ends because a process was lost; what it returns is printed.
 
     Raises:
@@ -299,7 +296,7 @@ def run_agent(launch: Launch, task: "Task", after_loss: Callable[[], str]) -> No
     sys.exit(failure.status)
 
 
-def _outcome(agent: NodeAgent, task: "Task") -> Failure | None:
+def _outcome(agent: NodeAgent, task: Any) -> Failure | None:
     """Run the agent until the run has ended, and return its failure, or None."""
     launch = agent.launch
     try:
@@ -319,7 +316,7 @@ def _outcome(agent: NodeAgent, task: "Task") -> Failure | None:
     return agent.failure if result is not None and result.is_failed() else None
 
 
-def _report_signal(agent: NodeAgent, task: "Task", signum: int) -> None:
+def _report_signal(agent: NodeAgent, task: Any, signum: int) -> None:
     """Print which workers were killed since they did not end on a signal, and how to resume."""
     if not agent.killed:
         return
