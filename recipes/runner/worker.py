@@ -126,7 +126,8 @@ def meeting_reported(launch: Launch, timeout: float) -> Iterator[None]:
         raise UserError(
             f"the processes did not meet at {launch.address}:{launch.port} within {timeout:g} s: {first_line(error)};"
             f" start all of them, check firewalls and that {spelled('master_addr')} is an address of node 0, pass"
-            f" another {spelled('master_port')} if this one is in use, or wait longer with {spelled('rendezvous_timeout')}"
+            f" another {spelled('master_port')} if this one is in use, or wait longer with"
+            f" {spelled('rendezvous_timeout')}"
         ) from error
 
 
