@@ -12,7 +12,7 @@ import os  # noqa: E402
 import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
-from recipes.runner.quick_imports import quick_imports  # noqa: E402
+from recipes.runner.start import quick_imports  # noqa: E402
 
 with quick_imports():
     import torch  # noqa: F401

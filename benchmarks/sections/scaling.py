@@ -41,7 +41,7 @@ from benchmarks.sections.fine_tuning import image_batch
 from datamodules.errors import UserError
 from recipes import ResNetFineTuner
 from recipes.runner.machine import resolve_precision
-from recipes.runner.strategies import LeanDDPStrategy
+from recipes.runner.settings import LeanDDPStrategy
 
 __all__ = ["run"]
 

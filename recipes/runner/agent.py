@@ -43,12 +43,11 @@ from typing_extensions import override
 from callbacks.lib.signals import SIGNALS, name_of
 from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError
-from recipes.runner.failures import Failure, exit_now, first_cause, print_loss
-from recipes.runner.fork_server import start_fork_server, start_method
-from recipes.runner.guards import how_to_resume
+from recipes.runner.errors import Failure, exit_now, first_cause, print_error, print_loss
 from recipes.runner.launch import LOOPBACK, Launch
-from recipes.runner.printing import print_error
 from recipes.runner.saved_run import newest_valid_checkpoint
+from recipes.runner.start import start_fork_server, start_method
+from recipes.runner.training import how_to_resume
 from recipes.runner.worker import Handed, meeting_reported, open_store, work
 
 _PICKLED_MAIN = b"\x8c\x08__main__"  # The name of a module in a pickle: an opcode, its length, and its text.

@@ -1,9 +1,20 @@
-"""Print what the user typed with other flags."""
+"""What was typed, the flags by their types, and the help.
 
+This module imports neither torch nor Lightning, so that the help is printed at once.
+"""
+
+import inspect
+import os
+import re
 import shlex
-from collections.abc import Sequence
+import shutil
+import textwrap
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from datetime import timedelta
+from enum import Enum
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from datamodules.errors import flag_of
 
@@ -84,3 +95,233 @@ class Command:
         if nodes == self.nodes:
             return self.using(devices=devices)
         return self.using(devices=devices, num_nodes=nodes)
+
+
+_PLAIN = (int, float, str, type(None), timedelta, Enum, os.PathLike)
+_SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
+_LONGEST_CHOICE = 34
+"""Characters up to which the short help names all choices."""
+
+
+def flag_type(annotation: Any) -> Any:
+    """Return the type of a flag: the parameter's without its marks, and without classes that need an object.
+
+    In a union int comes before float, and float before text, because jsonargparse takes the first type that fits: 1 is
+    not the share 1.0, and 1.0 is not the time "1.0". A time stays text: jsonargparse reads 00:00:30:00 as 30 s. The
+    order in the source cannot be relied on, since typing caches unions: it may return an equal one in another order.
+    """
+    if get_origin(annotation) is Annotated:
+        return flag_type(get_args(annotation)[0])
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation
+    members = [member for member in map(flag_type, get_args(annotation)) if not _needs_object(member)]
+    if float in members:
+        members.sort(key=_position_in_union)
+    return Union[tuple(members)]  # noqa: UP007
+
+
+def _position_in_union(annotation: Any) -> int:
+    return {float: 1, str: 2, timedelta: 3}.get(annotation, 0)
+
+
+def _needs_object(annotation: Any) -> bool:
+    return isinstance(annotation, type) and get_origin(annotation) is None and not issubclass(annotation, _PLAIN)
+
+
+def type_name(annotation: Any, everything: bool = True) -> str:
+    """Return a type in one word, for the help; many choices are cut unless `everything` is True.
+
+    Example:
+        >>> type_name(int | None), type_name(Literal["gas", "oil"]), type_name(float | int)
+        ('INT', 'gas|oil', 'FLOAT|INT')
+    """
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if origin is Literal:
+        joined = "|".join(dict.fromkeys(map(str, arguments)))
+        if everything or len(joined) <= _LONGEST_CHOICE:
+            return joined
+        return f"{arguments[0]}|{arguments[1]}|..."
+    if origin in (Union, types.UnionType):
+        names = dict.fromkeys(type_name(member, everything) for member in arguments if member is not type(None))
+        return "|".join(names).replace("INT|FLOAT", "NUMBER")
+    name = getattr(annotation, "__name__", str(annotation))
+    return {"str": "TEXT", "NoneType": "null"}.get(name, name.upper())
+
+
+def allows_none(annotation: Any) -> bool:
+    """Return whether null is a value of a type."""
+    if annotation in (Any, None, type(None), inspect.Parameter.empty):
+        return True
+    return get_origin(annotation) in (Union, types.UnionType) and any(map(allows_none, get_args(annotation)))
+
+
+def is_switch(annotation: Any) -> bool:
+    """Return whether a flag needs no value."""
+    return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
+
+
+def takes_list(annotation: Any) -> bool:
+    """Return whether several values may follow a flag."""
+    return any(get_origin(member) in (list, Sequence) for member in (annotation, *get_args(annotation)))
+
+
+def switch_values(annotation: Any) -> set[str]:
+    """Return the words that may follow a switch as its value; a number may follow as well."""
+    literals = (get_args(member) for member in get_args(annotation) if get_origin(member) is Literal)
+    return _SWITCH_VALUES | {choice for choices in literals for choice in choices}
+
+
+COMMANDS = {
+    "fit": "train, then test the best checkpoint (the default)",
+    "validate": "score a checkpoint on the validation part",
+    "test": "score a checkpoint on the test set",
+    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
+    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
+    "export": "write the network of a checkpoint for other programs, and verify the file",
+}
+
+PREDICT_INPUTS = "predict_inputs"
+"""The parameter of a data module that takes the arguments of predict, which are no flag."""
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
+
+_COLUMN = 34
+"""The column at which the texts of the flags begin."""
+
+
+@dataclass(frozen=True)
+class HelpEntry:
+    """A flag, as the help shows it.
+
+    Args:
+        name: the name of the parameter.
+        annotation: its type.
+        default: its default; None where it has none.
+        text: what its docstring says.
+        rare: it stands in the help of ``--help-all`` only.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    text: str
+    rare: bool
+
+
+@dataclass(frozen=True)
+class HelpPage:
+    """What the help of a command line shows.
+
+    Args:
+        summary: what the recipe does.
+        title: the name of the folder of its runs.
+        groups: the flags under their headings.
+    """
+
+    summary: str
+    title: str
+    groups: Mapping[str, Sequence[HelpEntry]]
+
+    def names(self) -> list[str]:
+        """Return the names of all flags."""
+        return [entry.name for entries in self.groups.values() for entry in entries]
+
+
+def _help_width() -> int:
+    """Return the width of the help in columns: the terminal's, but at least 80; 100 without a terminal."""
+    return max(80, shutil.get_terminal_size((100, 24)).columns)
+
+
+def _without_markup(text: str) -> str:
+    """Return a docstring's text without Sphinx roles and backticks.
+
+    Example:
+        >>> _without_markup("pass ``True``, see :class:`~torch.utils.data.DataLoader`")
+        'pass True, see DataLoader'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text).replace("`", "")
+
+
+def summary_of(docstring: str) -> str:
+    """Return the first line of a docstring, without markup."""
+    return _without_markup(docstring.strip().splitlines()[0])
+
+
+def _columns(title: str, texts: Mapping[str, str], width: int) -> str:
+    """Return names and their texts in two columns."""
+    column = max(map(len, texts)) + 2
+    lines = [f"{title}:"]
+    for name, text in texts.items():
+        line = textwrap.fill(
+            text,
+            width,
+            initial_indent=f"  {name:<{column}}",
+            subsequent_indent=" " * (column + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _text(entry: HelpEntry, everything: bool) -> str:
+    """Return what a flag does: its first sentence, or all of them with `everything`."""
+    text = _without_markup(re.sub(r"\s+", " ", entry.text.strip()))
+    if not everything:
+        text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
+    return text.strip().rstrip(".")
+
+
+def _line(entry: HelpEntry, everything: bool, width: int) -> str:
+    flag_column = f"  {flag_of(entry.name)} {type_name(flag_type(entry.annotation), everything)}"
+    default = "" if entry.default in (None, ()) else f" ({entry.default})"
+    text = _text(entry, everything) + default
+    wrapped = textwrap.wrap(text, max(20, width - _COLUMN), break_on_hyphens=False) or [""]
+    line_break = f"\n{'':<{_COLUMN}}"
+    first_line = flag_column + line_break
+    if len(flag_column) < _COLUMN - 1:
+        first_line = f"{flag_column:<{_COLUMN - 1}} "
+    return first_line + line_break.join(wrapped)
+
+
+def flags_text(groups: Mapping[str, Sequence[HelpEntry]], everything: bool = False) -> str:
+    """Return a line for each flag, in groups; `everything` adds the rarely used flags and the full texts."""
+    width = _help_width()
+    lines = []
+    for title, entries in groups.items():
+        shown = [entry for entry in entries if everything or not entry.rare]
+        if shown:
+            lines += [f"\n{title}:", *(_line(entry, everything, width) for entry in shown)]
+    return "\n".join(lines)
+
+
+def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
+    """Return the help of a command line.
+
+    Args:
+        program: how it is started, such as ``python -m recipes.mnist``.
+        everything: adds the rarely used flags and the full texts.
+    """
+    width = _help_width()
+    usage = f"usage: {program} [{'|'.join(COMMANDS)}] [flags]"
+    more_help = {} if everything else {"--help-all": "all flags, with their full texts"}
+    settings = {
+        "--config FILE": "YAML file of settings; the last wins, and what is typed wins over all",
+        "--print-config": "print all settings as such a file, and exit",
+        "--version": "print the version, and exit",
+    }
+    lines = [
+        *textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False),
+        "",
+        *textwrap.wrap(page.summary, width),
+        "",
+        _columns("Commands", COMMANDS, width),
+        flags_text(page.groups, everything),
+        "",
+        _columns("Settings (--no-NAME is the same as --NAME false)", more_help | settings, width),
+        "",
+        "Examples:",
+        f"  {program} --max-epochs 2 --name first",
+        f"  {program} test --ckpt runs/{page.title}/NAME/checkpoints/best.ckpt",
+    ]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Build recipe, data module and callbacks of a run from its record, and complete what follows from the data.
+"""Build recipe, data module, callbacks and Trainer of a run from its record.
 
 Settings that are None or "auto" are resolved in this order:
 
@@ -12,30 +12,189 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from typing_extensions import override
 
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
+from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.finite_weights import FiniteWeights
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.lib.threads import set_threads, threads_of_program
+from callbacks.preemption import Preemption
+from callbacks.rank_consistency import RankConsistency
+from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
+from callbacks.sync_bn import SyncBN, check_batchnorm
+from callbacks.training_monitor import TrainingMonitor
+from callbacks.warmup_lr import WarmupLR
+from callbacks.weight_averaging import WeightAveraging
 from datamodules.contract import data_contract
-from datamodules.errors import UserError, spelled
-from datamodules.lightning import Callback, MisconfigurationException, is_overridden, pl
+from datamodules.errors import RunFailedError, UserError, spelled
+from datamodules.lightning import (
+    Callback,
+    Checkpoint,
+    ClusterEnvironment,
+    EarlyStopping,
+    LightningEnvironment,
+    MisconfigurationException,
+    ProgressBar,
+    TorchElasticEnvironment,
+    is_overridden,
+    pl,
+)
 from recipes.base import Recipe
-from recipes.runner.callbacks_of_run import callbacks_maker
-from recipes.runner.classes import Classes, free_parameters
+from recipes.optim import learning_rate_scale
 from recipes.runner.command import Command
+from recipes.runner.errors import prints_progress, rank_zero_print
+from recipes.runner.flags import Classes, free_parameters
+from recipes.runner.folder import ResumePoint
 from recipes.runner.launch import Launch, on_devices_of
-from recipes.runner.limits import micro_batches_of_update
+from recipes.runner.loggers import NotebookProgress, in_notebook, logger_names, loggers
 from recipes.runner.machine import detect_machine, shared_cores
-from recipes.runner.merging import as_plain, fill
-from recipes.runner.printing import rank_zero_print
-from recipes.runner.resume import ResumePoint
-from recipes.runner.saved_run import SavedRun
-from recipes.runner.settings import RunSettings, TrainerSettings
+from recipes.runner.saved_run import SavedRun, hardware
+from recipes.runner.settings import (
+    RunSettings,
+    TrainerSettings,
+    as_plain,
+    build_strategy,
+    fill,
+    limits_per_device,
+    micro_batches_of_update,
+)
 from recipes.runner.spec import RunSpec
 from recipes.runner.worker import share
+
+
+class PatientStopping(EarlyStopping):
+    """Lightning's `EarlyStopping` with the patience of this command, not the one in the checkpoint."""
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict | {"patience": self.patience})
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with self._naming_scores(trainer, pl_module):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with self._naming_scores(trainer, pl_module):
+            super().on_validation_end(trainer, pl_module)
+
+    @contextmanager
+    def _naming_scores(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            scores = sorted(name for name in trainer.callback_metrics if "_class_" not in name)
+            raise RunFailedError(
+                f"{spelled('patience')} follows {self.monitor}, the `monitor` of {type(pl_module).__name__}, and this"
+                f" run has no such score; it has {', '.join(scores)}"
+            ) from error
+
+
+def why_stopped(callbacks: Sequence[Callback]) -> str:
+    """Return the reason of the callback that ended the training early; empty where none did."""
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+            return callback.stopping_reason_message.replace(" Signaling Trainer to stop.", "").rstrip(".")
+    return ""
+
+
+def callbacks_maker(
+    settings: RunSettings,
+    recipe: Recipe,
+    further: Callable[[], Sequence[Callback]],
+    *,
+    seeds: SeedControl,
+    world_size: int,
+    shows_progress: bool,
+) -> Callable[..., list[Callback]]:
+    """Return a function that makes the callbacks of a Trainer, new ones at each call.
+
+    The function takes the callbacks that save, which come first, and those that record the run, which come last.
+
+    Args:
+        further: makes the user's callbacks.
+        seeds: has seeded the initial weights.
+        world_size: processes of the run.
+        shows_progress: whether the run shows its progress, unless a user's callback does.
+    """
+    scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
+    if settings.sync_bn:
+        check_batchnorm(recipe)  # Before other processes start.
+
+    def make(saves: Sequence[Callback] = (), records: Sequence[Callback] = ()) -> list[Callback]:
+        # Lightning moves the callbacks that save behind the others; the first one is `trainer.checkpoint_callback`.
+        callbacks: list[Callback] = [
+            *saves,
+            GradientAccumulation(settings.accumulate, settings.global_batch_size),
+            seeds,
+            WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
+            FiniteWeights(),
+        ]
+        if world_size > 1:
+            callbacks.append(RankConsistency())
+        callbacks += [Preemption(), TrainingMonitor()]
+        if settings.sync_bn:
+            callbacks.append(SyncBN())
+        if settings.ema is not None:
+            callbacks.append(WeightAveraging(settings.ema))
+        if settings.patience is not None:
+            callbacks.append(PatientStopping(recipe.monitor, patience=settings.patience, mode=recipe.monitor_mode))
+        callbacks += further()
+        has_progress_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if shows_progress and prints_progress() and not has_progress_bar:
+            if in_notebook():
+                callbacks.append(NotebookProgress())
+            else:
+                callbacks.append(RunProgress(log_interval=settings.progress_interval))
+        callbacks += records
+        _refuse_two_states(callbacks)
+        return callbacks
+
+    return make
+
+
+def _refuse_two_states(callbacks: Sequence[Callback]) -> None:
+    """Refuse two callbacks with the same state key: a checkpoint would hold the state of only one."""
+    stateful = [callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    state_keys = [callback.state_key for callback in stateful]
+    repeated_keys = [key for key in state_keys if state_keys.count(key) > 1]
+    if repeated_keys:
+        raise UserError(
+            f"the run has two {repeated_keys[0]}, and a checkpoint holds the state of one; pass the setting of the run"
+            f" in place of the callback, such as {spelled('seed', 7)}, {spelled('accumulate', 2)} or"
+            f" {spelled('ema', 0.999)}"
+        )
+
+
+def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Checkpoint]:
+    """Return the callbacks that save the best and the last checkpoint.
+
+    Without a monitored score, the last checkpoint is the best.
+    """
+    save_top_k = settings.save_top_k
+    if monitor is None:
+        # ModelCheckpoint refuses larger numbers without a monitored score.
+        save_top_k = min(1, abs(save_top_k))
+    best = ExactCheckpoint(
+        folder / "checkpoints",
+        filename="best" if save_top_k in (0, 1) else "best-{step}",
+        monitor=monitor,
+        mode=recipe.monitor_mode,
+        save_top_k=save_top_k,
+        enable_version_counter=False,
+    )
+    # The last comes second, so that its file contains the path of the best.
+    return [best, LastCheckpoint(folder / "checkpoints", str(settings.save_every))]
 
 
 @contextmanager
@@ -246,3 +405,87 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
         typed=typed,
         notes=spec.notes + notes,
     )
+
+
+def _backend(trainer: pl.Trainer) -> str:
+    """Return the backend of collective calls: nccl, gloo or another."""
+    chosen = getattr(trainer.strategy, "process_group_backend", None)
+    device = trainer.strategy.root_device.type
+    return chosen or torch.distributed.Backend.default_device_backend_map.get(device, "gloo")
+
+
+def _environment(launch: Launch) -> ClusterEnvironment:
+    """Return Lightning's cluster environment for a process group that exists already."""
+    return TorchElasticEnvironment() if launch.world_size > 1 else LightningEnvironment()
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
+def _global_batch_text(experiment: Experiment) -> str:
+    """Describe the global batch for a run's first line: micro-batches, their size, and devices."""
+    launch = experiment.launch
+    micro_batches = experiment.micro_batches
+    limited = experiment.tokens_parameter is not None
+    size = experiment.config.get(experiment.tokens_parameter or "batch_size")
+    if not isinstance(size, int):
+        return ""
+    tokens = " tokens" if limited else ""
+    placement = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
+    if micro_batches is None:
+        return f"micro-batches of {size}{tokens} {placement}"
+    total = (None if limited else experiment.update_items) or micro_batches * size
+    last_size = f", the last of {total % size}," if total % size else ""
+    micro_batch_text = f"{_counted(micro_batches, 'micro-batch', 'es')} of {size}{tokens}{last_size} {placement}"
+    return f"global batch {total}{tokens} = {micro_batch_text}"
+
+
+def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
+    launch = f"{experiment.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
+    batch = _global_batch_text(experiment) if experiment.command == "fit" else ""
+    rank_zero_print(
+        f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}precision"
+        f" {experiment.run.precision}{experiment.notes}"
+    )
+
+
+def build_trainer(
+    experiment: Experiment,
+    callbacks: Sequence[Callback],
+    folder: Path | None = None,
+    checkpoint_io: VerifiedCheckpointIO | None = None,
+) -> pl.Trainer:
+    """Build the Trainer of a command and print what it will use.
+
+    Args:
+        callbacks: all callbacks except those of the recipe.
+        folder: the run's folder, for logs; None for a command that logs nothing.
+        checkpoint_io: writes the checkpoints.
+    """
+    run = experiment.run
+    launch = experiment.launch
+    options: dict[str, Any] = experiment.trainer.options()
+    options |= limits_per_device(options, launch.rank, launch.world_size)
+    if not prints_progress():
+        options["enable_progress_bar"] = False
+    options["num_nodes"] = launch.num_nodes
+    options["strategy"] = build_strategy(options["strategy"], launch.world_size)
+    with as_user_errors(ValueError, TypeError, ImportError, MisconfigurationException):
+        trainer = pl.Trainer(
+            **options,
+            precision=run.precision,  # type: ignore[arg-type]
+            deterministic=run.deterministic or None,
+            logger=loggers(folder, experiment.saved, logger_names(run.logger)) if folder else False,
+            callbacks=list(callbacks),
+            plugins=[_environment(launch), checkpoint_io or VerifiedCheckpointIO()],
+            default_root_dir=str(folder) if folder else None,
+            enable_autolog_hparams=False,  # `log_settings` logs them.
+            enable_model_summary=False,
+        )
+    # Lightning's EarlyStopping reads this attribute, which a Trainer that validates by time does not have.
+    vars(trainer).setdefault("val_check_interval", None)
+    set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
+    if experiment.command != "predict":
+        _print_first_line(trainer, experiment)
+    return trainer

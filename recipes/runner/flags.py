@@ -1,4 +1,4 @@
-"""Build a flat command line from the signatures of classes: one flag per parameter, in groups.
+"""From a command line to a request: flags from the signatures of classes, one per parameter, in groups.
 
 jsonargparse reads names, types, defaults and texts from constructors and their docstrings. This file adds what users
 expect of a command line: dashes or underscores, switches without values, files of settings, and errors in one line.
@@ -10,22 +10,49 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 from typing_extensions import override
 
-from datamodules.contract import Rare, marked_parameters
+from datamodules.contract import USUALLY_FREE, Free, OneCall, Rare, data_contract, marked_parameters
 from datamodules.errors import UserError, flag_of, spelled
-from datamodules.lightning import pl
-from recipes.runner.flag_help import HelpEntry
-from recipes.runner.flag_types import allows_none, flag_type, is_switch, switch_values, takes_list, type_name
+from datamodules.lightning import Callback, pl
+from recipes.base import Recipe
+from recipes.runner.command import (
+    COMMANDS,
+    HELP_FLAGS,
+    PREDICT_INPUTS,
+    HelpEntry,
+    HelpPage,
+    allows_none,
+    flag_type,
+    help_text,
+    is_switch,
+    summary_of,
+    switch_values,
+    takes_list,
+    type_name,
+)
 from recipes.runner.hints import FURTHER, nearest, unknown_flag, valid_names
-from recipes.runner.merging import as_plain, layered
+from recipes.runner.launch import LaunchSettings
 from recipes.runner.saved_run import read_settings
+from recipes.runner.settings import (
+    Marks,
+    NullEnds,
+    OfMachine,
+    RunSettings,
+    TrainerSettings,
+    as_plain,
+    layered,
+    with_length,
+)
+from recipes.version import __version__
 
 _CLASS_PATH = "optimizer"
 """The flag whose text may be the import path of a class."""
@@ -353,3 +380,210 @@ class FlagParser(ArgumentParser):
                 setting = f"{name}={value}"
             return f"{setting}: expected {type_name(self.type_of(name))}"
         return _one_line(message)
+
+
+def takes_inputs(data_class: type[pl.LightningDataModule]) -> bool:
+    """Return whether a data module's constructor takes the arguments of the predict command."""
+    return PREDICT_INPUTS in ArgumentParser(exit_on_error=False).add_class_arguments(data_class)
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes that a command line is made for.
+
+    Args:
+        recipe: the class of the recipe.
+        data: the class of the data module, or a data module that was passed to `recipes.fit`.
+        callbacks: makes further callbacks for the Trainer, new ones at each call.
+        samples: samples in memory for the data module; None if it reads files.
+    """
+
+    recipe: type[Recipe]
+    data: type[pl.LightningDataModule] | pl.LightningDataModule
+    callbacks: Callable[[], Sequence[Callback]] = tuple
+    samples: Any = None
+
+    @property
+    def data_class(self) -> type[pl.LightningDataModule]:
+        """The class of the data module."""
+        return self.data if isinstance(self.data, type) else type(self.data)
+
+    @property
+    def both(self) -> tuple[type, type]:
+        """The classes of recipe and data module."""
+        return self.recipe, self.data_class
+
+    def build_data(self, options: Mapping[str, Any]) -> pl.LightningDataModule:
+        """Build the data module, and pass it the samples that were given in memory."""
+        if not isinstance(self.data, type):
+            return self.data
+        data = self.data(**options)
+        if self.samples is not None:
+            data_contract(data).take_samples(self.samples)
+        return data
+
+    def parser(self, program: str = "") -> FlagParser:
+        """Build the parser, with a flag for every parameter of the two constructors and of the run."""
+        data_groups = []
+        # A data module that was passed to `fit` is built already, so its parameters are no flags.
+        if isinstance(self.data, type):
+            data_groups.append(FlagGroup("Data", self.data, frozenset({PREDICT_INPUTS})))
+        groups = [
+            FlagGroup("Run", RunSettings),
+            *data_groups,
+            FlagGroup("Recipe", self.recipe),
+            # After the recipe, so that the recipe's default counts where they share a name.
+            FlagGroup("Trainer", TrainerSettings),
+            FlagGroup("Launch", LaunchSettings),
+        ]
+        parser = FlagParser(groups, program)
+        parser.set_defaults(self.recipe.trainer_defaults)
+        return parser
+
+    def with_inputs(self, options: dict[str, Any], inputs: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of the data module, and the inputs of predict among them."""
+        if not inputs:
+            return options
+        return {**options, PREDICT_INPUTS: list(inputs)}
+
+
+def marks_of(parser: FlagParser) -> Marks:
+    """Return which flags are special, by the marks of their types."""
+    return Marks(
+        free=parser.marked(Free) | USUALLY_FREE,
+        one_call=parser.marked(OneCall) | {PREDICT_INPUTS},
+        of_machine=parser.marked(OfMachine),
+        null_ends=parser.marked(NullEnds),
+    )
+
+
+def free_parameters(classes: Classes) -> frozenset[str]:
+    """Return the parameters of recipe and data that do not define the experiment."""
+    return marked_parameters(classes.recipe, Free) | marked_parameters(classes.data_class, Free) | USUALLY_FREE
+
+
+SCORING = ("validate", "test")
+"""The commands that take a file of weights in place of a checkpoint."""
+_TAKE_INPUTS = ("predict", "verify")
+"""The commands after which arguments that are no flags may stand."""
+_PRINT_CONFIG = {"--print-config", "--print_config"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command with its settings.
+
+    Args:
+        command: one of `COMMANDS`.
+        given: the settings of the command, and the inputs of predict.
+        folder: the folder of the run that verify trains again.
+    """
+
+    command: str
+    given: Given
+    folder: Path | None = None
+
+
+def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) -> Request | None:
+    """Read a command line; print the help, the version or the settings where it asks for them.
+
+    Returns:
+        The request to carry out; None where a text was printed.
+    """
+    command, arguments = _command(args)
+    help_flags = HELP_FLAGS.intersection(arguments)
+    if help_flags:
+        page = HelpPage(summary_of(recipe.__doc__ or recipe.__name__), recipe.title, parser.help_groups())
+        print(help_text(parser.prog, page, everything=any(arg.endswith("all") for arg in help_flags)))  # noqa: T201
+        return None
+    if "--version" in arguments:
+        print(f"lightning-recipes {__version__}")  # noqa: T201
+        return None
+    flags = [arg for arg in arguments if arg not in _PRINT_CONFIG]
+    given = parser.parse(flags, takes_inputs=command in _TAKE_INPUTS)
+    if _PRINT_CONFIG & set(arguments):
+        settings = as_plain(layered(with_length(parser.defaults(), given.settings), given.settings))
+        print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
+        return None
+    if command != "verify" or not given.inputs:
+        return Request(command, given)
+    if len(given.inputs) > 1:
+        raise UserError(f"verify trains a part of one run again, found {len(given.inputs)}: {' '.join(given.inputs)}")
+    return Request(command, given, Path(given.inputs[0]))
+
+
+def _command(args: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command and the arguments after it."""
+    arguments = list(args)
+    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "fit"
+    if arguments and not arguments[0].startswith("-") and command not in _TAKE_INPUTS:
+        if arguments[0] in COMMANDS:
+            raise UserError(f"{command} and {arguments[0]} are two commands; pass one of them")
+        hint = nearest(arguments[0], COMMANDS) or f"; expected one of {', '.join(COMMANDS)}, or a flag"
+        raise UserError(f"unknown command {arguments[0]!r}{hint}")
+    return command, arguments
+
+
+def _refuse(*rules: tuple[Any, str]) -> None:
+    """Raise the message of the first rule whose condition holds."""
+    for holds, message in rules:
+        if holds:
+            raise UserError(message)
+
+
+def check_request(request: Request, settings: Mapping[str, Any], classes: Classes) -> None:
+    """Refuse flags that the command does not use, and a command without what it needs.
+
+    Args:
+        settings: the given settings and the defaults.
+        classes: the classes of recipe and data module.
+    """
+    recipe = classes.recipe
+    data_name = classes.data_class.__name__
+    command = "fit" if request.command == "verify" else request.command
+    fits = command == "fit"
+    predicts = command == "predict"
+    ckpt = settings["ckpt"]
+    output = settings["output"]
+    bare = ", or --weights FILE, weights alone" if command in SCORING else ""
+    _refuse(
+        (
+            ckpt and "weights" in request.given.typed,
+            "--ckpt and --weights are two sources of weights; leave one of them out",
+        ),
+        (
+            fits and settings["limit_train_batches"] == 0,
+            f"{spelled('limit_train_batches', 0)} trains nothing; {spelled('max_epochs', 0)} scores the initial"
+            " weights",
+        ),
+        (
+            command != "export" and settings["format"] is not None,
+            "--format is for export; a run writes its own checkpoints, and the others go by the suffix of --output",
+        ),
+        (fits and ckpt, "fit begins with new weights; pass --resume FILE to resume from a checkpoint"),
+        (fits and output, "fit writes results.json into its run's folder; --output is for the other commands"),
+        (not fits and settings["resume"], f"--resume continues training; pass --ckpt FILE to {command}"),
+        (
+            predicts and request.given.inputs and not takes_inputs(classes.data_class),
+            f"{data_name} takes no inputs, because its constructor has no parameter predict_inputs; leave"
+            f" {' '.join(request.given.inputs)} out to predict what {data_name}.predict_dataloader() yields",
+        ),
+        (
+            not fits and not ckpt and (command not in SCORING or settings.get("weights") in (None, "none")),
+            f"{command} needs a checkpoint; pass --ckpt runs/{recipe.title}/NAME/checkpoints/best.ckpt{bare}",
+        ),
+        (
+            command == "export" and settings["format"] is None,
+            "export needs a format; pass --format safetensors, state-dict or onnx",
+        ),
+    )
+    if not fits and command != "export":
+        _check_output(output, recipe.prediction_files if predicts else (".json", ".csv"))
+
+
+def _check_output(output: str | None, endings: Sequence[str]) -> None:
+    """Refuse a file that could not be written, before anything is computed."""
+    if output is not None and Path(output).suffix not in endings:
+        raise UserError(f"expected a name that ends in {' or '.join(endings)}", setting="output", value=output)
+    if output is not None and not Path(output).parent.is_dir():
+        raise UserError(f"there is no folder {Path(output).parent}", setting="output", value=output)

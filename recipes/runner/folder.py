@@ -1,23 +1,340 @@
-"""Make and lock the folder of a run."""
+"""The folder of a run: which checkpoint it resumes from, its lock and its settings.
 
+- ``--resume FILE`` resumes from this checkpoint.
+- ``--resume auto`` resumes from the newest valid checkpoint of the run.
+- ``--resume none`` starts fresh. This is the default, except in a job that Slurm or torchrun may restart.
+
+A restarted job finds its run by the name of the job. It has the same command, and with ``--resume FILE`` in it, it
+resumes from its own newest checkpoint: the run's ``lineage.json`` records which job started from which file. A second
+run in one process never resumes the first.
+"""
+
+import json
+import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
+from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
 from datamodules.errors import UserError, spelled
+from recipes.runner.errors import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.loggers import METRICS
-from recipes.runner.printing import is_rank_zero, print_error, rank_zero_print
-from recipes.runner.results import write_text
-from recipes.runner.resume import ResumePoint, numbered
+from recipes.runner.saved_run import (
+    RESULTS,
+    SavedRun,
+    newest_valid_checkpoint,
+    newest_valid_run,
+    read_results,
+    read_run,
+    read_settings,
+    readable_checkpoints,
+    write_rows,
+    write_text,
+)
+from recipes.runner.settings import describe_differences
 from recipes.runner.worker import share
+
+_LINEAGE = "lineage.json"
+_FAILURE = ".failure.json"
+_LENGTHS = ("max_epochs", "max_steps", "max_time")
+
+_used: set[str | None] = set()
+"""The folders of the runs of this process. Removed folders stay in the set, so that a restart numbers folders alike."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run starts or resumes.
+
+    Args:
+        folder: the run's folder, which may exist; None for a new folder, named by --name or the time.
+        checkpoint: the checkpoint to resume from.
+        finished: the run has been trained and tested.
+        given: the user has named the checkpoint.
+        made: the folder, or the first of its parents, that was made for this run; None where the folder existed.
+        job: the name of the Slurm or torchrun job, which restarts and requeues share; None without restarts.
+        saved: the settings and the progress in the checkpoint.
+    """
+
+    folder: str | None = None
+    checkpoint: str | None = None
+    finished: bool = False
+    given: bool = False
+    made: str | None = None
+    job: str | None = None
+    saved: SavedRun | None = field(default=None, compare=False, repr=False)
+
+
+def find_resume_point(
+    resume: str | None,
+    name: str | None,
+    parent: Path,
+    config: Mapping[str, Any],
+    typed: Mapping[str, Any],
+    free: Collection[str],
+) -> ResumePoint:
+    """Decide where this command starts or resumes; ranks that share the folder decide alike.
+
+    Args:
+        resume: a checkpoint, "auto", "none", or None: "auto" where the launcher restarts the run, else "none".
+        name: the name of the run.
+        parent: the folder of the recipe's runs.
+        config: the settings of this command.
+        typed: the settings that were typed, or are in a file of ``--config``.
+        free: the settings that do not define the experiment.
+
+    Raises:
+        UserError: `resume` is not a valid checkpoint, or the job has no name.
+    """
+
+    def resume_same(folder: Path) -> ResumePoint | None:
+        """Resume in `folder` if its config matches, or if it has none."""
+        file = folder / "config.yaml"
+        saved = read_settings(file) if file.is_file() else None
+        if saved is not None and describe_differences(saved, config, free):
+            return None
+        point = resume_in(folder, typed)
+        run = point.saved
+        return None if run and describe_differences(run.config, config, free, run.auto_settings) else point
+
+    if resume == "none":
+        return ResumePoint()
+    job = launch_name(os.environ, name)
+    if resume not in (None, "auto"):
+        point = _from_file(resume, name, parent, typed, job)
+    elif resume is None and job is None:
+        point = ResumePoint()
+    elif name is not None and (resume or str(parent / name) not in _used):
+        point = resume_in(parent / name, typed)
+    elif job:
+        candidates = map(resume_same, _folders_of_job(parent / (name or job)))
+        # The first folder of this experiment; one that does not exist yet is the last of them.
+        point = next(candidate for candidate in candidates if candidate)
+    else:
+        folders = [path.parent for path in parent.glob("*/config.yaml")]
+        newest = sorted(folders, key=_modification_time, reverse=True)
+        trained = (candidate for candidate in map(resume_same, newest) if candidate and candidate.checkpoint)
+        point = next((candidate for candidate in trained if not candidate.finished), ResumePoint())
+    _used.add(point.folder)
+    return point
+
+
+def resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
+    """Resume in a run's folder, or start in it where it has no valid checkpoint."""
+    saved = newest_valid_run(folder / "checkpoints")
+    if saved is None:
+        return ResumePoint(str(folder))
+    return ResumePoint(str(folder), str(saved.path), _is_finished(folder, saved, typed), saved=saved)
+
+
+def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
+    """Return whether a run has its results, and the command asks for no more training.
+
+    Args:
+        run: the run's newest checkpoint.
+        typed: the settings that were typed. Without a length among them, the run's own length holds.
+    """
+    if not (folder / RESULTS).is_file():
+        return False
+    lengths = {name: run.config.get(name) for name in _LENGTHS}
+    lengths |= {name: typed[name] for name in _LENGTHS if typed.get(name) is not None}
+    steps = lengths["max_steps"]
+    if run.is_finished(lengths["max_epochs"], -1 if steps is None else steps):
+        return True
+    # Early stopping or the time has ended the run before that, and would end it again with the same settings.
+    names = ("patience",) if read_results(folder).get("stopped_early") else _LENGTHS
+    return all(typed.get(name) in (None, run.config.get(name)) for name in names)
+
+
+def numbered(folder: Path) -> Iterator[Path]:
+    """Yield the folders NAME, NAME-2, ..., since several runs may have a name, and a job may make several runs."""
+    yield folder
+    for number in count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
+
+
+def _folders_of_job(first: Path) -> Iterator[Path]:
+    """Yield the numbered folders of a job, without those of earlier runs of this process."""
+    for folder in numbered(first):
+        if str(folder) not in _used:
+            yield folder
+
+
+def _modification_time(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any], job: str | None) -> ResumePoint:
+    """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
+    parent_folder = Path(resume).resolve().parent
+    in_run = parent_folder.name == "checkpoints" and (parent_folder.parent / "config.yaml").is_file()
+    folder = parent_folder.parent if in_run else None
+    if job:
+        if folder is None:
+            # The first start of the job has made one of these folders, or takes the first that does not exist.
+            candidates = _folders_of_job(parent / (name or job))
+            folder = next(path for path in candidates if not path.exists() or _lineage(path).get(job) == resume)
+        began_here = _lineage(folder).get(job) == resume and str(folder) not in _used
+        resumed = resume_in(folder, typed) if began_here else None
+        if resumed and resumed.checkpoint:
+            return resumed
+    try:
+        saved = read_run(resume)
+    except UserError as error:
+        valid = newest_valid_checkpoint(parent_folder, logs=False) if parent_folder.name == "checkpoints" else None
+        if valid is None:
+            raise
+        raise UserError(f"{error}; the newest valid checkpoint is {valid}: pass {spelled('resume', 'auto')}") from error
+    return ResumePoint(str(folder) if folder else None, resume, given=True, job=job, saved=saved)
+
+
+def start_from(point: ResumePoint, folder: Path) -> list[Path]:
+    """Start a run in a folder from the checkpoint of ``--resume FILE``; on rank 0, right before training.
+
+    Checkpoints with more updates are renamed, since ``--resume auto`` would take them until the run has made as many
+    updates again.
+
+    Args:
+        point: the checkpoint, and the job for its restarts.
+        folder: the run's folder.
+
+    Returns:
+        The new paths, which end in ``.abandoned``.
+    """
+    if not point.given or point.saved is None:
+        return []
+    renamed = []
+    # Before the lineage is written, so that a job that is restarted in between does not resume from them.
+    for run in readable_checkpoints(folder / "checkpoints"):
+        if run.updates > point.saved.updates:
+            renamed.append(run.path.rename(run.path.with_name(f"{run.path.name}-{run.updates}.abandoned")))
+    if point.job:
+        write_rows(folder / _LINEAGE, _lineage(folder) | {point.job: point.checkpoint})
+    return renamed
+
+
+def _lineage(folder: Path) -> dict[str, str]:
+    """Return the checkpoints that jobs resumed from in a folder, as they were typed, by the name of the job."""
+    return _read_json(folder / _LINEAGE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the entries of a JSON file; none where the file is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def _slurm_name(environment: Mapping[str, str]) -> str | None:
+    """Return the name of a step of a batch job; None in an interactive job, where a user may run several programs."""
+    if "SLURM_PROCID" not in environment or not is_batch_job(environment):
+        return None
+    job = environment["SLURM_JOB_ID"]
+    step = environment.get("SLURM_STEP_ID", "0")
+    # Large numbers are special steps, such as the batch script.
+    if step.isdigit() and 0 < int(step) < 1_000_000:
+        return f"slurm-{job}-step{step}"
+    return f"slurm-{job}"
+
+
+def _torchrun_restarts(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return how often torchrun has restarted these processes, and how often it may."""
+    made = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    allowed = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return int(made) if made.isdigit() else 0, int(allowed) if allowed.isdigit() else 0
+
+
+def launch_name(environment: Mapping[str, str], name: str | None = None) -> str | None:
+    """Return a name of this job that restarts and requeues share, and other jobs do not; None without restarts.
+
+    Args:
+        name: the name of the run, used where torchrun restarts it on several nodes and nothing else names the job.
+
+    Raises:
+        UserError: the name is needed, and None.
+    """
+    slurm_name = _slurm_name(environment)
+    if slurm_name:
+        return slurm_name
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    if run is None or not any(_torchrun_restarts(environment)):
+        return None
+    if run != "none":
+        return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
+    if environment.get("GROUP_WORLD_SIZE", "1") != "1":
+        if name is not None:
+            return name
+        raise UserError(
+            "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
+            f" every node, or pass {spelled('name', 'NAME')}"
+        )
+    # On one node the agent, which outlives its workers, identifies the job.
+    return f"elastic-{socket.gethostname()}-{os.getppid()}"
+
+
+def record_failure(folder: str | None, rank: int, error: str) -> None:
+    """Record in the run's folder that a rank of this Slurm batch job has failed, which is no reason to requeue it.
+
+    The other ranks only see that a rank has ended.
+
+    Args:
+        folder: the run's folder, where it is known.
+        error: the error in one line.
+    """
+    job = batch_job(os.environ)
+    if job and folder and Path(folder).is_dir():
+        start = {"job": job, "restarts": restarts(os.environ)}
+        with suppress(OSError):
+            write_rows(Path(folder) / _FAILURE, start | {"error": f"rank {rank} failed: {error}"})
+
+
+def _failure_of_job(folder: str, job: str) -> str:
+    """Return the error that a rank of this start of a job has recorded; an empty text where there is none."""
+    failure = _read_json(Path(folder) / _FAILURE)
+    is_of_this_start = (failure.get("job"), failure.get("restarts")) == (job, restarts(os.environ))
+    return str(failure.get("error", "")) if is_of_this_start else ""
+
+
+def requeue_after_loss(folder: str | None, updates: int) -> str:
+    """Requeue this Slurm batch job, since one of its processes was killed or a node has gone.
+
+    The cause may kill it again at the same update. A job that has saved nothing new is therefore not requeued.
+
+    Args:
+        folder: the run's folder, where it is known.
+        updates: the updates after which this process started.
+
+    Returns:
+        The outcome in words; empty outside of a batch job, and where torchrun restarts the processes.
+    """
+    job = batch_job(os.environ)
+    restarts_made, restarts_allowed = _torchrun_restarts(os.environ)
+    if job is None or restarts_made < restarts_allowed:
+        return ""
+    failure = _failure_of_job(folder, job) if folder else ""
+    if failure:
+        return f"not requeued, because of an error of the program: {failure}"
+    saved = readable_checkpoints(Path(folder) / "checkpoints") if folder else []
+    if all(run.updates <= updates for run in saved):
+        return f"not requeued, because nothing new was saved; to do so: scontrol requeue {job}"
+    try:
+        return f"requeued as job {requeue(os.environ)}"
+    except NotRequeued as reason:
+        again = f"; resume in a new job with --name {Path(folder).name}" if folder else ""
+        return f"not requeued, {reason}{again}"
+
 
 _LOCK = ".lock"
 # Seconds: the loader workers of a killed run inherit its lock, and hold it for a while.

@@ -1,14 +1,288 @@
-"""Suggest a setting for an unknown name: another library's name for it, or a misspelled one.
+"""Flags of a recipe by its sources, and the flag that was meant by an unknown name.
 
-This module imports neither torch nor Lightning, so that a misspelled flag is reported at once.
+Importing torch would take seconds, so names, types, defaults and texts are read from the sources of the constructors;
+they are those that jsonargparse reads from the imported classes. An annotation or a default is evaluated with the names
+that it uses, which are read from the sources in the same way. Whatever cannot be read so, such as a type of another
+package, raises `NotInSourceError`, and the parser answers in place of this file.
 """
 
+import ast
 import difflib
-from collections.abc import Collection, Iterable
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
 
 from datamodules.errors import spelled, spelling_as_flags
+from datamodules.lightning_package import TRAINERS, lightning_package
 from recipes.finding import find_recipes
-from recipes.runner.constructor_sources import read_help
+from recipes.runner.command import PREDICT_INPUTS, HelpEntry, HelpPage, summary_of
+
+_OURS = ("recipes", "callbacks", "datamodules")
+
+
+class NotInSourceError(Exception):
+    """The sources do not show what a recipe's flags are."""
+
+
+class _Module(dict[str, Any]):
+    """The names of a module and their values, which are read from its source on first use."""
+
+    def __init__(self, name: str) -> None:
+        path = _path(name)
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        super().__init__(__name__=name)
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self._definitions: dict[str, ast.expr | ast.ClassDef | tuple[str, str]] = {}
+        for node in _statements(self.tree.body):
+            if isinstance(node, ast.ImportFrom):
+                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                module = f"{base}.{node.module or ''}".strip(".")
+                self._definitions |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
+            elif isinstance(node, ast.ClassDef):
+                self._definitions[node.name] = node
+            else:
+                self._definitions |= _assigned(node)
+
+    def __missing__(self, name: str) -> Any:
+        definition = self._definitions[name]  # A KeyError leaves the name to Python: it may be a built-in one.
+        if isinstance(definition, tuple):
+            value = _imported(*definition)
+        elif isinstance(definition, ast.ClassDef):
+            value = _Class(self, definition)
+        else:
+            value = self.evaluate(definition)
+        self[name] = value
+        return value
+
+    def evaluate(self, node: ast.expr) -> Any:
+        """Return the value of an expression in this module."""
+        return eval(compile(ast.Expression(node), self["__name__"], "eval"), {}, self)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, and those in ``with quick_imports():`` and ``if TYPE_CHECKING:``."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) != "TYPE_CHECKING":
+            continue
+        if isinstance(statement, (ast.With, ast.If)):
+            yield from _statements(statement.body)
+
+
+def _assigned(node: ast.stmt) -> dict[str, ast.expr]:
+    """Return the name and the expression of an assignment; nothing for another statement."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        return {node.targets[0].id: node.value}
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+        return {node.target.id: node.value}
+    return {}
+
+
+def _imported(module: str, name: str) -> Any:
+    """Return a name of another module: ours are read, and only those of Python's library are imported."""
+    package = module.partition(".")[0]
+    if package in _OURS:
+        return _module(module)[name]
+    if package in sys.stdlib_module_names or package == "typing_extensions":
+        return getattr(import_module(module), name)
+    raise NotInSourceError(f"{module}.{name}")
+
+
+@cache
+def _module(name: str) -> _Module:
+    return _Module(name)
+
+
+def _path(module: str) -> Path:
+    """Return the source of a module; of a package whose names are imported lazily, the stub that lists them."""
+    package, *names = module.split(".")
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise NotInSourceError(module)
+    path = Path(spec.submodule_search_locations[0], *names)
+    candidates = (path / "__init__.pyi", path / "__init__.py", path.with_suffix(".py"))
+    return next(candidate for candidate in candidates if candidate.is_file())
+
+
+@dataclass(frozen=True, eq=False)
+class _Class:
+    """A class by its source."""
+
+    module: _Module
+    node: ast.ClassDef
+
+    def bases(self) -> "list[_Class]":
+        """Return this class and its base classes, nearest first, without Lightning's."""
+        order = [self]
+        for node in self.node.bases:
+            base = None if ast.unparse(node).startswith("pl.") else self.module.evaluate(node)
+            if isinstance(base, _Class):
+                order += base.bases()
+        # A base class of two bases comes after both.
+        return list(dict.fromkeys(reversed(order)))[::-1]
+
+    def attribute(self, name: str) -> Any:
+        """Return the value of a class attribute."""
+        for cls in self.bases():
+            for statement in cls.node.body:
+                if name in _assigned(statement):
+                    return cls.module.evaluate(_assigned(statement)[name])
+        raise NotInSourceError(name)
+
+    def constructor(self) -> ast.FunctionDef | None:
+        """Return the class's own ``__init__``."""
+        functions = (node for node in self.node.body if isinstance(node, ast.FunctionDef))
+        return next((node for node in functions if node.name == "__init__"), None)
+
+    def own_parameters(self) -> list[Parameter]:
+        """Return the parameters that this class itself has: of its constructor, or the fields of a dataclass."""
+        constructor = self.constructor()
+        if constructor is None and not self.node.decorator_list:
+            return []
+        if constructor is None:
+            if self.node.bases or "dataclass" not in ast.unparse(self.node.decorator_list[0]):
+                raise NotInSourceError(self.node.name)
+            fields = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
+            return [self._parameter(ast.unparse(node.target), node.annotation, node.value) for node in fields]
+        if constructor.decorator_list:
+            raise NotInSourceError(self.node.name)
+        arguments = constructor.args
+        nodes = [*arguments.posonlyargs, *arguments.args][1:]  # Without `self`.
+        without_default = [None] * (len(nodes) - len(arguments.defaults))
+        nodes += arguments.kwonlyargs
+        defaults = [*without_default, *arguments.defaults, *arguments.kw_defaults]
+        return [self._parameter(node.arg, node.annotation, default) for node, default in zip(nodes, defaults)]
+
+    def _parameter(self, name: str, annotation: ast.expr | None, default: ast.expr | None) -> Parameter:
+        kind = self.module.evaluate(annotation) if annotation else None
+        if kind is None or isinstance(kind, (str, _Class)):
+            raise NotInSourceError(name)
+        value = self.module.evaluate(default) if default else None
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=kind)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return the parameters of the constructor, and those that it passes on to its base classes in ``**kwargs``."""
+        parameters: dict[str, Parameter] = {}
+        settled: set[str] = set()
+        for cls in self.bases():
+            own_parameters = cls.own_parameters()
+            for parameter in own_parameters:
+                if parameter.name not in settled:
+                    parameters.setdefault(parameter.name, parameter)
+            constructor = cls.constructor()
+            if constructor is not None and constructor.args.kwarg:
+                settled |= _settled_for_base(constructor, constructor.args.kwarg.arg)
+            elif constructor is not None or own_parameters:
+                return parameters
+        raise NotInSourceError(self.node.name)
+
+    def rare(self) -> set[str]:
+        """Return the parameters, also of base classes, that are marked with `Rare`."""
+        (label,) = _module("datamodules.contract")["Rare"].__metadata__
+        parameters = [parameter for cls in self.bases() for parameter in cls.own_parameters()]
+        return {p.name for p in parameters if label in getattr(p.annotation, "__metadata__", ())}
+
+    def texts(self) -> dict[str, str]:
+        """Return what the docstrings of this class and its base classes say about each parameter."""
+        texts: dict[str, str] = {}
+        for cls in self.bases():
+            constructor = cls.constructor()
+            docstrings = [ast.get_docstring(cls.node)]
+            if constructor:
+                docstrings.append(ast.get_docstring(constructor))
+            for docstring in docstrings:
+                texts = _arguments_in(docstring or "") | texts
+        return texts
+
+
+def _settled_for_base(constructor: ast.FunctionDef, kwargs: str) -> set[str]:
+    """Return the arguments that a constructor passes by name to that of its base class, beside its ``**kwargs``.
+
+    Raises:
+        NotInSourceError: it does something else with its ``**kwargs``, so that they may have other parameters.
+    """
+    calls = [node for node in ast.walk(constructor) if isinstance(node, ast.Call)]
+    passed_to = [ast.unparse(call.func) for call in calls for k in call.keywords if ast.unparse(k) == f"**{kwargs}"]
+    with_default = [call for call in calls if ast.unparse(call.func) == f"{kwargs}.get" and len(call.args) > 1]
+    if passed_to != ["super().__init__"] or with_default or f"{kwargs}.pop" in map(ast.unparse, ast.walk(constructor)):
+        raise NotInSourceError(f"**{kwargs}")
+    to_base = next(call for call in calls if ast.unparse(call.func) == "super().__init__")
+    return {keyword.arg for keyword in to_base.keywords if keyword.arg}
+
+
+def _arguments_in(docstring: str) -> dict[str, str]:
+    """Return the entries of the section ``Args``.
+
+    Example:
+        >>> _arguments_in("A claim.\\n\\nArgs:\\n    lr: the rate,\\n        at its peak.\\n\\nRaises: no.")
+        {'lr': 'the rate,\\n        at its peak.'}
+    """
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", docstring, re.MULTILINE | re.DOTALL)
+    entries = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", section[1] if section else "", re.MULTILINE | re.DOTALL)
+    return {name: text.strip() for name, text in entries}
+
+
+@cache
+def read_help(package: str) -> HelpPage | None:
+    """Read the help of a recipe: the classes in the call of ``run`` in its ``__main__.py``, and the settings of a run.
+
+    Args:
+        package: the recipe's package, such as ``recipes.mnist``.
+
+    Returns:
+        What the help shows; None where the sources do not show it.
+    """
+    try:
+        return _help_page(package)
+    except Exception:  # The expressions of a source may raise anything, and the parser reports it.
+        return None
+
+
+def _help_page(package: str) -> HelpPage:
+    main = _module(f"{package}.__main__")
+    calls = [node for node in ast.walk(main.tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "run"]
+    recipe, data = [main.evaluate(argument) for argument in calls[0].args[:2]]
+    settings = _module("recipes.runner.settings")
+    classes = {
+        "Run": settings["RunSettings"],
+        "Data": data,
+        "Recipe": recipe,
+        "Trainer": settings["TrainerSettings"],
+        "Launch": _module("recipes.runner.launch")["LaunchSettings"],
+    }
+    defaults = recipe.attribute("trainer_defaults")
+    names_so_far = {PREDICT_INPUTS}
+    groups = {}
+    for title, cls in classes.items():
+        texts = cls.texts()
+        rare = cls.rare()
+        groups[title] = [
+            HelpEntry(
+                name, parameter.annotation, defaults.get(name, parameter.default), texts.get(name, ""), name in rare
+            )
+            for name, parameter in cls.parameters().items()
+            if name not in names_so_far
+        ]
+        names_so_far |= cls.parameters().keys()
+    docstring = ast.get_docstring(recipe.node) or recipe.node.name
+    return HelpPage(summary_of(docstring), recipe.attribute("title"), groups)
+
+
+def read_trainer_parameters() -> list[str] | None:
+    """Read the names of the parameters of Lightning's Trainer; None where its source does not show them."""
+    try:
+        trainer = _module(f"{TRAINERS[lightning_package()]}.trainer.trainer")["Trainer"]
+        return [argument.arg for argument in trainer.constructor().args.kwonlyargs]
+    except Exception:  # Another version of Lightning may have moved it.
+        return None
+
 
 FURTHER = "trainer"
 """The flag with the parameters of the Trainer that have no flag of their own."""

@@ -19,10 +19,8 @@ from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.command import DEFAULT_PORT, Command
-from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import Machine, check_cores, detect_machine, devices_of, number_of_devices
-from recipes.runner.settings import TrainerSettings
-from recipes.runner.strategies import check_strategy
+from recipes.runner.settings import TrainerSettings, check_strategy, micro_batches_of_update
 
 LOOPBACK = "127.0.0.1"
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")

@@ -1,8 +1,11 @@
-"""Build the loggers of a run: TensorBoard, metrics.csv, W&B and MLflow; a failing logger does not end the run."""
+"""Loggers, summary and curves of a run, and its progress in a notebook; a failing logger does not end the run."""
 
 import csv
+import html
 import json
+import math
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -14,13 +17,64 @@ from PIL.Image import Image
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
+from callbacks.lib.pace import batches_left
+from callbacks.lib.updates import updates_made
 from callbacks.lib.writing import best_effort, forget_failures
+from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError, spelled
-from datamodules.lightning import CSVLogger, ExperimentWriter, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from recipes.runner.printing import is_rank_zero
-from recipes.runner.results import write_rows
-from recipes.runner.saved_run import SavedRun
-from recipes.runner.summary import SUMMARY, EpochSummary
+from datamodules.lightning import CSVLogger, ExperimentWriter, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger, pl
+from recipes.figures.drawing import Figure
+from recipes.figures.plots import curve_plot
+from recipes.runner.errors import is_rank_zero
+from recipes.runner.saved_run import SavedRun, write_rows
+
+SUMMARY = "summary.csv"
+
+
+class EpochSummary:
+    """The last values of each epoch, without those of the test and of single classes.
+
+    Example:
+        >>> summary = EpochSummary([{"epoch": 0, "step": 4, "train/loss": 2.0}])
+        >>> summary.add({"epoch": 0, "step": 9, "val/loss": 1.0})
+        >>> summary.add({"epoch": 0, "step": 9, "train/loss_epoch": 1.5})
+        >>> summary.rows()
+        [{'epoch': 1, 'updates': 10, 'train/loss': 1.5, 'val/loss': 1.0}]
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._epochs: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add values that were logged together; later values count, and those of a whole epoch before others."""
+        logged = {name: value for name, value in row.items() if value != ""}
+        values = {n: value for n, value in logged.items() if not n.startswith("test/") and "_class_" not in n}
+        epoch = values.pop("epoch", None)
+        step = values.pop("step", None)
+        if epoch is None or step is None or not values:
+            return
+        values_of_epoch = self._epochs.setdefault(int(epoch), {})
+        values_of_epoch.update(values)
+        values_of_epoch["updates"] = int(step) + 1  # Lightning counts steps from 0.
+
+    def columns(self) -> list[str]:
+        """Return the columns of all epochs: the epoch, the updates made at its end, and the values by name."""
+        names = {name.removesuffix("_epoch") for values in self._epochs.values() for name in values}
+        return ["epoch", "updates", *sorted(names - {"updates"})]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each epoch; values that were not measured in it are nan."""
+        columns = self.columns()
+        rows = []
+        for epoch, values in sorted(self._epochs.items()):
+            row = {"epoch": epoch + 1}
+            for name in columns[1:]:
+                row[name] = values.get(f"{name}_epoch", values.get(name, "nan"))
+            rows.append(row)
+        return rows
+
 
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
@@ -286,3 +340,165 @@ def run_ids(loggers: Iterable[Logger]) -> dict[str, str]:
                 with best_effort(_NAMES[name]):
                     ids[name] = str(logger.version)
     return ids
+
+
+Row = Mapping[str, str]
+
+_TITLES = {"bleu": "BLEU", "chrf": "chrF", "macro_f1": "macro-F1"}
+
+
+def _number(cell: str | None) -> float:
+    try:
+        return float(cell or "nan")
+    except ValueError:
+        return math.nan
+
+
+def series(rows: Sequence[Row], column: str) -> list[tuple[float, float]]:
+    """Return the values of a column as (updates made, value), in the order of updates; the last value of each counts.
+
+    Example:
+        >>> series([{"step": "4", "val/loss": "0.5"}, {"step": "9", "val/loss": ""}], "val/loss")
+        [(5.0, 0.5)]
+    """
+    # Lightning logs the number of the step, from 0, so that one more update was made.
+    values = {_number(row.get("step")) + 1: _number(row[column]) for row in rows if row.get(column)}
+    return sorted((update, value) for update, value in values.items() if math.isfinite(update + value))
+
+
+def _both_parts(rows: Sequence[Row], name: str) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of a quantity in training and in validation.
+
+    Training has those between the epochs, or those of whole epochs where there are more of them.
+    """
+    between_epochs = series(rows, f"train/{name}")
+    whole_epochs = series(rows, f"train/{name}_epoch")
+    series_by_part = {
+        "training": between_epochs if len(between_epochs) > len(whole_epochs) else whole_epochs,
+        "validation": series(rows, f"val/{name}"),
+    }
+    return {part: points for part, points in series_by_part.items() if points}
+
+
+def curves(rows: Sequence[Row], monitor: str | None) -> dict[str, Figure]:
+    """Plot the loss, the score that chooses the best checkpoint, and the learning rate; returned by name.
+
+    Args:
+        rows: the rows of metrics.csv.
+        monitor: the score, such as "val/accuracy"; None shows the loss only.
+    """
+    plots = {"curve_loss": curve_plot("loss", _both_parts(rows, "loss"))}
+    if monitor and monitor.rpartition("/")[2] != "loss":
+        part, _, name = monitor.rpartition("/")
+        series_by_part = {"": series(rows, monitor)}
+        if part == "val":
+            series_by_part = _both_parts(rows, name)
+        plots["curve_score"] = curve_plot(_TITLES.get(name, name.replace("_", " ")), series_by_part)
+    rates = sorted(name for row in rows[:1] for name in row if name == "lr" or name.startswith("lr/"))
+    if rates:
+        plots["curve_rate"] = curve_plot("learning rate", {rates[0]: series(rows, rates[0])}, may_be_log=False)
+    return {name: plot for name, plot in plots.items() if plot is not None}
+
+
+def run_curves(folder: Path, monitor: str | None) -> dict[str, Figure]:
+    """Return the curves of the run in a folder; none where the folder has no metrics.csv."""
+    return curves(read_metrics(folder / METRICS)[1], monitor)
+
+
+_STYLE = """<style>
+.lightning-recipes { --paper: transparent; --ink: currentColor; --faint: currentColor; --grid: rgba(128, 128, 128, .3);
+  --train: #3b82f6; --val: #e07b1a; }
+.lightning-recipes progress { width: 16rem; }
+.lightning-recipes table { margin: .5rem 0; }
+.lightning-recipes td, .lightning-recipes th { text-align: right; padding: .1rem .8rem .1rem 0; }
+.lightning-recipes svg { max-width: 100%; margin-right: 1.5rem; }
+</style>"""
+
+
+def in_notebook() -> bool:
+    """Return whether this program runs in a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return hasattr(shell, "kernel")
+
+
+def framed(*parts: str) -> str:
+    """Return parts of a page in one element, with the style that they need."""
+    return f'{_STYLE}<div class="lightning-recipes">{"".join(parts)}</div>'
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as an HTML table, with the columns of all of them."""
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in columns)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def plots(figures: Mapping[str, Figure]) -> str:
+    """Return figures side by side, as HTML."""
+    return "".join(figure.html() for figure in figures.values())
+
+
+class NotebookProgress(RunProgress):
+    """Progress of a run in one output of a notebook: a bar, the line of `RunProgress` and a row for each epoch.
+
+    At the end of training, the curves of the run replace the bar. The bar of an evaluation disappears at its end.
+
+    Runs on: the hooks of `RunProgress`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: list[dict[str, str]] = []
+        self._output: Any = None
+
+    @override
+    def _draws(self) -> bool:
+        return True
+
+    def _update(self, *parts: str) -> None:
+        from IPython.display import HTML, display
+
+        content = HTML(framed(*parts))  # type: ignore[no-untyped-call]
+        if self._output is None:
+            self._output = display(content, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._output.update(content)
+
+    @override
+    def _draw(self, trainer: pl.Trainer, parts: Sequence[tuple[int, str]]) -> None:
+        line = html.escape("  ".join(text for _, text in parts if text))
+        share = ""
+        trains = trainer.state.fn == "fit" and not trainer.sanity_checking
+        remaining = batches_left(trainer) if trains else float("inf")
+        if remaining < float("inf"):
+            share = f' value="{updates_made(trainer) / max(1, updates_made(trainer) + remaining):.3f}"'
+        self._update(f"<progress{share}></progress> {line}", table(self._rows))
+
+    @override
+    def _end_epoch(self, trainer: pl.Trainer, scores: Mapping[str, float], seconds: float) -> None:
+        values = {name: f"{value:.4f}" for name, value in scores.items()}
+        self._rows.append({"epoch": str(trainer.current_epoch + 1), **values, "seconds": f"{seconds:.1f}"})
+        self._update(table(self._rows))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        figures: dict[str, Figure] = {}
+        for logger in trainer.loggers:
+            logger.save()  # The curves are drawn from metrics.csv.
+            if isinstance(logger, CSVLogger):
+                figures = run_curves(Path(logger.log_dir), getattr(pl_module, "monitor", None))
+        self._update(table(self._rows), plots(figures))
+        self._output = None
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._output is not None and trainer.state.fn != "fit":
+            self._update("")
+        self._output = None

@@ -1,37 +1,318 @@
-"""Report the results of a run at its end: the closing table, results.json, its tables, pictures and page."""
+"""The results of a run: what `fit` returns, the closing table, results.json, tables, pictures and the page."""
 
+import csv
+import html
+import io
+import itertools
+import json
 import platform
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from callbacks.lib.writing import best_effort, unsaved
+from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.writing import atomic_write, best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError
 from datamodules.lightning import TensorBoardLogger, is_overridden, pl
-from recipes.runner.classes import takes_inputs
-from recipes.runner.curves import run_curves
+from recipes.base import Recipe
+from recipes.figures.drawing import colour_style
+from recipes.figures.images import Picture
+from recipes.runner.errors import print_error, relative_path
 from recipes.runner.experiment import Experiment
-from recipes.runner.page import write_page
-from recipes.runner.printing import print_error, relative_path
-from recipes.runner.results import (
+from recipes.runner.flags import takes_inputs
+from recipes.runner.loggers import METRICS, LoggedImage, framed, log_images, plots, run_curves, table
+from recipes.runner.saved_run import (
     RESULTS,
     Stopwatch,
     count_parameters,
     hardware,
     loader_sizes,
     peak_memory,
+    read_results,
+    read_run,
     versions,
     write_rows,
+    write_text,
 )
-from recipes.runner.run_files import FIGURES, RunFiles, figures_of, save_pictures
-from recipes.runner.run_result import RunResult
-from recipes.runner.saved_run import read_run
-from recipes.tables import ResultTable
+from recipes.tables import Headline, ResultTable
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """The result of a run.
+
+    Args:
+        model: the recipe with the weights of the best checkpoint; `fit` returns it in evaluation mode on the CPU.
+        scores: the scores of that checkpoint, such as "val/accuracy" and "test/loss".
+        folder: the run's folder with checkpoints, curves and ``results.json``; None where nothing was saved.
+        checkpoint: the checkpoint with the weights; None where none was saved.
+        data: the data module of the training; None where the run had finished before.
+        epochs: all completed epochs, those before a resume included.
+        stopped_early: the reason of early stopping; else empty.
+        weights_sha256: the hash of the weights and buffers at the end of the training, see
+            `recipes.runner.verify.weights_hash`; None where the run has not ended.
+        tables: tables of the validation and the test after training, by the name of their file.
+        figures: the pictures of ``report.html`` except the curves, by name.
+    """
+
+    model: Recipe
+    scores: dict[str, float]
+    folder: Path | None
+    checkpoint: Path | None
+    data: pl.LightningDataModule | None = None
+    epochs: int = 0
+    stopped_early: str = ""
+    weights_sha256: str | None = None
+    tables: dict[str, ResultTable] = field(default_factory=dict)
+    figures: dict[str, Picture] = field(default_factory=dict)
+
+    @override
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{row.title} {row.value}" for row in self.headline)
+        return f"<RunResult {self.model.title}: {scores or 'no score'}; {self.folder or 'not saved'}>"
+
+    @property
+    def headline(self) -> list[Headline]:
+        """The main scores."""
+        return self.model.headline(self.scores)
+
+    def _repr_html_(self) -> str:
+        """Return the scores and the curves, for notebooks."""
+        figures = run_curves(self.folder, self.model.monitor) if self.folder else {}
+        report_link = f"<p>The whole run: {html.escape(str(self.folder / 'report.html'))}</p>" if self.folder else ""
+        return framed(table([{row.title: row.text for row in self.headline}]), plots(figures), report_link)
+
+
+def read_result(folder: Path, recipe: type[Recipe]) -> RunResult:
+    """Read the result of a finished run from its folder.
+
+    Args:
+        folder: the run's folder, which may have moved.
+        recipe: the class of the run's recipe.
+    """
+    results = read_results(folder)
+    saved = results["best"]["checkpoint"] if results["best"] else "last.ckpt"
+    # Only the name of the saved path: the folder may have moved.
+    best = folder / "checkpoints" / Path(saved).name
+    return RunResult(
+        model=recipe.load_from_checkpoint(best, map_location="cpu", weights_only=True),
+        scores=results["scores"],
+        folder=folder,
+        checkpoint=best,
+        epochs=results["epochs"],
+        stopped_early=results["stopped_early"] or "",
+        weights_sha256=results.get("weights_sha256"),  # None in a file of an earlier version.
+    )
+
+
+FIGURES = "figures"
+
+
+def figures_of(trainer: pl.Trainer) -> dict[str, Picture]:
+    """Return the ``figures`` of the recipe and of the callbacks, by name."""
+    return _collected(trainer, "figures")
+
+
+def tables_of(trainer: pl.Trainer) -> dict[str, ResultTable]:
+    """Return the ``tables`` of the recipe and of the callbacks, by the name of their file."""
+    return _collected(trainer, "tables")
+
+
+def _collected(trainer: pl.Trainer, name: str) -> dict[str, Any]:
+    collected: dict[str, Any] = {}
+    for owner in (trainer.lightning_module, *callbacks_of(trainer)):
+        items_of_owner = getattr(owner, name, None)
+        if isinstance(items_of_owner, Mapping):
+            collected |= items_of_owner
+    return collected
+
+
+def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Trainer) -> None:
+    """Write pictures into the folder of a run as PNG, and log them; the loggers have the curves already."""
+    images = {}
+    for name, picture in pictures.items():
+        with best_effort(f"{FIGURES}/{name}.png"):
+            image = picture.image()
+            file = io.BytesIO()
+            # Higher levels take twice as long, and save a fifth of the bytes.
+            image.save(file, "png", compress_level=1)
+            with atomic_write(folder / FIGURES / f"{name}.png") as temporary:
+                temporary.write_bytes(file.getvalue())
+            if not name.startswith("curve_"):
+                images[name] = LoggedImage(image, file.getvalue())
+    log_images(trainer.loggers, images, trainer.global_step)
+
+
+class RunFiles(Stopwatch):
+    """Callback that saves pictures of the first training batch, and the page of an interrupted run.
+
+    `figures` has these pictures. The callback measures the run as `Stopwatch` does.
+
+    Runs on: the start and the first batch of training, and `on_exception`; on rank 0.
+
+    Args:
+        started_at: `time.monotonic` when the program was started.
+        folder: the run's folder.
+        write_page: writes the page of a run that has not finished, given the Trainer, this object, and how it ended.
+    """
+
+    def __init__(self, started_at: float, folder: Path, write_page: Callable[[pl.Trainer, Any, str], None]) -> None:
+        super().__init__(started_at)
+        self.folder = folder
+        self.figures: dict[str, Picture] = {}
+        self._write_page = write_page
+        self._has_batch = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._has_batch = not trainer.is_global_zero
+        # Moved away, since a folder has results.json if and only if its run has finished.
+        if trainer.is_global_zero and (self.folder / RESULTS).is_file():
+            with best_effort("the results of the shorter training"):
+                (self.folder / RESULTS).replace(self.folder / "results-before.json")
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._has_batch:
+            return
+        self._has_batch = True
+        with best_effort("pictures of the training data"):
+            self.figures = pl_module.training_figures(batch)
+            save_pictures(self.folder, self.figures, trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.is_global_zero and trainer.state.fn == "fit":
+            name = getattr(exception, "signal_name", None) or type(exception).__name__
+            for logger in trainer.loggers:
+                logger.save()  # The page draws its curves from metrics.csv.
+            with best_effort("report.html"):
+                self._write_page(trainer, self, f"interrupted by {name} after {trainer.global_step:,} updates")
+
+
+_MOST_ROWS = 25
+_MOST_TRANSLATIONS = 12
+_TILES = 3
+_TRANSLATIONS = "test_translations.csv"
+
+
+def _tables(folder: Path) -> dict[str, list[list[str]]]:
+    """Return the first rows of the tables in a folder, such as those of classes and mistakes."""
+    tables = {}
+    for path in sorted(folder.glob("*.csv")):
+        if path.name not in (METRICS, _TRANSLATIONS):
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                tables[path.name] = list(itertools.islice(csv.reader(file), _MOST_ROWS + 1))
+    return tables
+
+
+def _translations(path: Path) -> tuple[list[dict[str, str]], int]:
+    """Return at most twelve rows of a table, spread evenly since files are often sorted, and its number of rows."""
+    if not path.is_file():
+        return [], 0
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = list(csv.DictReader(file))
+    shown = min(_MOST_TRANSLATIONS, len(rows))
+    return [rows[number * len(rows) // shown] for number in range(shown)], len(rows)
+
+
+def split_scores(
+    headline: Sequence[Headline], scores: Mapping[str, float]
+) -> tuple[list[Headline], dict[str, str], dict[str, str]]:
+    """Split the scores into three groups: tiles, further scores, and signatures of metrics.
+
+    The scores of single classes are left out, since a table has them.
+
+    Example:
+        >>> headline = [Headline("val accuracy", "val/accuracy", "99.00 %")]
+        >>> split_scores(headline, {"val/accuracy": 0.99, "val/loss": 0.25})[1]
+        {'val/loss': '0.25'}
+    """
+    further = {}
+    for row in headline[_TILES:]:
+        further[row.title] = row._replace(signature="").text
+    shown = {row.score for row in headline}
+    for name, score in scores.items():
+        if "_class_" not in name and name not in shown:
+            further[name] = f"{score:.5g}"
+    signatures = {row.title: row.signature for row in headline if row.signature}
+    return list(headline[:_TILES]), further, signatures
+
+
+def write_page(
+    path: Path,
+    results: Mapping[str, Any],
+    headline: Sequence[Headline],
+    rows: Mapping[str, str],
+    pictures: Mapping[str, Picture],
+) -> Path:
+    """Write the page of a run, from its results, its pictures, and the tables in the folder of the page.
+
+    Args:
+        results: the entries of ``results.json``.
+        headline: the main scores.
+        rows: further rows for the environment: data, parameters, times and memory.
+        pictures: pictures by name; those of "curve_" form a group, and so do those of "attention_".
+
+    Raises:
+        OSError: the page cannot be written; an earlier page is unchanged.
+    """
+    from jinja2 import Template
+
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    folder = path.parent
+    best = results["best"]
+    left_out = results["data"]["left_out"]
+    environment = {
+        **rows,
+        "left out": ", ".join(f"{count:,} {reason}" for reason, count in left_out.items()),
+        "epochs": str(results["epochs"]),
+        "hardware": results["hardware"],
+        "nodes": str(results["num_nodes"]),
+        "host": results["host"],
+        "started": results["started_at"],
+        "ended": results["ended_at"],
+        **results["versions"],
+    }
+    settings = {}
+    for name, value in results["config"].items():
+        settings[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    tiles, scores, signatures = split_scores(headline, results["scores"])
+    curves = [picture for name, picture in pictures.items() if name.startswith("curve_")]
+    attention = [picture for name, picture in pictures.items() if name.startswith("attention")]
+    other_pictures = [picture for name, picture in pictures.items() if not name.startswith(("curve_", "attention"))]
+    translations, number_of_translations = _translations(folder / _TRANSLATIONS)
+    page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
+        colours=colour_style(),
+        title=f"{results['recipe']}: {folder.resolve().name}",
+        state=results["stopped_early"],
+        command=results["command"],
+        best=f"of {Path(best['checkpoint']).name}, saved after {best['step']:,} updates" if best else "",
+        tiles=tiles,
+        scores=scores,
+        signatures=signatures,
+        curves=curves,
+        attention=attention,
+        pictures=other_pictures,
+        translations=translations,
+        number_of_translations=number_of_translations,
+        translations_file=_TRANSLATIONS,
+        tables=_tables(folder),
+        most_rows=_MOST_ROWS,
+        settings=settings,
+        environment={name: text for name, text in environment.items() if text},
+    )
+    write_text(path, page)
+    return path
+
 
 _REPORT = "report.html"
 

@@ -1,4 +1,4 @@
-"""Provide one command line for every recipe, ``run(MyRecipe, MyDataModule)``.
+"""Provide one command line for every recipe, ``run(MyRecipe, MyDataModule)``, and the same from Python, `fit`.
 
 A run takes these steps: plan the processes, join the other ranks, receive the record that one process has settled,
 build the experiment, and carry out the command. Where this process starts the others, it settles the record itself, and
@@ -10,37 +10,109 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
+from typing import Any
 
 import torch.distributed as dist
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
 from callbacks.lib.threads import threads_restored
+from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, first_line, spelled, spelling_as_flags, system_failure
-from datamodules.lightning import Callback, pl
+from datamodules.lightning import Callback, MisconfigurationException, is_overridden, pl
+from datamodules.lightning_package import check_package, lightning_package
 from recipes.base import Recipe
-from recipes.runner.classes import Classes
+from recipes.export import export
+from recipes.finding import recipe_class
 from recipes.runner.command import Command
-from recipes.runner.commands import run_command
-from recipes.runner.console import configure_logging, error_lines, escape_output, warnings_only
-from recipes.runner.experiment import build_experiment
-from recipes.runner.failures import difference_of_weights, exit_now, failures_reported, is_lost_connection
-from recipes.runner.folder import removed_if_unused
+from recipes.runner.errors import (
+    configure_logging,
+    difference_of_weights,
+    error_lines,
+    escape_output,
+    exit_now,
+    failures_reported,
+    is_lost_connection,
+    is_rank_zero,
+    print_error,
+    rank_of_process,
+    rank_zero_print,
+    relative_path,
+    warnings_only,
+)
+from recipes.runner.experiment import Experiment, as_user_errors, build_experiment
+from recipes.runner.flags import Classes, Given, Request, read_request
+from recipes.runner.folder import record_failure, removed_if_unused, requeue_after_loss
 from recipes.runner.launch import Launch, check_shared_update, plan_processes
+from recipes.runner.loggers import in_notebook
 from recipes.runner.machine import detect_machine, stop_gpu_search, tune_allocator
-from recipes.runner.printing import is_rank_zero, print_error, rank_of_process, rank_zero_print, relative_path
-from recipes.runner.quick_imports import program_name
-from recipes.runner.requests import Request, read_request
-from recipes.runner.results import process_age
-from recipes.runner.resume import record_failure, requeue_after_loss
-from recipes.runner.run_result import RunResult, read_result
+from recipes.runner.report import RunResult, print_pairs, read_result
+from recipes.runner.saved_run import process_age
 from recipes.runner.spec import Resolver, RunSpec
+from recipes.runner.start import program_name
+from recipes.runner.training import evaluate, evaluate_each_sample_once, restoring, train, verify
+from recipes.runner.verify import Interval
 from recipes.runner.worker import check_files, end_with_torchrun, join_run, leave_run, share
+
+_NEEDS = {
+    "fit": ("training_step", "train_dataloader"),
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": ("predict_step", "predict_dataloader"),
+}
+"""The method of the recipe and the method of the data module that each command calls."""
+
+
+def run_command(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
+    """Carry out a command.
+
+    Args:
+        started_at: `time.monotonic` at the start of the program.
+        interval: the part of a run that verify trains again.
+
+    Returns:
+        The result of fit; None for the other commands.
+    """
+    if experiment.command == "export":
+        _export(experiment)
+        return None
+    _check_parts(experiment)
+    if experiment.trainer.options().get("use_distributed_sampler", True):
+        evaluate_each_sample_once(experiment.data, experiment.launch.rank, experiment.launch.world_size)
+    with as_user_errors(MisconfigurationException):
+        if experiment.command != "fit":
+            evaluate(experiment, _NEEDS[experiment.command][0])
+            return None
+        if interval is None:
+            return train(experiment, started_at)
+        with restoring(experiment.point.checkpoint):
+            verify(experiment, interval)
+        return None
+
+
+def _check_parts(experiment: Experiment) -> None:
+    """Refuse a command for which the recipe or the data module has no method."""
+    command = experiment.command
+    step, loader = _NEEDS[command]
+    for owner, name in ((experiment.recipe, step), (experiment.data, loader)):
+        if not is_overridden(name, owner):
+            raise UserError(f"{command} needs a method {name}, and {type(owner).__name__} has none")
+    validates = experiment.validates and experiment.trainer.limit_val_batches != 0
+    if command == "fit" and experiment.run.patience is not None and not validates:
+        raise UserError(f"{spelled('patience')} counts validations, and this run has none; leave it out")
+
+
+def _export(experiment: Experiment) -> None:
+    run = experiment.run
+    exported = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
+    inputs = {f"input {name}": description for name, description in exported.inputs.items()}
+    print_pairs({"written": relative_path(exported.path), **inputs, "checked": exported.check})
 
 
 def run(
@@ -313,3 +385,129 @@ class Run:
                 f"fit() reads the result of several processes from the run's folder, and with {setting}"
                 f" there is none: pass {spelled('devices', 1)}"
             )
+
+
+_SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format"})
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
+
+
+def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Return what `data` means: a data module or its class, its arguments, and samples for it."""
+    if isinstance(data, (pl.LightningDataModule, type)):
+        return data, {}, None
+    if recipe.data_class is None:
+        raise UserError(f"{recipe.__name__} names no data module as its data_class; pass data=, a LightningDataModule")
+    if data is None:
+        return recipe.data_class, {}, None
+    if isinstance(data, str | os.PathLike):
+        return recipe.data_class, {data_contract(recipe.data_class).place_parameter: os.fspath(data)}, None
+    return recipe.data_class, {}, data
+
+
+@dataclass(frozen=True)
+class _MakeCallbacks:
+    """Makes the callbacks of a Trainer; other processes can receive it."""
+
+    callbacks: Sequence[Callback] | Callable[[], Sequence[Callback]]
+
+    def __call__(self) -> Sequence[Callback]:
+        made = self.callbacks() if callable(self.callbacks) else self.callbacks
+        for callback in made:
+            check_package(lightning_package(), callback)
+        return made
+
+
+@contextmanager
+def _one_run_of_a_program() -> Iterator[None]:
+    """Turn the end by Ctrl-C into a KeyboardInterrupt, and restore the environment after the run."""
+    variables = dict(os.environ)
+    try:
+        with ending_on_signals(*SIGNALS):
+            yield
+    except Preempted as stopped:
+        if stopped.signum == SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    except SystemExit as stopped:
+        if isinstance(stopped.__context__, KeyboardInterrupt):  # Lightning turns a KeyboardInterrupt into an exit.
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+
+
+def _call(recipe: str | type[Recipe], settings: Mapping[str, Any]) -> str:
+    """Return the call of `fit`, for results.json."""
+    name = repr(recipe) if isinstance(recipe, str) else recipe.__name__
+    arguments = [f"{setting}={value!r}" for setting, value in settings.items()]
+    return f"fit({', '.join([name, *arguments])})"
+
+
+def fit(
+    recipe: str | type[Recipe],
+    data: Any = None,
+    *,
+    callbacks: Callback | Sequence[Callback] | Callable[[], Sequence[Callback]] = (),
+    verbose: bool = True,
+    **settings: Any,
+) -> RunResult:
+    """Train a recipe with the settings and guarantees of its command line, and return the best model.
+
+    The run has a folder with checkpoints, curves and results, can be interrupted and resumed, and ends with the weights
+    that the command line gives. Ctrl-C saves and raises KeyboardInterrupt.
+
+    One device trains by default. ``devices=N`` starts N processes on this machine, which import the classes: a program
+    that defines them itself calls `fit` under ``if __name__ == "__main__":``. The result is read from the run's folder.
+    A program that torchrun or Slurm starts trains on all of their devices.
+
+    Args:
+        recipe: the name of a recipe, such as mnist, resnet or seq2seq, or a class of yours.
+        data: a path; images and labels in memory, as `MNISTDataModule.take_samples` takes them, or a dict of such
+            pairs for "train", "val" and "test"; a LightningDataModule or its class; None takes what the settings say.
+        callbacks: for the Trainer; a function that makes them, where they must not see both training and test.
+        verbose: print what the command line prints; otherwise warnings only.
+        settings: the parameters of the recipe, its data module, and the run, by the names of the flags:
+            ``python -m recipes.mnist --help-all`` says what each does. Further parameters of the Trainer go into a
+            dict, as in ``trainer={"benchmark": True}``.
+
+    Raises:
+        UserError: a setting, the data or a checkpoint cannot be used.
+        RunFailedError: the run failed after it had started.
+        KeyboardInterrupt: Ctrl-C, after the state was saved.
+
+    Example:
+        >>> from datamodules import bundled_digits
+        >>> options = {"max_epochs": 1, "verbose": False, "run_dir": getfixture("tmp_path")}
+        >>> result = fit("mnist", data=bundled_digits(), **options)
+        >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
+        (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])
+    """
+    for value in (data, callbacks):
+        check_package(lightning_package(), value)
+    recipe_type = recipe_class(recipe) if isinstance(recipe, str) else recipe
+    data_source, arguments, samples = _data_of(recipe_type, data)
+    if isinstance(recipe, Recipe):
+        raise UserError(f"fit() builds the recipe: pass the class, {type(recipe).__name__}, and its settings by name")
+    if isinstance(data_source, type) and not issubclass(data_source, pl.LightningDataModule):
+        raise UserError(f"data={data_source.__name__}: expected a LightningDataModule or its class, a path, or samples")
+    unsupported = _SETTINGS_OF_OTHER_COMMANDS & settings.keys()
+    if unsupported:
+        raise UserError(f"fit() takes no {', '.join(sorted(unsupported))}: other commands of a recipe do")
+    if "devices" not in settings and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+        arguments["devices"] = 1
+    make_callbacks = _MakeCallbacks([callbacks] if isinstance(callbacks, Callback) else callbacks)
+    program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
+    typed = Command(program, call=_call(recipe, settings))
+    with nullcontext() if verbose else warnings_only():
+        classes = Classes(recipe_type, data_source, make_callbacks, samples)
+        this_run = Run(classes, typed, time.monotonic(), verbose=verbose)
+        request = Request("fit", Given(this_run.resolver.parser.read_arguments({**arguments, **settings}), {}))
+        # A notebook shows standard error in another place than standard output.
+        stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
+        with stream, _one_run_of_a_program(), failures_reported(this_run.after_loss, this_run.after_error):
+            result = this_run.execute(request)
+    assert result is not None
+    result.model.cpu().eval()
+    return result

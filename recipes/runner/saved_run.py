@@ -1,18 +1,31 @@
-"""Read the settings and the progress in a checkpoint, and the settings in a file."""
+"""What a run has written: its settings and progress in checkpoints, its results, and the machine that it ran on."""
 
+import contextlib
+import csv
+import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+import platform
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch import nn
+from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
+from callbacks.lib.threads import counted_threads
+from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError, spelled
+from datamodules.lightning import CombinedLoader, pl
 from datamodules.notes import warn
+from recipes.version import __version__
 
 log = logging.getLogger("lightning_recipes.resume")
 
@@ -31,7 +44,7 @@ class SavedRun:
             not known.
         epoch: the epoch of the save, counted from 1.
         recipes: titles of the recipe and of its base classes; empty where they are not known.
-        environment: what may have changed the bits, see `recipes.runner.results.environment`.
+        environment: what may have changed the bits, see `recipes.runner.saved_run.environment`.
         auto_settings: the settings that the run has resolved; None where they are not known.
         run_ids: the ids of its runs of W&B and MLflow by the logger's name.
     """
@@ -202,3 +215,222 @@ def _refuse_repeated(root: yaml.Node | None, path: Path) -> None:
             raise UserError(
                 f"{path}, line {line}: {key.value} is also in line {lines[str(key.value)]}; remove one of them"
             )
+
+
+RESULTS = "results.json"
+
+# A file's name may be in another encoding than UTF-8; its bytes are written as they are.
+_ERRORS = "surrogateescape"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text.
+
+    Raises:
+        OSError: the write failed, and the file is unchanged.
+    """
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors=_ERRORS)
+
+
+def write_rows(
+    path: Path, rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], columns: Sequence[str] | None = None
+) -> None:
+    """Write JSON, CSV, or the first column as lines of text, by the file's suffix.
+
+    Args:
+        columns: the columns of a CSV or text file; by default the keys of the first row.
+
+    Raises:
+        OSError: the write failed, and the file is unchanged.
+    """
+    table = [rows] if isinstance(rows, Mapping) else rows
+    if path.suffix == ".txt" and columns:
+        # Exactly one line for each row, even if its text has line breaks: other programs compare files line by line.
+        lines = [str(row[columns[0]]).replace("\n", " ") + "\n" for row in table]
+        write_text(path, "".join(lines))
+        return
+    if path.suffix != ".csv":
+        write_text(path, json.dumps(rows, indent=2, ensure_ascii=False, default=str) + "\n")
+        return
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file:
+        writer = csv.DictWriter(file, fieldnames=columns or list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return the results of a finished run.
+
+    Raises:
+        UserError: there is no results.json, because the run has not finished or this is not its folder; or the file is
+            damaged.
+    """
+    path = folder / RESULTS
+    if not path.is_file():
+        raise UserError(f"there is no {path}: expected the folder of a run that has finished")
+    try:
+        results: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(results, dict) or not isinstance(results.get("scores"), dict):
+        raise UserError(f"{path} holds no results of a run: expected an object with an entry scores")
+    return results
+
+
+def _device(trainer: pl.Trainer) -> str:
+    """Return the name of the devices."""
+    device = trainer.strategy.root_device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {device.type}"
+
+
+def hardware(trainer: pl.Trainer) -> str:
+    """Return number and name of the devices, and on CPUs the threads of each process."""
+    description = f"{trainer.world_size} x {_device(trainer)}"
+    if trainer.strategy.root_device.type == "cuda":
+        return description
+    return f"{description} with {counted_threads(torch.get_num_threads())}"
+
+
+def _processor() -> str:
+    """Return the model of the CPU and the instruction set that torch uses."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):  # Not on Linux.
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def environment(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what may change the bits of a run, and how the run was split, which does not; call it in the run."""
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    return {
+        "device": _device(trainer),
+        "processor": _processor(),
+        **({"threads": torch.get_num_threads()} if on_cpu else {}),
+        "precision": str(trainer.precision),
+        **{name: version for name, version in versions().items() if name != "python"},
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe what may change the bits and differs between two values of `environment`; empty where nothing does."""
+    return "; ".join(
+        f"{name} {value}, and {before[name]} in the run"
+        for name, value in now.items()
+        if name not in ("devices", "num_nodes") and before.get(name, value) != value
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package, Python, torch and Lightning, and of the GPU's libraries."""
+    found_versions: dict[str, Any] = {
+        "lightning-recipes": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+    }
+    if torch.cuda.is_available():
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+        found_versions["cuda"] = torch.version.cuda
+        found_versions["rocm"] = torch.version.hip
+        found_versions["cudnn"] = torch.backends.cudnn.version()
+        found_versions["nccl"] = ".".join(map(str, nccl))
+    return {name: str(version) for name, version in found_versions.items() if version}
+
+
+def loader_sizes(**loaders: Any) -> dict[str, int]:
+    """Return the numbers of samples of the loaders by part; parts of unknown size are left out.
+
+    Example:
+        >>> loader_sizes(train=torch.utils.data.DataLoader(range(10), batch_size=4), val=None, test=iter("abc"))
+        {'train': 10}
+    """
+    sizes = {}
+    for part, loader in loaders.items():
+        datasets = [getattr(flat, "dataset", None) for flat in CombinedLoader(loader).flattened]
+        sized = [dataset for dataset in datasets if isinstance(dataset, Sized)]
+        if sized and len(sized) == len(datasets):
+            sizes[part] = sum(map(len, sized))
+    return sizes
+
+
+def count_parameters(module: nn.Module) -> tuple[int, int]:
+    """Return the number of all parameters, and of those that require a gradient."""
+    sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+
+
+def process_age() -> float:
+    """Return the seconds since this process was started."""
+    import psutil
+
+    return max(0.0, time.time() - float(psutil.Process().create_time()))
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the peak memory of this process in bytes: of tensors on its GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    # Not from getrusage, whose peak starts at the memory of the process that started this one.
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+class Stopwatch(pl.Callback):
+    """Measures the seconds of start-up and of training, the epochs trained, and the parameters that trained.
+
+    `sizes` has the numbers of samples of the training and validation loaders, where they have a length.
+
+    Args:
+        started_at: `time.monotonic` when the program was started.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        self.epochs = 0.0
+        self.trainable = 0
+        self.sizes: dict[str, int] = {}
+        self._first_batch = 0
+        self._started_at = self._train_start = started_at
+        self._train_seconds = 0.0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first_batch = trainer.fit_loop.total_batch_idx
+        self._train_start = time.monotonic()
+        self._train_seconds -= self._train_start
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._train_seconds += time.monotonic()
+        # Counted here, since callbacks unfreeze frozen layers when the run has ended.
+        self.trainable = count_parameters(pl_module)[1]
+        batches = trainer.fit_loop.total_batch_idx - self._first_batch
+        loader: Any = trainer.train_dataloader
+        # Saved here, since an evaluation after training replaces the loaders.
+        self.sizes = loader_sizes(train=loader, val=trainer.val_dataloaders)
+        # A full epoch has the length of the loader; with limit_train_batches an epoch of the Trainer is shorter.
+        with contextlib.suppress(TypeError):  # An iterable loader has no length.
+            self.epochs = batches / max(1, len(loader))
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Stops the clock: the seconds of training do not include validation.
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._train_seconds += time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._train_seconds -= time.monotonic()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of start-up, of training without validation, and in total."""
+        total = time.monotonic() - self._started_at
+        start_up = self._train_start - self._started_at
+        return {"start_up": round(start_up, 6), "train": round(self._train_seconds, 6), "total": round(total, 6)}

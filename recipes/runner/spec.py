@@ -11,18 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, flag_of, spelled
-from recipes.runner.classes import Classes, free_parameters, marks_of
 from recipes.runner.command import Command
-from recipes.runner.flags import FlagParser
-from recipes.runner.folder import settle_folder
+from recipes.runner.errors import relative_path
+from recipes.runner.flags import SCORING, Classes, FlagParser, Request, check_request, free_parameters, marks_of
+from recipes.runner.folder import ResumePoint, find_resume_point, resume_in, settle_folder
 from recipes.runner.launch import LaunchSettings
 from recipes.runner.machine import resolve_precision
-from recipes.runner.merging import as_plain, describe_differences, is_auto, merge, same_setting, with_length
-from recipes.runner.printing import relative_path
-from recipes.runner.requests import SCORING, Request, check_request
-from recipes.runner.resume import ResumePoint, find_resume_point, resume_in
 from recipes.runner.saved_run import SavedRun, note_unknown_settings, read_run, readable_checkpoints
-from recipes.runner.settings import RunSettings, TrainerSettings
+from recipes.runner.settings import (
+    RunSettings,
+    TrainerSettings,
+    as_plain,
+    describe_differences,
+    is_auto,
+    merge,
+    same_setting,
+    with_length,
+)
 from recipes.runner.verify import Interval, find_interval
 from recipes.weights import read_settings_beside
 

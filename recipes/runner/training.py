@@ -1,30 +1,49 @@
-"""Carry out the commands fit, which trains and scores the best checkpoint, and verify, which trains a part again."""
+"""Carry out a command on a built experiment: train in the run's folder, score, predict; guarded against failures."""
 
+import os
+import signal
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader, SequentialSampler
+
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.lib.lightning_internals import raised_by_restoring
+from callbacks.lib.signals import SIGNALS, Preempted
+from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.writing import forget_failures
-from datamodules.lightning import Callback, DummyLogger, is_overridden, pl
+from datamodules.contract import data_contract
+from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory, spelled
+from datamodules.lightning import Callback, CombinedLoader, DummyLogger, is_overridden, pl
+from datamodules.notes import warn
 from recipes.figures.images import Picture
-from recipes.runner.callbacks_of_run import checkpoint_callbacks
-from recipes.runner.early_stopping import why_stopped
-from recipes.runner.experiment import Experiment
-from recipes.runner.folder import locked, write_config
-from recipes.runner.guards import guarded
+from recipes.prediction import all_rows, prediction_table
+from recipes.runner.command import Command
+from recipes.runner.errors import exit_now, is_lost_connection, is_rank_zero, rank_zero_print, relative_path
+from recipes.runner.experiment import Experiment, build_trainer, checkpoint_callbacks, why_stopped
+from recipes.runner.folder import locked, start_from, write_config
 from recipes.runner.loggers import log_settings
-from recipes.runner.printing import is_rank_zero, rank_zero_print, relative_path
-from recipes.runner.report import print_pairs, report, report_interrupted, report_unsaved
-from recipes.runner.results import Stopwatch
-from recipes.runner.resume import start_from
-from recipes.runner.run_files import RunFiles, figures_of, tables_of
-from recipes.runner.run_result import RunResult
-from recipes.runner.trainer import build_trainer
+from recipes.runner.report import (
+    RunFiles,
+    RunResult,
+    figures_of,
+    print_pairs,
+    print_rows,
+    print_scores,
+    report,
+    report_interrupted,
+    report_unsaved,
+    tables_of,
+)
+from recipes.runner.saved_run import Stopwatch, write_rows
 from recipes.runner.verify import (
     Interval,
     IntervalEnd,
@@ -35,6 +54,176 @@ from recipes.runner.verify import (
     weights_hash,
 )
 from recipes.tables import ResultTable
+from recipes.weights import load_initial_weights
+
+
+@contextmanager
+def guarded(
+    trainer: pl.Trainer, experiment: Experiment, folder: Path | None = None, restores: str | None = None
+) -> Iterator[None]:
+    """Turn an error that ends a command into one line that says what to type.
+
+    Args:
+        folder: the run's folder, if it has one.
+        restores: the checkpoint to restore, if any.
+    """
+    with _interruptible(trainer, experiment, folder), restoring(restores), _within_memory(trainer, experiment):
+        yield
+
+
+@contextmanager
+def restoring(checkpoint: str | None) -> Iterator[None]:
+    """Turn an error of restoring a checkpoint into one line.
+
+    Raises:
+        UserError: the values in the checkpoint are not those that were expected.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        is_of_weights = "Error(s) in loading state_dict" in str(error)
+        if is_of_weights or is_lost_connection(error) or not raised_by_restoring(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{checkpoint} cannot be restored: it holds other values than were expected ({first_line(error)[:220]}, in"
+            f" {frame.name} of {frame.filename}); pass another checkpoint"
+        ) from error
+
+
+@contextmanager
+def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None]:
+    """Turn an out-of-memory error into one line that says what to pass."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_out_of_memory(error):
+            raise
+        config = experiment.config
+        rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        names = [name for name in (experiment.tokens_parameter or "batch_size", "eval_batch_size") if name in config]
+        sizes = ", ".join(spelled(name, config[name]) for name in names)
+        raise RunFailedError(
+            f"out of memory{rank} with {sizes}: pass a smaller one; a larger {spelled('accumulate')}, or"
+            f" {spelled('global_batch_size')}, keeps the samples of an update ({first_line(error)[:160]})"
+        ) from error
+
+
+@contextmanager
+def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None) -> Iterator[None]:
+    """Print how to resume when a signal ends the run, and exit; a program that called `fit` continues."""
+    try:
+        yield
+    except Preempted as stopped:
+        if experiment.typed.in_program:
+            last = folder / "checkpoints" / "last.ckpt" if folder else None
+            saved = f"; {spelled('resume', relative_path(last))} resumes it" if last and last.exists() else ""
+            rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
+            raise
+        with suppress(ValueError):  # Handlers need the main thread.
+            # Slurm sends SIGTERM to a job that was requeued; it must not end this process before the message.
+            for signum in SIGNALS:
+                signal.signal(signum, signal.SIG_IGN)
+        rank_zero_print(_how_to_go_on(trainer, experiment, folder, stopped))
+        sys.stderr.flush()
+        # Loggers and loader processes are closed already, and a regular exit would take another second.
+        exit_now(int(stopped.code or 1))
+
+
+def _how_to_go_on(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopped: Preempted) -> str:
+    """Return which signal ended a run, and the command that resumes it."""
+    typed = experiment.typed
+    text = f"\nended by {stopped.signal_name}"
+    note = requeue_on(stopped.signum) if stopped.at_once and is_rank_zero() else ""
+    if note:
+        text += f"; {note}"
+    if folder is None:
+        return text
+    last = folder / "checkpoints" / "last.ckpt"
+    best = last.with_name("best.ckpt")
+    if not last.exists():
+        last = best
+    if not last.exists():
+        return f"{text}; nothing was saved, so type the same command again"
+    if stopped.trained or trainer.state.fn != "fit":
+        test = typed.alone("test").using(ckpt=relative_path(best if best.exists() else last))
+        return f"{text}; the training is done, so test with\n  {test}"
+    # The signal may have been for another node, which leaves an elastic run.
+    goes_on = experiment.launch.is_elastic and experiment.launch.restarts
+    stays = "the nodes that stay go on without it, and if none does, " if goes_on else ""
+    return f"{text}; {stays}{how_to_resume(typed, folder, last)}"
+
+
+def how_to_resume(typed: Command, folder: Path, checkpoint: Path) -> str:
+    """Return the command that resumes a run, with the words that lead to it.
+
+    Args:
+        typed: what the user typed.
+        folder: the run's folder.
+        checkpoint: the checkpoint to resume from.
+    """
+    start = f"resume in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "resume with"
+    # Another number of devices would resume with rounding differences, so that the command names the number.
+    devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
+    return f"{start}\n  {typed.alone().using(resume=relative_path(checkpoint), devices=devices)}"
+
+
+class _LoaderAsIterable:
+    """A DataLoader wrapped as an iterable with a length, which Lightning does not replace."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_sampler = loader.batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def share_of(loader: Any, rank: int, world_size: int) -> Any:
+    """Return this rank's batches of a DataLoader in order; other loaders are returned unchanged.
+
+    The ranks take whole batches in turn, as with `datamodules.EvaluationLoader`, or single samples where there are
+    fewer batches than ranks. A loader with fewer samples than ranks is returned unchanged.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    if world_size == 1:
+        return _LoaderAsIterable(loader)
+    is_sequential = type(loader) is DataLoader and isinstance(loader.sampler, SequentialSampler)
+    batches = list(loader.batch_sampler or ()) if is_sequential else []
+    if len(batches) < world_size:
+        samples = [index for batch in batches for index in batch]
+        batches = [samples[start::world_size] for start in range(min(len(samples), world_size))]
+    if len(batches) < world_size:
+        if batches:
+            warn(f"warning: of fewer samples ({len(batches)}) than devices ({world_size}) some are evaluated twice")
+        return loader
+    share = copy(loader)
+    # `DataLoader.__setattr__` refuses to change the batch sampler.
+    vars(share)["batch_sampler"] = batches[rank::world_size]
+    return _LoaderAsIterable(share)
+
+
+def _shared(make: Callable[[], Any], rank: int, world_size: int) -> Any:
+    """Return this rank's shares of all loaders that a method of a data module returns."""
+    loaders = make()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
+    combined.flattened = [share_of(loader, rank, world_size) for loader in combined.flattened]
+    return loaders if combined is loaders else combined.iterables
+
+
+def evaluate_each_sample_once(data: pl.LightningDataModule, rank: int, world_size: int) -> None:
+    """Replace the evaluation loaders of a data module by their `share_of` this rank."""
+    for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+        if is_overridden(name, data):
+            # Not a closure: in a copy of the data module it would build the loaders of the original.
+            setattr(data, name, partial(_shared, getattr(data, name), rank, world_size))
 
 
 def train(experiment: Experiment, started_at: float) -> RunResult:
@@ -197,3 +386,74 @@ def verify(experiment: Experiment, interval: Interval) -> None:
             on_gpu = trainer.strategy.root_device.type == "cuda"
             repeats_bits = experiment.run.deterministic or not on_gpu
             print_pairs(compare(interval, repeated, repeats_bits=bool(repeats_bits)))
+
+
+def evaluate(experiment: Experiment, step: str) -> None:
+    """Validate, test or predict with a checkpoint.
+
+    Args:
+        step: the recipe's method that the command calls, such as validation_step.
+    """
+    recipe = experiment.recipe
+    data = experiment.data
+    ckpt = experiment.run.ckpt
+    predicts = experiment.command == "predict"
+    trainer = build_trainer(experiment, experiment.callbacks())
+    # Lightning converts the module only after it has loaded the checkpoint; float32 parameters would round float64.
+    trainer.precision_plugin.convert_module(recipe)
+    if ckpt is None:
+        load_initial_weights(recipe, exact=True)
+    rows: Sequence[dict[str, Any]]
+    with guarded(trainer, experiment, restores=ckpt):
+        if predicts:
+            outputs = trainer.predict(recipe, data, ckpt_path=ckpt, weights_only=True)
+            rows = all_rows(recipe, outputs or [], data_contract(data))
+        else:
+            evaluate_loaders = trainer.validate if experiment.command == "validate" else trainer.test
+            scores_of_loaders = evaluate_loaders(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False)
+            rows = [merged(scores_of_loaders)] if scores_of_loaders else []
+    if not rows:
+        raise UserError(f"there is nothing to {experiment.command}: the data have no such part, or it is empty")
+    if not any(rows):
+        raise UserError(f"{step} of {type(recipe).__name__} logs no score; call self.log(NAME, VALUE) in it")
+    if not trainer.is_global_zero:
+        return
+    tables = tables_of(trainer)
+    problem = _write(experiment, rows, tables)
+    if predicts:
+        print_rows(prediction_table(rows))
+    else:
+        print_scores(rows[0], tables, {} if problem else _files_of(experiment, tables))
+    if problem:
+        raise RunFailedError(f"{experiment.run.output} could not be written: {problem}")
+    unreadable = list(data_contract(data).unreadable_inputs.values())
+    # After the other inputs were predicted and written, so that one bad file does not cost their predictions.
+    if predicts and unreadable:
+        total = len(data_contract(data).prediction_names)
+        raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
+
+
+def _files_of(experiment: Experiment, tables: Mapping[str, ResultTable]) -> dict[str, Path]:
+    """Return the paths of the tables, beside ``--output``; none without it."""
+    if not experiment.run.output:
+        return {}
+    output = Path(experiment.run.output)
+    return {name: output.with_name(f"{output.stem}_{name}") for name in tables}
+
+
+def _write(experiment: Experiment, rows: Sequence[dict[str, Any]], tables: Mapping[str, ResultTable]) -> str:
+    """Write ``--output`` and the tables beside it; return the reason of a failure, or an empty text."""
+    if not experiment.run.output:
+        return ""
+    output = Path(experiment.run.output)
+    text_columns = experiment.recipe.prediction_columns[1:2]
+    content: Any = rows if experiment.command == "predict" else rows[0]
+    if output.suffix == ".txt":
+        content = [{name: row[name] or "" for name in text_columns} for row in rows]
+    try:
+        write_rows(output, content, text_columns if output.suffix == ".txt" else None)
+        for name, path in _files_of(experiment, tables).items():
+            write_rows(path, tables[name].rows, tables[name].columns)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

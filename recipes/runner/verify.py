@@ -22,10 +22,9 @@ from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.lib.writing import best_effort
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
+from recipes.runner.errors import rank_zero_print, relative_path
 from recipes.runner.loggers import run_ids
-from recipes.runner.printing import rank_zero_print, relative_path
-from recipes.runner.results import differences, environment, write_text
-from recipes.runner.saved_run import SavedRun
+from recipes.runner.saved_run import SavedRun, differences, environment, write_text
 
 _FILE = "weights.jsonl"
 
@@ -122,7 +121,7 @@ class Interval:
         recipe: the title of the recipe.
         resumed_from: the updates in the checkpoint from which the training was resumed that has made the save; None
             where it began with new weights.
-        environment: that of this training, see `recipes.runner.results.environment`.
+        environment: that of this training, see `recipes.runner.saved_run.environment`.
         config: the settings of this training.
         step: the updates made before the save.
         epoch: the epoch of the save, counted from 1.

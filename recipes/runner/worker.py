@@ -28,7 +28,7 @@ from callbacks.lib.signals import SIGNALS
 from datamodules.errors import UserError, first_line, spelled
 from datamodules.lightning import pl, rank_zero_only
 from datamodules.notes import warn
-from recipes.runner.failures import Failure, exit_now
+from recipes.runner.errors import Failure, exit_now
 from recipes.runner.launch import LOOPBACK, Launch
 
 _PACKAGES = ("recipes", "callbacks", "datamodules")

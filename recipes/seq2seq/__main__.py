@@ -1,4 +1,4 @@
-from recipes.runner.quick_imports import quick_imports
+from recipes.runner.start import quick_imports
 
 with quick_imports():
     from datamodules import TranslationDataModule

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from datamodules.errors import spelled, spelling_as_flags
-from recipes.runner.constructor_sources import read_help
+from recipes.runner.hints import read_help
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "help" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes import MNISTClassifier, Recipe, ResNetFineTuner, Seq2SeqTranslator
-from recipes.runner.classes import Classes
+from recipes.runner.flags import Classes
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("recipes", "callbacks", "datamodules", "benchmarks", "tests")

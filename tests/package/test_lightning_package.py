@@ -102,7 +102,7 @@ print(json.dumps(found))
 FORKED = """
 import sys
 import pytorch_lightning
-from recipes.runner.fork_server import start_fork_server, start_method
+from recipes.runner.start import start_fork_server, start_method
 from multiprocessing import get_context
 
 if __name__ == "__main__":

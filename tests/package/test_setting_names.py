@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.runner.constructor_sources import read_help
+from recipes.runner.hints import read_help
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "|".join({name for recipe in ("mnist", "resnet", "seq2seq") for name in read_help(f"recipes.{recipe}").names()})
@@ -22,7 +22,7 @@ ALLOWED = {
     ("datamodules/images/mnist.py", f"{FILLED}="),
     ("datamodules/translation/corpus.py", "max_length="),
     ("recipes/resnet/feature_cache.py", "cache_gb="),
-    ("recipes/runner/fit.py", f"{FILLED}="),  # A call of fit().
+    ("recipes/runner/run.py", f"{FILLED}="),  # A call of fit().
     ("recipes/runner/flags.py", f"{FILLED}="),
     ("recipes/runner/launch.py", f"{FILLED}="),  # An environment variable.
     ("recipes/seq2seq/attention.py", "name="),  # HTML.

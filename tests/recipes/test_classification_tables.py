@@ -18,9 +18,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, Te
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
 from datamodules.loading.loaders import EvaluationLoader, sample_numbers
-from recipes.runner.results import write_rows
-from recipes.runner.run_files import tables_of
-from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
+from recipes.runner.report import tables_of
+from recipes.runner.saved_run import write_rows
+from recipes.runner.training import evaluate_each_sample_once, share_of
 from recipes.tables import class_table
 from tests.support.command_lines import MNIST, typed
 from tests.support.own_training import TrainedClassifier

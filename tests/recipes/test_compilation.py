@@ -27,7 +27,7 @@ from recipes.mnist import MNISTClassifier
 from recipes.mnist.network import MNISTNet
 from recipes.resnet import ResNetFineTuner
 from recipes.resnet.network import build_resnet
-from recipes.runner.strategies import build_strategy
+from recipes.runner.settings import build_strategy
 from recipes.seq2seq.network import Seq2SeqNet, target_positions
 from recipes.seq2seq.transformer import TransformerNet
 from tests.support.command_lines import MNIST, typed

@@ -19,7 +19,7 @@ from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import UNK, Vocabulary
 from recipes.export import export
 from recipes.prediction import all_rows, predict
-from recipes.runner.results import write_rows
+from recipes.runner.saved_run import write_rows
 from recipes.seq2seq.decoding import sentences_of
 from recipes.seq2seq.recipe import Seq2SeqTranslator
 from recipes.seq2seq.scores import standard_scores, token_scores

@@ -81,7 +81,7 @@ def weights_of(checkpoint: Path) -> str:
 def is_fork_server(pid: int) -> bool:
     """Whether a process is the one that an agent of ours forks its workers from."""
     with contextlib.suppress(OSError):
-        return b"recipes.runner.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"recipes.runner.start" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

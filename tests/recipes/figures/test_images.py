@@ -8,7 +8,7 @@ from datamodules.images.normalise import Normalise
 from recipes.figures.images import ImageGrid, displayed
 from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, training_grid
 from recipes.mnist import MNISTClassifier
-from recipes.runner.run_files import figures_of
+from recipes.runner.report import figures_of
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, Stoc
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.runner.console import escape_output
+from recipes.runner.errors import escape_output
 from recipes.runner.report import print_rows
 from tests.support.command_lines import typed
 from tests.support.minimal_recipe import Line, Points

@@ -9,10 +9,9 @@ import pytest
 
 from datamodules.lightning import pl
 from recipes import MNISTClassifier, Recipe, ResNetFineTuner, Seq2SeqTranslator
-from recipes.runner.classes import Classes
-from recipes.runner.constructor_sources import read_help, read_trainer_parameters
-from recipes.runner.flag_help import help_text
-from recipes.runner.requests import read_request
+from recipes.runner.command import help_text
+from recipes.runner.flags import Classes, read_request
+from recipes.runner.hints import read_help, read_trainer_parameters
 
 RECIPES = [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator]
 

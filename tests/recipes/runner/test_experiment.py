@@ -196,14 +196,11 @@ def test_threads_of_the_flag_hold_in_each_process(tmp_path: Path) -> None:
     ],
 )
 def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(batch_size, line, tmp_path, capsys):
-    from recipes.runner.classes import Classes
     from recipes.runner.command import Command
-    from recipes.runner.experiment import build_experiment
-    from recipes.runner.flags import Given
+    from recipes.runner.experiment import _global_batch_text, build_experiment
+    from recipes.runner.flags import Classes, Given, Request
     from recipes.runner.launch import Launch
-    from recipes.runner.requests import Request
     from recipes.runner.spec import Resolver
-    from recipes.runner.trainer import _global_batch_text
     from tests.recipes.runner.test_resume import save
 
     config = {"batch_size": batch_size, "accumulate": 1, "num_classes": 3, "shade": "grey"}

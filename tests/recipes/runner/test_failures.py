@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from datamodules import UserError
 from datamodules.errors import RunFailedError
 from datamodules.loading.download import DownloadError
-from recipes.runner.failures import Failure, failures_reported, first_cause
+from recipes.runner.errors import Failure, failures_reported, first_cause
 
 LOST = RuntimeError("[gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2")
 

@@ -6,8 +6,7 @@ from typing import Literal
 import pytest
 
 from datamodules.errors import UserError
-from recipes.runner.flag_help import flags_text
-from recipes.runner.flag_types import type_name
+from recipes.runner.command import flags_text, type_name
 from recipes.runner.flags import FlagGroup, FlagParser
 
 

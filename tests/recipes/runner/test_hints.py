@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes import MNISTClassifier, Recipe, ResNetFineTuner, Seq2SeqTranslator
-from recipes.runner.classes import Classes
+from recipes.runner.flags import Classes
 from recipes.runner.hints import OTHER_NAMES, flag_meant, meant
 
 PAGE = Path(__file__).parents[3] / "docs/help/coming-from.md"

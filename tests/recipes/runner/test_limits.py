@@ -14,7 +14,7 @@ from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
 from recipes.optimization import refuse_plateau_by_time
-from recipes.runner.limits import limits_per_device, micro_batches_of_update
+from recipes.runner.settings import limits_per_device, micro_batches_of_update
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 

@@ -8,9 +8,8 @@ import pytest
 
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier
-from recipes.runner.classes import Classes, marks_of
-from recipes.runner.merging import Marks, as_plain, fill, merge, with_length
-from recipes.runner.settings import TrainerSettings
+from recipes.runner.flags import Classes, marks_of
+from recipes.runner.settings import Marks, TrainerSettings, as_plain, fill, merge, with_length
 
 MARKS = Marks(
     free=frozenset({"logger"}),

@@ -15,7 +15,7 @@ SCRIPT = """
     import gc
     import weakref
 
-    from recipes.runner.quick_imports import quick_imports
+    from recipes.runner.start import quick_imports
 
     class Node:
         pass
@@ -49,7 +49,7 @@ finally:
 """
 """The console command; it says which of the packages were imported that take seconds."""
 
-BLOCK = "from recipes.runner.quick_imports import quick_imports\nwith quick_imports():\n    "
+BLOCK = "from recipes.runner.start import quick_imports\nwith quick_imports():\n    "
 
 
 def _python(*args: str, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
@@ -124,7 +124,7 @@ def test_what_is_no_wrong_flag_is_left_to_the_parser(args: str, tmp_path: Path) 
 
 
 SLOW_IMPORTS = """
-from recipes.runner.quick_imports import quick_imports
+from recipes.runner.start import quick_imports
 
 with quick_imports():
     import time

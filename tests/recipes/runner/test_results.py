@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from datamodules.errors import UserError
-from recipes.runner.results import RESULTS, read_results, write_rows
+from recipes.runner.saved_run import RESULTS, read_results, write_rows
 
 
 def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typing_extensions import override
 
-from recipes.runner.results import read_results
-from recipes.runner.saved_run import read_run
+from recipes.runner.saved_run import read_results, read_run
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import MNISTDataModule, UserError
 from recipes.mnist import MNISTClassifier
-from recipes.runner import merging
-from recipes.runner import resume as rule
-from recipes.runner.classes import Classes, marks_of
-from recipes.runner.folder import locked
-from recipes.runner.resume import ResumePoint, launch_name, start_from
+from recipes.runner import folder as rule
+from recipes.runner import settings as merging
+from recipes.runner.flags import Classes, marks_of
+from recipes.runner.folder import ResumePoint, launch_name, locked, start_from
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
 from recipes.runner.worker import RankZeroFailed
 from tests.support.ranks import run_ranks

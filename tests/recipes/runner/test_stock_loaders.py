@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
+from recipes.runner.training import evaluate_each_sample_once, share_of
 
 
 class Several(pl.LightningDataModule):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import FreezeLayers
 from datamodules.errors import UserError
-from recipes.runner.strategies import LeanDDPStrategy, build_strategy, check_strategy
+from recipes.runner.settings import LeanDDPStrategy, build_strategy, check_strategy
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 

@@ -1,25 +1,166 @@
-"""Why a process of a run failed: the record that it leaves, and the line that the user reads.
+"""From an exception to a line: who prints, how messages look, and why a process of a run has failed.
 
 One failure causes others: the remaining ranks lose their connection to the failed one, and then fail as well. Each
 record therefore says of which kind a failure is, and `first_cause` finds the one that caused the others.
 """
 
+import io
 import json
+import logging
 import os
 import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from callbacks.lib.signals import SIGNALS, name_of
 from datamodules.errors import UserError, first_line
-from recipes.runner.console import error_lines, one_line
-from recipes.runner.printing import print_error, rank_of_process
+from datamodules.lightning import pl, rank_zero_only
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process is rank 0 of its run.
+
+    `recipes.runner.worker` sets Lightning's ``rank_zero_only.rank``, which this reads. Before that the variables of the
+    launchers decide.
+    """
+    return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def rank_of_process() -> int:
+    """Return the rank of this process, as far as it is known."""
+    return int(getattr(rank_zero_only, "rank", 0) or 0)
+
+
+def rank_zero_print(message: str) -> None:
+    """Print a line on rank 0."""
+    if is_rank_zero():
+        print(message, flush=True)  # noqa: T201
+
+
+def print_error(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def relative_path(path: str | Path) -> str:
+    """Return a path relative to the current folder, where it is inside it."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+_LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+_PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
+
+
+class _OneLine(logging.Handler):
+    """Prints each of our log messages as a plain line."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        # A message about one rank, such as a damaged file, is logged by no other.
+        if is_rank_zero() or getattr(record, "any_rank", False):
+            print(record.getMessage(), file=sys.stderr)  # noqa: T201
+
+
+_level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
+
+
+@contextmanager
+def warnings_only() -> Iterator[None]:
+    """Print nothing but warnings: no messages, no progress and nothing on standard output."""
+    before = _level.set(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        _level.reset(before)
+
+
+def prints_progress() -> bool:
+    """Return whether more than warnings are printed."""
+    return _level.get() < logging.WARNING
+
+
+def escape_output() -> None:
+    """Have standard output escape what its encoding lacks, as standard error does: a file's name may hold any bytes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def configure_logging() -> None:
+    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others."""
+    for name in _LIGHTNING:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in (f"{pl.__name__}.profilers", f"{pl.__name__}.callbacks.model_summary", "lightning_recipes"):
+        logger = logging.getLogger(name)
+        logger.setLevel(_level.get())
+        logger.handlers = [_OneLine()]
+        logger.propagate = False
+    # A second run in this process must not wrap the function of the first.
+    default_showwarning = getattr(warnings.showwarning, "default", warnings.showwarning)
+
+    def show_ours(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *args: Any, **kwargs: Any
+    ) -> None:
+        if not any(map(Path(filename).is_relative_to, _PACKAGES)):
+            default_showwarning(message, category, filename, lineno, *args, **kwargs)
+        elif is_rank_zero():
+            print(f"warning: {message}", file=sys.stderr)  # noqa: T201
+
+    show_ours.default = default_showwarning  # type: ignore[attr-defined]
+    warnings.showwarning = show_ours
+    for module in ("joblib", *_LIGHTNING, "torch", "tensorboard", "torchmetrics"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+    # Pillow warns of large images; the data modules refuse images by their own limit.
+    warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
+    warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
+
+
+def _cut(text: str, longest: int) -> str:
+    """Return a text, its middle replaced by dots where it is longer than `longest` characters."""
+    if len(text) <= longest:
+        return text
+    half = (longest - 5) // 2
+    return f"{text[: longest - 5 - half]} ... {text[-half:]}"
+
+
+def error_lines(error: UserError) -> str:
+    """Return the message of an error in one printable line, and the commands to type in lines of their own."""
+    return "\n  ".join(map(one_line, [str(error.args[0]), *error.commands]))
+
+
+def one_line(message: str) -> str:
+    """Return a message in one printable line, since values of any kind and length may be in it.
+
+    Of words beyond 500 characters, and of a text beyond 10,000, the middle is left out.
+
+    Example:
+        >>> print(one_line("no file \x1b[31mred\\n"))
+        no file \\x1b[31mred\\n
+        >>> one_line("--lr " + "9" * 1000 + " is not a number")[-24:]
+        '99999999 is not a number'
+    """
+    characters = []
+    for character in message:
+        if character.isprintable():
+            characters.append(character)
+        else:
+            characters.append(character.encode("unicode_escape").decode())
+    words = "".join(characters).split(" ")
+    return _cut(" ".join(_cut(word, 500) for word in words), 10_000)
+
 
 # Gloo and NCCL raise a plain RuntimeError, so that only its text tells a lost connection.
 _LOST_CONNECTION = (
