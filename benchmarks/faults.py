@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,7 +191,7 @@ FAULTS: dict[str, FaultCase] = {
     "SIGTERM during a save": FaultCase(_TERM | {"moment": "save"}, "resume with", 143, 0),
     "SIGTERM to rank 1 of 2": FaultCase(_TERM | {"rank": 1}, "resume with", 143, 0, world_size=2),
     "kill -9 of rank 1 of 2": FaultCase(_KILL | {"rank": 1}, _KILLED, world_size=2),
-    "kill -9 of rank 1's node": FaultCase(_KILL | {"rank": 1}, _KILLED, world_size=2, manual_launch=True),
+    "kill -9 of rank 1's node": FaultCase(_KILL | {"rank": 1}, "lost its connection", world_size=2, manual_launch=True),
     "kill -9 in training, started again": FaultCase(_KILL, _KILLED, 0, restarts=1),
     "kill -9 in validation, started again": FaultCase(
         _KILL | {"moment": "validation"}, _KILLED, 0, 2 * SAVE_EVERY, restarts=1
@@ -477,7 +478,11 @@ def run_randomly(number: int, seed: int, recipes: Sequence[str]) -> int:
 
 def run_faulty(fault: Fault) -> None:
     """Run the command line of the recipe with the fault in this process."""
-    run_recipe(*TINY_RECIPES[fault.recipe].classes(), lambda: [Faulty(fault)])
+    run_recipe(*TINY_RECIPES[fault.recipe].classes(), partial(_callbacks, fault))
+
+
+def _callbacks(fault: Fault) -> list[pl.Callback]:
+    return [Faulty(fault)]
 
 
 if __name__ == "__main__":

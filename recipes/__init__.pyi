@@ -5,9 +5,9 @@ from .optim import build_optimizer as build_optimizer
 from .optim import parameter_groups as parameter_groups
 from .prediction import predict as predict
 from .resnet.recipe import ResNetFineTuner as ResNetFineTuner
-from .runner.fit import fit as fit
+from .runner.report import RunResult as RunResult
+from .runner.run import fit as fit
 from .runner.run import run as run
-from .runner.run_result import RunResult as RunResult
 from .schedules import build_schedule as build_schedule
 from .scores import MeanOverTargets as MeanOverTargets
 from .seq2seq.recipe import Seq2SeqTranslator as Seq2SeqTranslator

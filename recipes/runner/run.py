@@ -244,6 +244,8 @@ class Task:
             check_files(launch, spec.point.folder, checkpoint)
             if checkpoint and not spec.point.given and spec.interval is None:
                 rank_zero_print(f"resuming from {relative_path(checkpoint)}, after {spec.updates_done:,} updates")
+            elif spec.run.resume == "auto" and not checkpoint and spec.point.folder:
+                rank_zero_print(f"nothing to resume in {relative_path(spec.point.folder)}: the run starts fresh")
             try:
                 notes = ", tuned allocator" if tuned and detect_machine(spec.trainer.accelerator).kind == "cpu" else ""
                 experiment = build_experiment(spec, self.classes, launch, self.typed, notes)

@@ -91,7 +91,10 @@ def _exists(rank: int, missing: str) -> Any:
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("last.ckpt", "does not find the checkpoint last.ckpt: pass a `run_dir` that all nodes share, or resume=FILE"),
+        (
+            "last.ckpt",
+            "does not find the checkpoint last.ckpt: pass a `run_dir` that all nodes share, or resume='FILE'",
+        ),
         ("folder", "does not find the run's folder folder, and a resume reads its checkpoint on every node"),
     ],
 )

@@ -83,9 +83,11 @@ SHELL_STEP = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"
 def test_one_process_in_a_slurm_job_with_more_is_refused_with_the_srun_line(env, devices, what, srun):
     with pytest.raises(UserError) as refused:
         plan(env, devices)
-    line = f"this Slurm job has {what}, and the program was started once, without srun: {srun} python -m r --lr 0.1 or"
+    line = f"this Slurm job has {what}, and the program was started once, without srun; type the first of these,"
     assert str(refused.value).startswith(line)
-    assert str(refused.value).endswith("as one process: srun --nodes=1 --ntasks-per-node=1 python -m r --lr 0.1")
+    one_process = "srun --nodes=1 --ntasks-per-node=1 python -m r --lr 0.1"
+    assert refused.value.commands == (f"{srun} python -m r --lr 0.1", one_process)
+    assert str(refused.value).endswith(f"\n  {one_process}")
     assert plan(env, 2, 2, node_rank=1, master_addr="a").launcher == "manual"
 
 
@@ -102,7 +104,7 @@ def test_a_program_typed_in_a_shell_of_srun_is_none_of_its_tasks(monkeypatch):
     shell = by_slurm(7, nodes=2, devices=1)[0] | SALLOC_2_NODES | {"SLURM_PTY_PORT": "4", "SLURM_TASK_PID": "5"}
     assert plan(shell).launcher == "slurm", "a step within the shell inherits the variable, and has no terminal"
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    with pytest.raises(UserError, match="without srun: srun --overlap --nodes=2 --ntasks-per-node=1 python -m r"):
+    with pytest.raises(UserError, match=r"without srun.*\n  srun --overlap --nodes=2 --ntasks-per-node=1 python -m r"):
         plan(shell)
     assert plan(shell | {"SLURM_JOB_NUM_NODES": "1"}, 2).launcher == "local"
     assert plan(shell | {"SLURM_TASK_PID": str(os.getpid())}).launcher == "slurm", "srun --pty python"
@@ -155,7 +157,7 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
     [
         ({}, {"nodes": 4}, "python -m r --lr 0.1 --devices=auto --num_nodes 4 --node-rank I --master-addr HOST"),
         ({}, {"nodes": 4}, "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1"),
-        ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank=2: expected 0 to 1, since num_nodes=2"),
+        ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank=2: expected 0 to 1, since there are 2 nodes"),
         ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is not a whole number"),
         (
             {},
@@ -167,7 +169,7 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
             {"devices": 8, "here": GPUS},
             "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2",
         ),
-        ({}, {"nodes": "4:2"}, "num_nodes=4:2: expected a number of nodes, or MIN:MAX as in 1:4"),
+        ({}, {"nodes": "4:2"}, "num_nodes='4:2': expected a number of nodes, or MIN:MAX as in 1:4"),
         ({}, {"devices": 9999}, "devices=9999 starts 9999 processes on"),
         ({}, {"devices": "0,1"}, "names devices by number, and the processes of a CPU have none: python -m r --lr 0.1"),
         ({}, {"devices": 0}, "devices=0 requests none; pass 1 or more, auto, or indices such as 0,1"),
@@ -210,5 +212,5 @@ def test_an_update_that_the_devices_cannot_share_is_refused_before_they_start():
         check_shared_update(Launch("local", 1, devices), samples, batch_size)
     with pytest.raises(UserError, match="of 100 has 1 micro-batches of 256, and there are 2 devices: .* of 50 or less"):
         check_shared_update(Launch("local", 1, 2), 100, 256)
-    with pytest.raises(UserError, match="num_nodes=1:4 lets the number of devices change.* pass `global_batch_size`"):
+    with pytest.raises(UserError, match="num_nodes='1:4': the number of devices may change.* pass `global_batch_size`"):
         check_shared_update(Launch("manual", 4, 1, min_nodes=1), None, 256)

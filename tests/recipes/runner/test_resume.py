@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_on
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
-    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass resume=auto"):
+    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass resume='auto'"):
         find_resume_point(str(last), None, tmp_path, CONFIG, {})
 
 
