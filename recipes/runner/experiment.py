@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,14 +52,12 @@ from recipes.optim import learning_rate_scale
 from recipes.runner.command import Command
 from recipes.runner.errors import prints_progress, rank_zero_print
 from recipes.runner.flags import Classes, free_parameters
-from recipes.runner.folder import ResumePoint
 from recipes.runner.launch import Launch, on_devices_of
 from recipes.runner.loggers import NotebookProgress, in_notebook, logger_names, loggers
 from recipes.runner.machine import detect_machine, shared_cores
 from recipes.runner.saved_run import SavedRun, hardware
 from recipes.runner.settings import (
     RunSettings,
-    TrainerSettings,
     as_plain,
     build_strategy,
     fill,
@@ -208,37 +205,23 @@ def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A command with its settings, recipe, data module and callbacks; read-only.
+    """A run with its recipe, data module and callbacks; read-only.
 
     Args:
-        command: fit, validate, test, predict or export.
-        run: the settings of the run, with the resolved precision and threads.
-        trainer: the settings of the Trainer.
-        config: the settings that make the experiment, as plain values: what is saved with the run.
-        auto_settings: the settings that the first command of the run has left to the run.
+        spec: the record of the run, completed with what follows from the data and the machine.
         launch: the position of this process in the run.
-        point: the folder and the checkpoint where the run resumes.
-        saved: the settings and the progress in that checkpoint.
         recipe: to train or evaluate.
         data: to train or evaluate on.
         callbacks: makes the callbacks of a Trainer, new ones at each call; see `callbacks_maker`.
         typed: what the user typed.
-        notes: notes on precision and memory for the run's first line.
     """
 
-    command: str
-    run: RunSettings
-    trainer: TrainerSettings
-    config: Mapping[str, Any]
-    auto_settings: Sequence[str]
+    spec: RunSpec
     launch: Launch
-    point: ResumePoint
-    saved: SavedRun | None
     recipe: Recipe
     data: pl.LightningDataModule
     callbacks: Callable[..., list[Callback]]
     typed: Command
-    notes: str = ""
 
     @property
     def validates(self) -> bool:
@@ -250,21 +233,21 @@ class Experiment:
     def tokens_parameter(self) -> str | None:
         """The setting that limits a batch by tokens, if it has a value."""
         name = data_contract(self.data).tokens_parameter
-        return name if name and self.config.get(name) else None
+        return name if name and self.spec.config.get(name) else None
 
     @property
     def update_items(self) -> int | None:
         """Samples of an update on all devices, or batches limited by tokens; None if they are not known."""
-        return (self.saved and self.saved.update_items) or self.run.global_batch_size
+        return (self.spec.saved and self.spec.saved.update_items) or self.spec.run.global_batch_size
 
     @property
     def micro_batches(self) -> int | None:
         """Micro-batches of an update on all devices; None if their number is not known yet."""
-        saved = self.saved
+        saved = self.spec.saved
         if saved and not self.update_items and saved.devices != self.launch.world_size:
             return None  # A stock loader keeps the samples of an update, and their number is not known here.
-        batch_size = 1 if self.tokens_parameter else self.config.get("batch_size")
-        return micro_batches_of_update(self.run.accumulate, self.update_items, batch_size, self.launch.world_size)
+        batch_size = 1 if self.tokens_parameter else self.spec.config.get("batch_size")
+        return micro_batches_of_update(self.spec.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
 def _settle_threads(command: str, run: RunSettings, saved: SavedRun | None, launch: Launch, *, on_cpu: bool) -> int:
@@ -383,15 +366,10 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
     trainer = on_devices_of(launch, spec.trainer)
     # The recipe first: its constructor computes defaults, and it may share parameters with the data module.
     resolved = fill(fill({**spec.config, "threads": run.threads}, recipe.hparams), data_options)
+    config = {name: as_plain(value) for name, value in resolved.items()}
     return Experiment(
-        command=spec.command,
-        run=run,
-        trainer=trainer,
-        config=MappingProxyType({name: as_plain(value) for name, value in resolved.items()}),
-        auto_settings=spec.auto_settings,
+        spec=replace(spec, run=run, trainer=trainer, config=config, notes=spec.notes + notes),
         launch=launch,
-        point=spec.point,
-        saved=saved,
         recipe=recipe,
         data=data,
         callbacks=callbacks_maker(
@@ -403,7 +381,6 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
             shows_progress=trainer.enable_progress_bar is not False,
         ),
         typed=typed,
-        notes=spec.notes + notes,
     )
 
 
@@ -428,7 +405,7 @@ def _global_batch_text(experiment: Experiment) -> str:
     launch = experiment.launch
     micro_batches = experiment.micro_batches
     limited = experiment.tokens_parameter is not None
-    size = experiment.config.get(experiment.tokens_parameter or "batch_size")
+    size = experiment.spec.config.get(experiment.tokens_parameter or "batch_size")
     if not isinstance(size, int):
         return ""
     tokens = " tokens" if limited else ""
@@ -443,10 +420,10 @@ def _global_batch_text(experiment: Experiment) -> str:
 
 def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
     launch = f"{experiment.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
-    batch = _global_batch_text(experiment) if experiment.command == "fit" else ""
+    batch = _global_batch_text(experiment) if experiment.spec.command == "fit" else ""
     rank_zero_print(
         f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}precision"
-        f" {experiment.run.precision}{experiment.notes}"
+        f" {experiment.spec.run.precision}{experiment.spec.notes}"
     )
 
 
@@ -463,9 +440,9 @@ def build_trainer(
         folder: the run's folder, for logs; None for a command that logs nothing.
         checkpoint_io: writes the checkpoints.
     """
-    run = experiment.run
+    run = experiment.spec.run
     launch = experiment.launch
-    options: dict[str, Any] = experiment.trainer.options()
+    options: dict[str, Any] = experiment.spec.trainer.options()
     options |= limits_per_device(options, launch.rank, launch.world_size)
     if not prints_progress():
         options["enable_progress_bar"] = False
@@ -476,7 +453,7 @@ def build_trainer(
             **options,
             precision=run.precision,  # type: ignore[arg-type]
             deterministic=run.deterministic or None,
-            logger=loggers(folder, experiment.saved, logger_names(run.logger)) if folder else False,
+            logger=loggers(folder, experiment.spec.saved, logger_names(run.logger)) if folder else False,
             callbacks=list(callbacks),
             plugins=[_environment(launch), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
@@ -486,6 +463,6 @@ def build_trainer(
     # Lightning's EarlyStopping reads this attribute, which a Trainer that validates by time does not have.
     vars(trainer).setdefault("val_check_interval", None)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
-    if experiment.command != "predict":
+    if experiment.spec.command != "predict":
         _print_first_line(trainer, experiment)
     return trainer

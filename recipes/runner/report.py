@@ -391,7 +391,7 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
         "parameters": parameters,
         "trainable_parameters": stopwatch.trainable or trainable,
         "data": {"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
-        "config": dict(experiment.config),
+        "config": dict(experiment.spec.config),
     }
 
 

@@ -79,37 +79,37 @@ def run_command(experiment: Experiment, started_at: float, interval: Interval | 
     Returns:
         The result of fit; None for the other commands.
     """
-    if experiment.command == "export":
+    if experiment.spec.command == "export":
         _export(experiment)
         return None
     _check_parts(experiment)
-    if experiment.trainer.options().get("use_distributed_sampler", True):
+    if experiment.spec.trainer.options().get("use_distributed_sampler", True):
         evaluate_each_sample_once(experiment.data, experiment.launch.rank, experiment.launch.world_size)
     with as_user_errors(MisconfigurationException):
-        if experiment.command != "fit":
-            evaluate(experiment, _NEEDS[experiment.command][0])
+        if experiment.spec.command != "fit":
+            evaluate(experiment, _NEEDS[experiment.spec.command][0])
             return None
         if interval is None:
             return train(experiment, started_at)
-        with restoring(experiment.point.checkpoint):
+        with restoring(experiment.spec.point.checkpoint):
             verify(experiment, interval)
         return None
 
 
 def _check_parts(experiment: Experiment) -> None:
     """Refuse a command for which the recipe or the data module has no method."""
-    command = experiment.command
+    command = experiment.spec.command
     step, loader = _NEEDS[command]
     for owner, name in ((experiment.recipe, step), (experiment.data, loader)):
         if not is_overridden(name, owner):
             raise UserError(f"{command} needs a method {name}, and {type(owner).__name__} has none")
-    validates = experiment.validates and experiment.trainer.limit_val_batches != 0
-    if command == "fit" and experiment.run.patience is not None and not validates:
+    validates = experiment.validates and experiment.spec.trainer.limit_val_batches != 0
+    if command == "fit" and experiment.spec.run.patience is not None and not validates:
         raise UserError(f"{spelled('patience')} counts validations, and this run has none; leave it out")
 
 
 def _export(experiment: Experiment) -> None:
-    run = experiment.run
+    run = experiment.spec.run
     exported = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
     inputs = {f"input {name}": description for name, description in exported.inputs.items()}
     print_pairs({"written": relative_path(exported.path), **inputs, "checked": exported.check})

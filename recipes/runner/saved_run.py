@@ -135,15 +135,15 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-def _checkpoints(folder: Path) -> tuple[list[SavedRun], dict[Path, str]]:
+def _checkpoints(folder: Path) -> tuple[list[SavedRun], list[str]]:
     """Return the checkpoints in a folder that a run may resume from, and the errors of the others."""
     readable = []
-    problems = {}
+    problems = []
     for path in sorted(folder.glob("*.ckpt")):
         try:
             readable.append(_read(path))
         except UserError as error:
-            problems[path] = str(error).removeprefix(f"{path} ").removeprefix("is not a checkpoint: ")
+            problems.append(str(error))
     return readable, problems
 
 
@@ -169,9 +169,9 @@ def newest_valid_run(folder: Path, logs: bool = True) -> SavedRun | None:
         if problem is None:
             valid = saved
             break
-        damaged[saved.path] = problem
-    for path, problem in damaged.items() if logs else ():
-        log.warning("warning: %s is skipped: %s", path, problem)
+        damaged.append(f"{saved.path}: {problem}")
+    for problem in damaged if logs else ():
+        log.warning("warning: a checkpoint is skipped: %s", problem)
     return valid
 
 

@@ -101,7 +101,7 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
     except Exception as error:
         if isinstance(error, UserError) or not is_out_of_memory(error):
             raise
-        config = experiment.config
+        config = experiment.spec.config
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         names = [name for name in (experiment.tokens_parameter or "batch_size", "eval_batch_size") if name in config]
         sizes = ", ".join(spelled(name, config[name]) for name in names)
@@ -233,10 +233,10 @@ def train(experiment: Experiment, started_at: float) -> RunResult:
         started_at: `time.monotonic` at the start of the program.
     """
     forget_failures()
-    if experiment.trainer.fast_dev_run:
+    if experiment.spec.trainer.fast_dev_run:
         return _train_in(None, experiment, Stopwatch(started_at))
-    assert experiment.point.folder is not None, "the record of a run names its folder"
-    folder = Path(experiment.point.folder)
+    assert experiment.spec.point.folder is not None, "the record of a run names its folder"
+    folder = Path(experiment.spec.point.folder)
     with locked(folder):
         files = RunFiles(started_at, folder, partial(report_interrupted, experiment))
         return _train_in(folder, experiment, files)
@@ -246,19 +246,23 @@ def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch)
     saves: list[Callback] = []
     records: list[Callback] = [stopwatch]
     on_saved = None
-    if folder and experiment.trainer.enable_checkpointing is not False:
+    if folder and experiment.spec.trainer.enable_checkpointing is not False:
         monitor = experiment.recipe.monitor if experiment.validates else None
-        saves += checkpoint_callbacks(folder, monitor, experiment.recipe, experiment.run)
+        saves += checkpoint_callbacks(folder, monitor, experiment.recipe, experiment.spec.run)
         recorder = WeightsRecorder(
-            folder, experiment.recipe.title, experiment.saved, experiment.config, experiment.auto_settings
+            folder,
+            experiment.recipe.title,
+            experiment.spec.saved,
+            experiment.spec.config,
+            experiment.spec.auto_settings,
         )
         records.append(recorder)
         on_saved = recorder.saved
     trainer = build_trainer(experiment, experiment.callbacks(saves, records), folder, VerifiedCheckpointIO(on_saved))
     if folder and is_rank_zero():
-        write_config(folder, experiment.config)
-        log_settings(trainer.loggers, experiment.config)
-        for path in start_from(experiment.point, folder):
+        write_config(folder, experiment.spec.config)
+        log_settings(trainer.loggers, experiment.spec.config)
+        for path in start_from(experiment.spec.point, folder):
             rank_zero_print(
                 f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
             )
@@ -316,7 +320,7 @@ def _train_and_test(
     """Train, then score the best checkpoint as validate and test do."""
     recipe = experiment.recipe
     data = experiment.data
-    resume = experiment.point.checkpoint
+    resume = experiment.spec.point.checkpoint
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
     with guarded(trainer, experiment, folder, restores=resume):
@@ -369,22 +373,22 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         RunFailedError: the weights differ.
     """
     recipe = experiment.recipe
-    check_beginning(interval, experiment.launch.world_size, experiment.run.global_batch_size)
+    check_beginning(interval, experiment.launch.world_size, experiment.spec.run.global_batch_size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         monitor = recipe.monitor if experiment.validates else None
         # The callbacks of the run, so that checkpoints are saved at the same moments.
-        saves = checkpoint_callbacks(folder, monitor, recipe, experiment.run)
-        recorder = WeightsRecorder(folder, recipe.title, None, experiment.config)
+        saves = checkpoint_callbacks(folder, monitor, recipe, experiment.spec.run)
+        recorder = WeightsRecorder(folder, recipe.title, None, experiment.spec.config)
         callbacks = experiment.callbacks(saves, [recorder, IntervalEnd(interval.step, folder / "end.ckpt")])
         trainer = build_trainer(experiment, callbacks, checkpoint_io=VerifiedCheckpointIO(recorder.saved))
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.
         with suppress(IntervalEnd.Reached):
-            trainer.fit(recipe, experiment.data, ckpt_path=experiment.point.checkpoint, weights_only=True)
+            trainer.fit(recipe, experiment.data, ckpt_path=experiment.spec.point.checkpoint, weights_only=True)
         if trainer.is_global_zero:
             repeated = read_saves(folder).get(interval.step)
             on_gpu = trainer.strategy.root_device.type == "cuda"
-            repeats_bits = experiment.run.deterministic or not on_gpu
+            repeats_bits = experiment.spec.run.deterministic or not on_gpu
             print_pairs(compare(interval, repeated, repeats_bits=bool(repeats_bits)))
 
 
@@ -396,8 +400,8 @@ def evaluate(experiment: Experiment, step: str) -> None:
     """
     recipe = experiment.recipe
     data = experiment.data
-    ckpt = experiment.run.ckpt
-    predicts = experiment.command == "predict"
+    ckpt = experiment.spec.run.ckpt
+    predicts = experiment.spec.command == "predict"
     trainer = build_trainer(experiment, experiment.callbacks())
     # Lightning converts the module only after it has loaded the checkpoint; float32 parameters would round float64.
     trainer.precision_plugin.convert_module(recipe)
@@ -409,11 +413,11 @@ def evaluate(experiment: Experiment, step: str) -> None:
             outputs = trainer.predict(recipe, data, ckpt_path=ckpt, weights_only=True)
             rows = all_rows(recipe, outputs or [], data_contract(data))
         else:
-            evaluate_loaders = trainer.validate if experiment.command == "validate" else trainer.test
+            evaluate_loaders = trainer.validate if experiment.spec.command == "validate" else trainer.test
             scores_of_loaders = evaluate_loaders(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False)
             rows = [merged(scores_of_loaders)] if scores_of_loaders else []
     if not rows:
-        raise UserError(f"there is nothing to {experiment.command}: the data have no such part, or it is empty")
+        raise UserError(f"there is nothing to {experiment.spec.command}: the data have no such part, or it is empty")
     if not any(rows):
         raise UserError(f"{step} of {type(recipe).__name__} logs no score; call self.log(NAME, VALUE) in it")
     if not trainer.is_global_zero:
@@ -425,7 +429,7 @@ def evaluate(experiment: Experiment, step: str) -> None:
     else:
         print_scores(rows[0], tables, {} if problem else _files_of(experiment, tables))
     if problem:
-        raise RunFailedError(f"{experiment.run.output} could not be written: {problem}")
+        raise RunFailedError(f"{experiment.spec.run.output} could not be written: {problem}")
     unreadable = list(data_contract(data).unreadable_inputs.values())
     # After the other inputs were predicted and written, so that one bad file does not cost their predictions.
     if predicts and unreadable:
@@ -435,19 +439,19 @@ def evaluate(experiment: Experiment, step: str) -> None:
 
 def _files_of(experiment: Experiment, tables: Mapping[str, ResultTable]) -> dict[str, Path]:
     """Return the paths of the tables, beside ``--output``; none without it."""
-    if not experiment.run.output:
+    if not experiment.spec.run.output:
         return {}
-    output = Path(experiment.run.output)
+    output = Path(experiment.spec.run.output)
     return {name: output.with_name(f"{output.stem}_{name}") for name in tables}
 
 
 def _write(experiment: Experiment, rows: Sequence[dict[str, Any]], tables: Mapping[str, ResultTable]) -> str:
     """Write ``--output`` and the tables beside it; return the reason of a failure, or an empty text."""
-    if not experiment.run.output:
+    if not experiment.spec.run.output:
         return ""
-    output = Path(experiment.run.output)
+    output = Path(experiment.spec.run.output)
     text_columns = experiment.recipe.prediction_columns[1:2]
-    content: Any = rows if experiment.command == "predict" else rows[0]
+    content: Any = rows if experiment.spec.command == "predict" else rows[0]
     if output.suffix == ".txt":
         content = [{name: row[name] or "" for name in text_columns} for row in rows]
     try:

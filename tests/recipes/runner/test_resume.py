@@ -62,7 +62,7 @@ def test_a_damaged_last_checkpoint_is_reported_and_the_newest_valid_one_is_taken
     caplog.clear()
     assert newest_valid_checkpoint(tmp_path) == best
     if damage != "missing":
-        assert f"{last} is skipped" in caplog.text
+        assert f"a checkpoint is skipped: {last}" in caplog.text
 
 
 class TouchesFile:
