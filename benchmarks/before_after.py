@@ -100,6 +100,7 @@ _LEFT_OUT = (
     (r"start-up [\d.]+", "start-up N"),
     (r"process \d+|pid \d+", "process N"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
+    (r'File "[^"]*", line \d+', "File"),
     (r"/tmp/[\w./-]*/", "/"),
 )
 """What differs between two runs of a command."""
@@ -151,10 +152,10 @@ def measure(runs: bool, commands: bool) -> dict[str, Any]:
         folder = Path(temporary)
         _prepare(folder)
         for name, command in RUNS.items() if runs else ():
-            output = _run(f"{command} --no-enable-progress-bar", folder)[1]
+            status, output = _run(f"{command} --no-enable-progress-bar", folder)
             hashes = re.findall(r"SHA-256 (\w+)", output)
-            found["runs"][name] = hashes[-1] if hashes else output
-            print(f"{name}: {found['runs'][name][:12] if hashes else output}", flush=True)
+            found["runs"][name] = hashes[-1] if hashes and not status else f"ended with {status}"
+            print(f"{name}: {found['runs'][name][:12]}", flush=True)
         for command in COMMANDS if commands else ():
             status, output = _run(command, folder)
             found["commands"][command] = [status, _plain(output)]
