@@ -309,11 +309,11 @@ class _LaunchPlanner:
                 "the nodes do not know how they find each other. Type on each node, I being its number from 0 and HOST"
                 " the address of node 0, one of:",
                 setting="num_nodes",
-                value=nodes,
+                value=self.settings.num_nodes,
                 commands=(self.command.using(**flags), torchrun),
             )
         if node is not None and node >= nodes:
-            problem = f"expected 0 to {nodes - 1}, since there are {nodes} nodes"
+            problem = f"expected 0 to {nodes - 1}; the run has {nodes} node{'s' * (nodes != 1)}"
             raise UserError(problem, setting="node_rank", value=node)
         return Launch("manual", nodes, devices, node or 0, 0, self.master, port, starts_agent=True)
 

@@ -157,7 +157,7 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
     [
         ({}, {"nodes": 4}, "python -m r --lr 0.1 --devices=auto --num_nodes 4 --node-rank I --master-addr HOST"),
         ({}, {"nodes": 4}, "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1"),
-        ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank=2: expected 0 to 1, since there are 2 nodes"),
+        ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank=2: expected 0 to 1; the run has 2 nodes"),
         ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is not a whole number"),
         (
             {},
