@@ -5,16 +5,53 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
 from callbacks.lib.hooks import is_training
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, spelled
-from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
+from datamodules.images.labels import IGNORED, check_form, check_labels
 from datamodules.lightning import pl
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.numbered import NumberedDataLoader
+from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
 _BATCHES_BETWEEN_CHECKS = 50  # On a GPU, where each check waits for the device.
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the labels of all samples of a loader and their rows in the data set, or None if they are not in memory.
+
+    They are known for the loaders of this package, and for a `DataLoader` over a `TensorDataset` of inputs and labels
+    or a `Subset` of one.
+    """
+    match loader:
+        case TrainLoader() | EvaluationLoader():
+            return loader.targets.index_select(0, loader.rows.to(loader.targets.device)), loader.rows
+        case WorkerTrainLoader() | WorkerEvaluationLoader():
+            return loader.reader.targets.index_select(0, loader.rows), loader.rows
+        case NumberedDataLoader():
+            return labels_in_memory(loader.source)
+        case DataLoader(collate_fn=collate) if collate is default_collate:
+            return _labels_of_set(loader.dataset)
+    return None
+
+
+def _labels_of_set(dataset: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the labels and rows of a `TensorDataset` or a `Subset` of one, or None for other data sets."""
+    # Not isinstance, since a subclass may yield other samples.
+    if type(dataset) is Subset:
+        known = _labels_of_set(dataset.dataset)
+        if known is None:
+            return None
+        labels, rows = known
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        return labels[indices], rows[indices]
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return dataset.tensors[1], torch.arange(len(dataset))
+    return None
 
 
 def _as_int64(labels: Tensor) -> Tensor:

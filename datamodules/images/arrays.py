@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.labels import IGNORED, class_order
+from datamodules.images import proposals
+from datamodules.images.labels import IGNORED
+from datamodules.images.named_source import named_source
 from datamodules.images.source import ArrayImages, Samples, Source
+from datamodules.loading.tables import parse_columns
 
 _MOST_CLASSES = 100_000
 
-_KEYS = {
-    "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("X_train", "y_train")),
-    "val": (
-        *(("val_images", "val_labels"), ("x_val", "y_val"), ("X_val", "y_val")),
-        *(("valid_images", "valid_labels"), ("x_valid", "y_valid"), ("X_valid", "y_valid")),
-    ),
-    "test": (("test_images", "test_labels"), ("x_test", "y_test"), ("X_test", "y_test")),
-}
-"""Names of the arrays of images and labels in NumPy files: ours, MedMNIST's, Keras's and scikit-learn's."""
+USES = ("images", "labels", "val_images", "val_labels", "test_images", "test_labels")
+"""Names of the arrays in a NumPy file, and what `columns` declares for arrays that are called otherwise."""
 
 
 def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.NDArray[np.uint8]:
@@ -66,23 +62,27 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
 
 
 def as_array(values: Any, source: str) -> npt.NDArray[Any]:
-    """Convert an array, a dense or sparse tensor, a SciPy matrix or a list to a NumPy array.
+    """Convert an array, a dense tensor or a list of numbers to a NumPy array.
 
     Raises:
-        UserError: the tensor is quantised, or the values do not form an array.
+        UserError: the values are sparse, quantized or masked, or do not form an array; the message has what to pass.
     """
+    form = ""
+    if isinstance(values, Tensor) and values.is_quantized:
+        form = "a quantized tensor; pass its bytes, as int_repr() gives them"
+    elif isinstance(values, Tensor) and values.layout != torch.strided:
+        form = "a sparse tensor; pass to_dense() of it"
+    elif hasattr(values, "toarray"):
+        form = "a sparse matrix; pass toarray() of it"
+    elif np.ma.is_masked(values):
+        form = "masked; fill them, as images.filled(0) and labels.filled(-100) do"
+    if form:
+        raise UserError(f"{source} are {form}")
     if isinstance(values, Tensor):
-        if values.is_quantized:
-            raise UserError(f"{source} are a quantised tensor; pass its bytes, as images.int_repr() gives them")
-        tensor = values.detach().cpu()
-        if tensor.layout != torch.strided:
-            tensor = tensor.to_dense()
-        if tensor.dtype == torch.bfloat16:
-            # NumPy has no bfloat16.
-            tensor = tensor.float()
-        return tensor.numpy()
-    if hasattr(values, "toarray"):  # Sparse matrices of SciPy.
-        return np.asarray(values.toarray())
+        # NumPy has no bfloat16.
+        values = values.detach().cpu()
+        array: npt.NDArray[Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        return array
     try:
         return np.asarray(values)
     except ValueError as error:  # Images of different sizes.
@@ -90,65 +90,57 @@ def as_array(values: Any, source: str) -> npt.NDArray[Any]:
 
 
 def side_of_rows(shape: tuple[int, ...]) -> int:
-    """Return the side of square images that are stored as rows, of shape (n, pixels) or (n, 1, pixels); 0 for others.
-
-    Example:
-        >>> side_of_rows((12, 784)), side_of_rows((12, 1, 784)), side_of_rows((12, 28, 28)), side_of_rows((12, 640))
-        (28, 28, 0, 0)
-    """
-    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[1] != 1):
-        return 0
+    """Return the side of square images that are stored as rows of pixels, of shape (n, pixels); 0 for other shapes."""
     side: int = round(shape[-1] ** 0.5)
-    return side if side * side == shape[-1] else 0
+    return side if len(shape) == 2 and side >= 8 and side * side == shape[1] else 0
+
+
+def channels_last(pixels: npt.NDArray[Any], source: str) -> npt.NDArray[Any]:
+    """Return images of shape (n, height, width), or with 3 or 4 channels in the last dimension.
+
+    Args:
+        pixels: shape (n, height, width), or with 1, 3 or 4 channels in the second or the last dimension.
+        source: name of the images, for messages.
+
+    Raises:
+        UserError: the images have another shape, or both dimensions may be that of the channels.
+    """
+    shape = pixels.shape
+    places = [place for place in (1, 3) if pixels.ndim == 4 and shape[place] in (1, 3, 4)]
+    if not (pixels.ndim == 3 or len(places) == 1) or 0 in shape[1:]:
+        side = side_of_rows(shape)
+        advice = f"; pass images.reshape(-1, {side}, {side})" if side else ""
+        raise UserError(
+            f"{source} are of shape {shape}, expected (n, height, width), (n, height, width, channels) or (n, channels,"
+            f" height, width) with 1, 3 or 4 channels{advice}"
+        )
+    if places == [1]:
+        pixels = np.moveaxis(pixels, 1, 3)
+    return pixels[..., 0] if pixels.ndim == 4 and pixels.shape[3] == 1 else pixels
 
 
 def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
     """Convert images to uint8 of shape (n, height, width) or (n, height, width, channels)."""
     pixels = as_array(images, source)
-    if np.ma.is_masked(images):
-        raise UserError(f"{source} have masked pixels; fill them, as images.filled(0) does")
-    shape = pixels.shape
     if pixels.dtype.kind not in "buif":
         raise UserError(f"{source} are {pixels.dtype}, expected numbers: uint8 from 0 to 255 or floats from 0 to 1")
-    side = side_of_rows(shape)
-    if side:
-        pixels = pixels.reshape(len(pixels), side, side)
-    elif pixels.ndim == 4 and shape[3] not in (1, 3, 4) and shape[1] in (1, 3, 4):
-        pixels = np.moveaxis(pixels, 1, 3)
-    if pixels.ndim == 4 and pixels.shape[3] == 1:
-        pixels = pixels[..., 0]
-    if not (pixels.ndim == 3 or (pixels.ndim == 4 and pixels.shape[3] in (3, 4))) or 0 in pixels.shape[1:]:
-        raise UserError(
-            f"{source} are of shape {shape}, expected (n, height, width), (n, height, width, channels) or (n, pixels)"
-            " with 1, 3 or 4 channels"
-        )
     if not len(pixels):
-        raise UserError(f"{source} are empty: their shape is {shape}")
-    return as_bytes(pixels, source, least=0.25)
-
-
-def _missing_label(labels: npt.NDArray[Any]) -> Any:
-    """Return the value that stands for a missing label: "" among names, -100 among numbers."""
-    if labels.dtype.kind == "U":
-        return ""
-    return IGNORED
+        raise UserError(f"{source} are empty: their shape is {pixels.shape}")
+    return as_bytes(channels_last(pixels, source), source, least=0.25)
 
 
 def _labels(labels: Any, source: str, count: int) -> npt.NDArray[Any]:
-    """Convert labels to integers or strings of shape (n,). Masked labels become -100 or ""."""
+    """Convert labels to integers or strings of shape (n,)."""
     values = as_array(labels, source)
-    if np.ma.is_masked(labels):
-        values = np.where(np.ma.getmaskarray(labels), _missing_label(values), values)
-    if values.ndim == 2 and values.shape[1] == 1:
+    if values.shape == (count, 1):
         values = values[:, 0]
     if values.shape != (count,):
         raise UserError(f"{source} are of shape {values.shape}, expected one for each of {count:,} images, ({count},)")
     if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
         values = values.astype(str)
-    if values.dtype.kind == "f" and np.isfinite(values).all() and (values == np.round(values)).all():
-        values = values.astype(np.int64)
     if values.dtype.kind not in "iuU":
-        raise UserError(f"{source} are {values.dtype}, expected class numbers from 0, or names")
+        advice = ": pass labels.astype(int)" if values.dtype.kind == "f" and (values == values.round()).all() else ""
+        raise UserError(f"{source} are {values.dtype}, expected class numbers from 0, or names{advice}")
     return values
 
 
@@ -157,8 +149,8 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
 
     Args:
         parts: images and labels by part, at least "train". Images are uint8 (or other integers) from 0 to 255 or
-            floats from 0 to 1, of shape (n, height, width), (n, height, width, channels), (n, channels, height, width)
-            or (n, pixels). Labels are integers or names, of shape (n,) or (n, 1). The label -100 is a missing label.
+            floats from 0 to 1, of shape (n, height, width), (n, height, width, channels) or (n, channels, height,
+            width). Labels are integers or names, of shape (n,) or (n, 1). The label -100 or "" is a missing label.
         title: name of the data set.
         source: name of the file, for messages.
 
@@ -171,109 +163,90 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
     for part, (images, raw_labels) in parts.items():
         pixels = _pixels(images, f"the {part} images{of}")
         labels = _labels(raw_labels, f"the {part} labels{of}", len(pixels))
-        is_missing = labels == _missing_label(labels)
-        if is_missing.any():
-            unlabelled += int(is_missing.sum())
-            pixels = pixels[~is_missing]
-            labels = labels[~is_missing]
-        if not len(labels):
+        has_label = labels != ("" if labels.dtype.kind == "U" else IGNORED)
+        unlabelled += int((~has_label).sum())
+        if not has_label.any():
             raise UserError(f"no {part} image{of} has a label")
-        arrays[part] = (pixels, labels)
+        arrays[part] = (pixels[has_label], labels[has_label]) if not has_label.all() else (pixels, labels)
     train = arrays["train"][1]
     if (train == train[0]).all():
         raise UserError(f"the train labels{of} are all {train[0]}; expected two classes or more")
-    has_names = train.dtype.kind == "U"
-    if has_names:
-        names = train.tolist()
-    else:
-        highest = int(train.max())
-        if highest >= _MOST_CLASSES:
-            raise UserError(
-                f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MOST_CLASSES:,}; pass"
-                " names of the classes, as texts, which are numbered in their order"
-            )
-        # All numbers up to the highest one are classes, even without an image: a label is its own class number.
-        names = [str(number) for number in range(max(2, highest + 1))]
-    classes = class_order(names)
-    numbers = {name: number for number, name in enumerate(classes)}
-    targets: dict[str, Tensor] = {}
     for part, (_, labels) in arrays.items():
-        if (labels.dtype.kind == "U") != has_names:
+        if (labels.dtype.kind == "U") != (train.dtype.kind == "U"):
             raise UserError(f"the {part} labels{of} are {labels.dtype}, and those of train {train.dtype}")
-        if not has_names:
-            targets[part] = torch.from_numpy(labels.astype(np.int64))
-            continue
-        unknown = sorted(set(labels.tolist()) - set(classes))
-        if unknown:
-            raise UserError(f"{part} has classes that train has no image of: {', '.join(unknown[:10])}")
-        targets[part] = torch.tensor([numbers[name] for name in labels.tolist()])
+    left_out = {"without a label": unlabelled} if unlabelled else {}
+    images_of = {part: ArrayImages(pixels, f"the {part} images{of}") for part, (pixels, _) in arrays.items()}
+    if train.dtype.kind == "U":
+        named = {part: (images_of[part], labels.tolist()) for part, (_, labels) in arrays.items()}
+        return named_source(named, title, source or title, "expected classes of train only", (), left_out)
+    highest = int(train.max())
+    if highest >= _MOST_CLASSES:
+        raise UserError(
+            f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MOST_CLASSES:,}; pass"
+            " names of the classes, as texts, which are numbered in their order"
+        )
+    # All numbers up to the highest one are classes, even without an image: a label is its own class number.
+    classes = tuple(str(number) for number in range(max(2, highest + 1)))
     samples: dict[str, Samples] = {}
-    for part, (pixels, _) in arrays.items():
-        samples[part] = Samples(ArrayImages(pixels, f"the {part} images{of}"), targets[part])
-    left_out = {}
-    if unlabelled:
-        left_out["without a label"] = unlabelled
-    return Source(classes, samples, title, left_out=left_out)
-
-
-def _is_pair_of_pairs(samples: Any) -> bool:
-    """Return whether samples are ((x_train, y_train), (x_test, y_test)), as Keras's `load_data` returns them."""
-    if not isinstance(samples, tuple) or len(samples) != 2:
-        return False
-    pairs = [pair for pair in samples if isinstance(pair, tuple) and len(pair) == 2]
-    return len(pairs) == 2 and all(hasattr(values, "shape") for pair in pairs for values in pair)
+    notes: list[str] = []
+    for part, (_, labels) in arrays.items():
+        samples[part] = Samples(images_of[part], torch.from_numpy(labels.astype(np.int64)))
+        missing = sorted(set(train.tolist()) - set(labels.tolist()))
+        if missing:
+            notes.append(f"{part} has no image of {', '.join(map(str, missing))}: scores say nothing about them")
+    return Source(classes, samples, title, notes, left_out)
 
 
 def from_samples(samples: Any) -> Source:
-    """Make a data set of (images, labels), of a dict of such pairs by part, or of Keras's pairs.
+    """Make a data set of (images, labels), or of a dict of such pairs by part.
 
     Raises:
         UserError: the samples have another form, or see `from_arrays`.
     """
-    if isinstance(samples, Mapping):
-        parts = samples
-    elif _is_pair_of_pairs(samples):
-        parts = {"train": samples[0], "test": samples[1]}
-    else:
-        parts = {"train": samples}
-    pairs = {part: pair for part, pair in parts.items() if pair is not None}
+    pairs = samples if isinstance(samples, Mapping) else {"train": samples}
+    pairs = {part: pair for part, pair in pairs.items() if pair is not None}
     are_pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs.values())
     if not are_pairs or "train" not in pairs or pairs.keys() - {"train", "val", "test"}:
         raise UserError("expected (images, labels), or a dict of such pairs with the keys train, val and test")
+    if isinstance(samples, tuple) and all(isinstance(pair, tuple) for pair in samples):
+        raise UserError("expected (images, labels), found two pairs; pass {'train': data[0], 'test': data[1]}")
     return from_arrays(pairs)
 
 
-def read_npz(path: Path) -> Source:
-    """Read a data set of images and labels from a NumPy file.
+def read_npz(path: Path, columns: str | None = None) -> Source:
+    """Read a data set from the arrays of a NumPy file: `USES`, of which those of val and test may be missing.
+
+    Args:
+        path: path of the file.
+        columns: names of arrays that are called otherwise, see `parse_columns`.
 
     Raises:
         UserError: the file cannot be read or holds no images and labels, or see `from_arrays`.
     """
-    parts: dict[str, tuple[Any, Any]] = {}
-    used: list[str] = []
+    names = {**{use: use for use in USES}, **parse_columns(columns, USES)}
+    arrays: dict[str, Any] = {}
     try:
         # np.load unpickles nothing by default: a file of objects raises an error.
         with np.load(path) as archive:
-            keys = set(archive.files)
-            for part, key_pairs in _KEYS.items():
-                for images_key, labels_key in key_pairs:
-                    if images_key in keys and labels_key in keys:
-                        parts[part] = (archive[images_key], archive[labels_key])
-                        used += [images_key, labels_key]
-                        break
+            keys = archive.files
+            arrays = {use: archive[name] for use, name in names.items() if name in keys}
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     # NumPy and zipfile raise errors of many kinds for damaged files, from tokenize.TokenError to zlib.error.
     except Exception as error:
         raise UserError(f"{path} is no NumPy file (.npz) of numbers and texts, or damaged: {error}") from error
-    if "train" not in parts:
-        listed = ", ".join(sorted(keys)[:10]) or "nothing"
-        raise UserError(
-            f"{path} holds {listed}; expected the arrays images and labels, and perhaps test_images and test_labels:"
-            ' np.savez("digits.npz", images=..., labels=...)'
-        )
+    declared = [use for use in names if names[use] != use and use not in arrays]
+    if declared or not {"images", "labels"} <= arrays.keys():
+        raise UserError(proposals.other_arrays(str(path), keys, USES))
+    parts: dict[str, tuple[Any, Any]] = {}
+    for part, prefix in (("train", ""), ("val", "val_"), ("test", "test_")):
+        images, labels = f"{prefix}images", f"{prefix}labels"
+        if (images in arrays) != (labels in arrays):
+            raise UserError(f"{path} holds only one of {names[images]} and {names[labels]}; expected both or neither")
+        if images in arrays:
+            parts[part] = arrays[images], arrays[labels]
     source = from_arrays(parts, path.name, str(path))
-    unused = sorted(keys.difference(used))
+    unused = sorted(set(keys) - {names[use] for use in arrays})
     if unused:
         source.notes.append(f"{path}: not used: {', '.join(unused[:10])}")
     return source

@@ -1,7 +1,6 @@
 """Decodes image files of any format to uint8 tensors, equal in every process, or raises an error with the reason."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -67,27 +66,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, tuple) else (value,)
 
 
-def _jpeg_2000_bits(content: bytes) -> int:
-    """Return the greatest number of bits of a component, from the header of a JPEG 2000 codestream."""
-    start = content.find(b"\xff\x4f\xff\x51")
-    if start < 0:
-        return 8
-    components = int.from_bytes(content[start + 40 : start + 42], "big")
-    # Three bytes for each component. The first holds the depth minus 1, and in its highest bit whether it is signed.
-    depths = content[start + 42 : start + 42 + 3 * components : 3]
-    return max((1 + (depth & 127) for depth in depths), default=8)
-
-
-def _netpbm_bits(content: bytes) -> int:
-    """Return the bits of a pixel value, from the greatest value in the header of a PGM or PPM file."""
-    # Comments begin with # and may be between any two numbers.
-    words = re.sub(rb"#[^\n]*", b" ", content[:1024]).split(None, 4)
-    if len(words) < 4 or words[0] not in (b"P2", b"P3", b"P5", b"P6") or not words[3].isdigit():
-        return 8
-    return int(words[3]).bit_length()
-
-
-def _refuse_other_pixels(image: Image.Image, content: bytes = b"") -> None:
+def _refuse_other_pixels(image: Image.Image) -> None:
     """Raise an error for pixels of more than 8 bits or with a sign, for further bands, and for several pages.
 
     An image that is scaled by its own range could not be compared with the other images of the set. Of colours with 16
@@ -109,10 +88,9 @@ def _refuse_other_pixels(image: Image.Image, content: bytes = b"") -> None:
         pages = getattr(image, "n_frames", 1)
         if pages > 1:
             raise UnreadableImage(f"it has {pages} pages; save the one that is meant, or each as a file")
-    elif image.format == "JPEG2000":
-        bits = _jpeg_2000_bits(content)
-    elif image.format == "PPM":
-        bits = _netpbm_bits(content)
+    elif image.format in ("JPEG2000", "PPM"):
+        # Pillow scales deeper pixels of these formats to 8 bits, each image by its own header.
+        raise UnreadableImage(f"its format is {image.format}; save all images of the set as PNG, with 8 bits")
     if bits > 8:
         raise UnreadableImage(
             f"its pixels have more than 8 bits (mode {image.mode}); scale all images of the set by one number, and save"
@@ -164,7 +142,7 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
             return
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
         with Image.open(BytesIO(content)) as image:
-            _refuse_other_pixels(image, content)
+            _refuse_other_pixels(image)
             yield image, content
         return
     except UnidentifiedImageError:

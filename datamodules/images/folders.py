@@ -1,69 +1,29 @@
-"""Makes a data set of images in class folders, on disk or in an archive, and reports files that are left out."""
+"""Makes a data set of image files by a layout: train/CLASS/IMAGE and CLASS/IMAGE are recognized, others declared."""
 
-import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from datamodules.errors import UserError, spelled
+from datamodules.images import proposals
 from datamodules.images.decoding import ending, is_image
-from datamodules.images.labels import check_classes, same_name
-from datamodules.images.leaks import note_shared_images
-from datamodules.images.source import PARTS, Samples, Source
+from datamodules.images.labels import class_order, same_name
+from datamodules.images.named_source import named_source
+from datamodules.images.source import PARTS, Source
 from datamodules.loading.archives import is_archive, unpacked
 from datamodules.loading.caches import cache_folder
 from datamodules.loading.file_table import FileTable, Folder, files_below, list_folder, open_archive
-from datamodules.loading.tables import TABLE_SUFFIXES
-from datamodules.loading.text_files import text_suffix
 from datamodules.notes import inform
 
-PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
-"""Usual folder names of the parts of a data set."""
-_NO_CLASSES = frozenset(
-    (
-        *("annotations", "labels", "masks", "segmentation", "depth", "infrared", "nir", "rgb", "thermal"),
-        *("batch", "batches", "fold", "folds", "split", "splits", "images", "imgs", "thumbnails"),
-        *("augmented", "original", "originals", "processed", "raw"),
-    )
-)
-"""Words in the names of folders that hold something other than the images of a class."""
+PART_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Part of each folder name that is recognized, in any case."""
+PART_WORDS = {**PART_FOLDERS, "training": "train", "dev": "val", "testing": "test"}
+"""Part of each word that a declared ``{split}`` stands for, and that a cell of a column "split" may hold."""
 
-
-def _expected(files: Sequence[str] = ()) -> str:
-    """Return the end of an error: the expected contents of a folder, and the most likely table among its files."""
-
-    def sort_key(file: str) -> tuple[bool, bool, str]:
-        # Kaggle's tables are called train_labels.csv and sample_submission.csv.
-        stem = Path(file).stem
-        return part_of(stem) != "train", "label" not in stem.lower(), file
-
-    tables = sorted((file for file in files if text_suffix(Path(file)) in TABLE_SUFFIXES), key=sort_key)
-    table = tables[0] if tables else "train.csv"
-    return (
-        "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
-        f" a table as {spelled('data_dir', table)}"
-    )
-
-
-def _words(name: str) -> list[str]:
-    """Split a name into lower-case words: "JPEGImages" into jpeg and images, "batch1" into batch."""
-    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
-
-
-def part_of(name: str) -> str:
-    """Return the part that one of the words of a name stands for, or "" if there is none or more than one.
-
-    Example:
-        >>> [part_of(name) for name in ("seg_train", "TestSet", "testset", "val-0-of-1", "train_val")]
-        ['train', 'test', 'test', 'val', '']
-    """
-    words = {word.removesuffix("set").removesuffix("data") for word in _words(name)}
-    parts = [part for part, names in PART_NAMES.items() if words.intersection(names)]
-    return parts[0] if len(parts) == 1 else ""
+_PLACEHOLDER = re.compile(r"(\{split\}|\{class\}|\*|\[[^\]/]+\])")
 
 
 def _count_suffixes(files: Sequence[str]) -> dict[str, int]:
@@ -73,75 +33,23 @@ def _count_suffixes(files: Sequence[str]) -> dict[str, int]:
 
 def describe_left_out(files: Sequence[str]) -> str:
     """Describe files that are not images, as in "2 .xyz, 1 without an ending, such as a/1.xyz", up to six suffixes."""
-    counts = list(_count_suffixes(files).items())
-    phrases = []
-    for suffix, count in counts[:6]:
-        description = "without an ending" if suffix == "no ending" else suffix
-        phrases.append(f"{count:,} {description}")
+    counts = Counter(ending(file) or "without an ending" for file in files)
+    phrases = [f"{count:,} {suffix}" for suffix, count in counts.most_common(6)]
     if len(counts) > 6:
-        remaining = sum(count for _, count in counts[6:])
-        phrases.append(f"{remaining:,} with other endings")
+        phrases.append(f"{len(counts) - 6:,} other endings")
     return f"{', '.join(phrases)}, such as {files[0]}"
-
-
-def _images_and_others(folder: Folder) -> tuple[list[int], list[str]]:
-    """Return the indices of the images below a folder, and the paths of the other files, both sorted by path."""
-    images: list[int] = []
-    other_files: list[str] = []
-    for path, number in files_below(folder).items():
-        if is_image(path):
-            images.append(number)
-        else:
-            other_files.append(path)
-    return images, other_files
 
 
 def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
     """Return the sorted paths of the images in a folder and its subfolders, by their suffix, and of the other files."""
-    top, table = list_folder(Path(folder))
-    images, other_files = _images_and_others(top)
-    return list(table.select(torch.tensor(images, dtype=torch.int64))), other_files
-
-
-def find_parts(folder: Folder) -> dict[str, Folder]:
-    """Return the folders of "train", "val" and "test", or an empty dict if `folder` holds the classes.
-
-    Names such as training_set and seg_test may be those of classes. They count only if there are two parts.
-
-    Raises:
-        UserError: a part has two folders, or there is no training part.
-    """
-    candidates: dict[str, list[Folder]] = {part: [] for part in PARTS}
-    for subfolder in folder.folders.values():
-        part = part_of(subfolder.name)
-        if part:
-            candidates[part].append(subfolder)
-    has_two_parts = bool(candidates["train"] and (candidates["val"] or candidates["test"]))
-    parts: dict[str, Folder] = {}
-    for part, names in PART_NAMES.items():
-        # A folder of a part holds class folders. A folder "test" that holds images only may be a class.
-        matches = [
-            subfolder
-            for name in names
-            for subfolder in candidates[part]
-            if subfolder.name.lower() == name and subfolder.folders
-        ]
-        if not matches and has_two_parts:
-            matches = [subfolder for subfolder in candidates[part] if subfolder.folders]
-        if len(matches) > 1:
-            raise UserError(f"{folder.path} holds both {matches[0].name} and {matches[1].name}; keep one of them")
-        if matches:
-            parts[part] = matches[0]
-    if parts and "train" not in parts:
-        listed = " and ".join(part_folder.name for part_folder in parts.values())
-        raise UserError(f"{folder.path} holds {listed} with class folders, but no train")
-    return parts
+    files = files_below(list_folder(Path(folder))[0])
+    return [file for file in files if is_image(file)], [file for file in files if not is_image(file)]
 
 
 def open_place(place: Path) -> tuple[Folder, FileTable]:
     """List a folder on disk or an archive, and return its folder tree and the table of its files.
 
-    The top folder of an archive is left out if it holds everything else.
+    The top folder of an archive is left out if there is no other folder.
 
     Raises:
         UserError: there is no such folder or archive.
@@ -161,112 +69,103 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
     else:
         folder, table = open_archive(place)
     # Archives usually hold one folder, with the name of the data set.
-    while len(folder.folders) == 1 and not find_parts(folder):
+    while len(folder.folders) == 1:
         inner = next(iter(folder.folders.values()))
-        if not inner.folders:
+        if not inner.folders or inner.name.lower() in PART_FOLDERS:
             break
         folder = inner
     return folder, table
 
 
-@dataclass
-class _ClassFolders:
-    """Contents of the class folders of a part.
+def part_folders(folder: Folder) -> list[Folder]:
+    """Return the folders of parts that hold folders, or an empty list if `folder` holds the classes."""
+    return [inner for inner in folder.folders.values() if inner.name.lower() in PART_FOLDERS and inner.folders]
+
+
+def _expression(layout: str, parts: Iterable[str], greedy: bool) -> re.Pattern[str]:
+    """Return the regular expression of a layout for paths that are relative to the data set."""
+    pattern = ""
+    groups = {"{class}": "[^/]+" if greedy else "[^/]+?"}
+    groups["{split}"] = f"(?i:{'|'.join(sorted(parts, key=len, reverse=True))})"
+    for piece in _PLACEHOLDER.split(layout):
+        name = piece.strip("{}")
+        if piece in groups:
+            # Where a placeholder stands twice, it stands for the same text.
+            pattern += f"(?P={name})" if f"<{name}>" in pattern else f"(?P<{name}>{groups[piece]})"
+        elif piece == "*":
+            pattern += "[^/]*"
+        else:
+            pattern += piece if _PLACEHOLDER.fullmatch(piece) else re.escape(piece)
+    return re.compile(pattern)
+
+
+class _Matches:
+    """Images of a layout.
 
     Attributes:
-        images: indices of the images of each class.
-        unused_files: paths of the files that are not used.
-        notes: remarks on classes without images.
+        images: indices of the images of each class, in the order of their paths, by part.
+        unmatched: relative paths of the other files.
     """
 
-    images: dict[str, list[int]] = field(default_factory=dict)
-    unused_files: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, top: Folder, layout: str, parts: Mapping[str, str]) -> None:
+        self.images: dict[str, dict[str, list[int]]] = {}
+        self.unmatched: list[str] = []
+        names: dict[str, str] = {}
+        shortest, longest = (_expression(layout, parts, greedy) for greedy in (False, True))
+        for path, number in files_below(top).items():
+            relative = path[len(top.prefix) :]
+            match = shortest.fullmatch(relative)
+            if match is None or not is_image(relative):
+                self.unmatched.append(relative)
+                continue
+            other = match if "{class}/" in layout else longest.fullmatch(relative)
+            if other and other["class"] != match["class"]:
+                problem = f"the class of {relative} may be {match['class']} or {other['class']}"
+                advice = "write digits that follow it as [0-9], as in '{class}_[0-9]*.jpg'"
+                raise UserError(problem, setting="layout", value=layout, to_type=advice)
+            name = match.groupdict().get("split", "train")
+            part = parts[name.lower()]
+            if names.setdefault(part, name) != name:
+                raise UserError(f"{top.path} holds both {names[part]} and {name}; keep one of them")
+            # Two names that differ in their Unicode form only are the same class.
+            self.images.setdefault(part, {}).setdefault(same_name(match["class"]), []).append(number)
 
 
-def _read_classes(part: str, folder: Folder) -> _ClassFolders:
-    """Read the class folders of a part."""
-    contents = _ClassFolders()
-    # Some archives repeat the folder, as in seg_train/seg_train/CLASS.
-    while [part_of(name) for name in folder.folders] == [part] and next(iter(folder.folders.values())).folders:
-        folder = next(iter(folder.folders.values()))
-    _check_level(folder)
-    contents.unused_files += sorted(folder.prefix + name for name in folder.files)
-    for name in sorted(folder.folders):
-        class_folder = folder.folders[name]
-        _check_masks(class_folder)
-        images, other_files = _images_and_others(class_folder)
-        contents.unused_files += other_files
-        if images:
-            # Two folders whose names differ in their Unicode form only are the same class.
-            contents.images.setdefault(same_name(name), []).extend(images)
-        else:
-            held = f", but {describe_left_out(other_files)}" if other_files else ""
-            contents.notes.append(f"class {name} is left out of {part}: {class_folder.path} holds no image{held}")
-    return contents
+def from_layout(top: Folder, table: FileTable, layout: str, title: str) -> Source:
+    """Make a data set of the images whose paths have a declared layout, such as "{split}/images/{class}_*.jpg".
 
+    A star matches any text without a slash, and [0-9] a digit. ``{split}`` stands for one of `PART_WORDS`.
 
-def _check_masks(folder: Folder) -> None:
-    """Raise an error for masks beside their images, as in ultrasound data sets: they would become training images."""
-    masks = sorted(name for name in folder.files if "_mask" in name.lower())
-    if not masks:
-        return
-    images = {os.path.splitext(name)[0].lower() for name in folder.files}  # noqa: PTH122
-    with_image = [name for name in masks if name.lower().split("_mask")[0] in images]
-    if with_image:
-        raise UserError(
-            f"{folder.path} holds {len(with_image):,} masks beside images, such as {with_image[0]}; remove them"
-        )
-
-
-def _check_level(folder: Folder) -> None:
-    """Raise an error for folders of domains, cameras or folds, which contain the same class folders."""
-    counts: Counter[str] = Counter()
-    has_several = False
-    for subfolder in folder.folders.values():
-        if any(map(is_image, subfolder.files)):
-            continue
-        counts.update(name.lower() for name in subfolder.folders)
-        has_several = has_several or len(subfolder.folders) > 1
-    shared = sorted(name for name, count in counts.items() if count > 1)
-    # A class may hold its images in one folder, as in ants/images and bees/images.
-    if shared and has_several:
-        raise UserError(
-            f"{folder.path} holds folders such as {min(folder.folders)} that each hold {' and '.join(shared[:2])}, and"
-            " which of them are classes is not clear; pass the data_dir of one of them, or a table of path,label,split"
-        )
-
-
-def _refuse_other_folders(place: Path, classes: Sequence[str], unused_files: Sequence[str]) -> None:
-    """Raise an error if most folders are named after parts, masks and the like, and not after classes.
-
-    Args:
-        place: path of the data set, for the message.
-        classes: names of the folders that hold images.
-        unused_files: files of the data set that are not used.
+    Raises:
+        UserError: the layout has no class, no image has the layout, or there are fewer than two classes.
     """
-    kinds = {}
-    for name in classes:
-        kind = part_of(name)
-        if not _NO_CLASSES.isdisjoint(_words(name)):
-            kind = "other"
-        if kind:
-            kinds[name] = kind
-    # Folders that all stand for one part are classes, as in test_positive and test_negative.
-    if len(kinds) > len(classes) / 2 and set(kinds.values()) not in ({"train"}, {"val"}, {"test"}):
-        listed = " and ".join(list(kinds)[:4])
-        raise UserError(f"{place} holds images in {listed} without class folders; {_expected(unused_files)}")
+    if "{class}" not in layout:
+        raise UserError("expected {class} in it", setting="layout", value=layout, to_type="pass '{class}/*'")
+    return _source(top, table, _Matches(top, layout, PART_WORDS), layout, title, [])
 
 
-def _samples(by_class: Mapping[str, list[int]], classes: Sequence[str], table: FileTable) -> Samples:
-    """Return the samples of a part, ordered by class and within a class by path."""
-    rows: list[int] = []
-    targets: list[int] = []
-    for number, name in enumerate(classes):
-        class_rows = by_class.get(name, [])
-        rows += class_rows
-        targets += [number] * len(class_rows)
-    return Samples(table.select(torch.tensor(rows, dtype=torch.int64)), torch.tensor(targets, dtype=torch.int64))
+def _source(top: Folder, table: FileTable, matches: _Matches, layout: str, title: str, notes: list[str]) -> Source:
+    """Return the data set of the images of a layout, ordered by class and within a class by path."""
+    if "train" not in matches.images:
+        raise UserError(proposals.other_structure(top, layout))
+    left_out = [top.prefix + path for path in matches.unmatched]
+    loose_images = [file for file in left_out if is_image(file)]
+    other_files = [file for file in left_out if not is_image(file)]
+    if loose_images:
+        notes.append(f"left out {len(loose_images):,} images that are not in {layout}, such as {loose_images[0]}")
+    if other_files:
+        notes.append(
+            f"left out {len(other_files):,} files that are no images by their endings: {describe_left_out(other_files)}"
+        )
+    parts = {}
+    for part in filter(matches.images.__contains__, PARTS):
+        images = matches.images[part]
+        rows = [row for name in class_order(images) for row in images[name]]
+        names = [name for name in class_order(images) for _ in images[name]]
+        parts[part] = table.select(torch.tensor(rows, dtype=torch.int64)), names
+    has_classes = len(matches.images["train"]) > 1
+    expected = proposals.EXPECTED if has_classes else proposals.what_to_pass(top, layout)
+    return named_source(parts, title, f"{top.path} holds", expected, notes, _count_suffixes(left_out))
 
 
 def from_folder(place: str | Path, opened: tuple[Folder, FileTable] | None = None) -> Source:
@@ -277,42 +176,29 @@ def from_folder(place: str | Path, opened: tuple[Folder, FileTable] | None = Non
         opened: result of `open_place` for this path, if it was called before.
 
     Raises:
-        UserError: there is no such folder, there are fewer than two classes, or val or test has a class that train
-            lacks.
+        UserError: there is no such folder, it has another structure, there are fewer than two classes, or val or test
+            has a class that train lacks.
     """
     place = Path(place)
-    folder, table = opened or open_place(place)
-    part_folders = find_parts(folder)
+    top, table = opened or open_place(place)
+    parts = part_folders(top)
+    layout = proposals.RECOGNIZED[0 if parts else 1]
+    matches = _Matches(top, layout, PART_FOLDERS)
     notes: list[str] = []
-    for subfolder in folder.folders.values():
-        if part_folders and subfolder not in part_folders.values():
-            notes.append(f"{subfolder.path} is not used: it is no folder train, val or test with class folders")
-    images: dict[str, dict[str, list[int]]] = {}
-    unused_files: list[str] = []
-    for part, part_folder in (part_folders or {"train": folder}).items():
-        contents = _read_classes(part, part_folder)
-        unused_files += contents.unused_files
-        notes += contents.notes
-        images[part] = contents.images
-    if not images["train"]:
-        instead = f" (found {describe_left_out(unused_files)})" if unused_files else ""
-        raise UserError(f"{place} holds no class with images{instead}; {_expected(unused_files)}")
-    # Sorted, so that a class has the same number on every machine.
-    classes = tuple(sorted(images["train"]))
-    # With one class, the error of `check_classes` names what is missing.
-    if len(classes) > 1:
-        _refuse_other_folders(place, classes, unused_files)
-    notes += check_classes({"train": classes, **images}, f"{place} holds", _expected(unused_files))
-    loose_images = [file for file in unused_files if is_image(file)]
-    other_files = [file for file in unused_files if not is_image(file)]
-    if loose_images:
-        notes.append(
-            f"left out {len(loose_images):,} images that are in no folder of a class, such as {loose_images[0]}"
-        )
-    if other_files:
-        notes.append(
-            f"left out {len(other_files):,} files that are no images by their endings: {describe_left_out(other_files)}"
-        )
-    parts = {part: _samples(by_class, classes, table) for part, by_class in images.items() if by_class}
-    notes += note_shared_images(parts)
-    return Source(classes, parts, place.resolve().name, notes, _count_suffixes(unused_files))
+    if parts:
+        others = [folder for folder in top.folders.values() if folder not in parts]
+        notes += [f"{folder.path} is not used: it is no folder train, val or test of classes" for folder in others]
+    class_folders = [folder for part in parts or [top] for folder in part.folders.values()]
+    deeper = [path for path in matches.unmatched if is_image(path) and path.count("/") > layout.count("/")]
+    # Beside folders of parts, other folders may hold anything.
+    prefixes = tuple(f"{folder.name}/" for folder in parts) if parts else ("",)
+    below_classes = [path for path in deeper if path.startswith(prefixes)]
+    with_images = [folder for folder in class_folders if any(map(is_image, folder.files))]
+    if below_classes or proposals.are_no_classes(with_images):
+        raise UserError(proposals.other_structure(top, layout, below_classes))
+    for folder in class_folders:
+        if folder not in with_images:
+            files = [folder.prefix + name for name in folder.files]
+            held = f", but {describe_left_out(files)}" if files else ""
+            notes.append(f"class {folder.name} is left out: {folder.path} holds no image{held}")
+    return _source(top, table, matches, layout, place.resolve().name, notes)

@@ -11,11 +11,9 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.arrays import as_array, as_bytes, side_of_rows
+from datamodules.images.arrays import as_array, as_bytes, channels_last, side_of_rows
 from datamodules.images.folders import describe_left_out, images_below
 from datamodules.notes import warn
-
-_COLOURS = (1, 3, 4)
 
 
 @dataclass
@@ -87,36 +85,22 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
 
 def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
     """Return the images of an array or a tensor."""
-    pixels = array
-    if isinstance(array, Tensor) or hasattr(array, "toarray"):
-        pixels = as_array(array, "the images")
     expected = "expected a file, a folder, a PIL image, an array or a tensor"
-    if not isinstance(pixels, np.ndarray):
+    if not isinstance(array, np.ndarray | Tensor):
         raise UserError(f"images of {type(array).__name__} cannot be predicted; {expected}")
+    pixels = as_array(array, "the images")
     shape = pixels.shape
     if pixels.dtype.kind not in "buif" or pixels.ndim not in (2, 3, 4) or 0 in shape[1:]:
         raise UserError(f"an array of {pixels.dtype} and shape {shape} holds no images; {expected}")
+    # The width of a photograph may be a square number by chance, that of a small gray image is not by rows of pixels.
     side = side_of_rows(shape)
-    # For the small grey images of MNIST, such an array may be rows of pixels. The width of a photograph may be a square
-    # number by chance.
-    if not colour and side >= 8 and (pixels.ndim == 3 or shape[0] != shape[1]):
+    if not colour and side and shape[0] != shape[1]:
         raise UserError(
             f"an array of shape {shape} is {shape[0]:,} rows of {side} x {side} pixels, or images of another form; pass"
             f" images.reshape(-1, {side}, {side}), or a PIL image"
         )
-    pixels = as_bytes(pixels, "the images")
-    if pixels.ndim == 2 or (pixels.ndim == 3 and (_channels_last(shape) or (colour and shape[0] in _COLOURS))):
+    # Three dimensions with channels are one image.
+    if pixels.ndim == 2 or (pixels.ndim == 3 and (shape[2] in (1, 3, 4) or (colour and shape[0] in (1, 3, 4)))):
         pixels = pixels[None]
-    if pixels.ndim == 4:
-        if not _channels_last(pixels.shape):
-            if pixels.shape[1] not in _COLOURS:
-                raise UserError(f"an array of shape {shape} holds no images of 1, 3 or 4 channels")
-            pixels = pixels.transpose(0, 2, 3, 1)
-        if pixels.shape[3] == 1:
-            pixels = pixels[..., 0]
+    pixels = as_bytes(channels_last(pixels, "the images"), "the images")
     return map(Image.fromarray, np.ascontiguousarray(pixels))
-
-
-def _channels_last(shape: tuple[int, ...]) -> bool:
-    """Return whether the last dimension is that of the channels."""
-    return shape[-1] in _COLOURS and shape[-3] not in _COLOURS

@@ -10,28 +10,30 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, spelled
-from datamodules.images.known_sets import DATASETS, ImageSet
+from datamodules.images.known_sets import DATASETS
 from datamodules.images.source import ArrayImages, PartsOnDemand, Samples, Source
 from datamodules.loading.download import download
+from datamodules.loading.tables import parse_columns
 
 FILES = {
     part: (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
     for part, stem in (("train", "train"), ("test", "t10k"))
 }
 """Published names of the files of images and labels of each part, without .gz."""
+USES = ("images", "labels", "test_images", "test_labels")
+"""What `columns` declares for files that are called otherwise, in the order of `FILES`."""
 _STEMS = [stem for pair in FILES.values() for stem in pair]
 
 
-def _files_in(folder: Path) -> dict[str, Path]:
+def _files_in(folder: Path, columns: str | None = None) -> dict[str, Path]:
     """Return the files of a data set in a folder by their published name, compressed or not."""
+    declared = parse_columns(columns)
     files: dict[str, Path] = {}
-    for stem in _STEMS:
-        # Kaggle writes a dot in place of the dash, and puts each file into a folder of its name.
-        dotted = stem.replace("-idx", ".idx")
-        for name in (f"{stem}.gz", stem, f"{dotted}.gz", dotted, f"{stem}/{stem}", f"{stem}/{dotted}"):
-            if (folder / name).is_file():
-                files[stem] = folder / name
-                break
+    for use, stem in zip(USES, _STEMS):
+        name = declared.get(use, stem)
+        for path in (folder / f"{name}.gz", folder / name):
+            if path.is_file():
+                files.setdefault(stem, path)
     return files
 
 
@@ -75,10 +77,16 @@ def _candidate_folders(name: str, data_dir: Path) -> list[Path]:
     return [data_dir, data_dir / (DATASETS[name].torchvision_name or "") / "raw"]
 
 
-def find_files(name: str, data_dir: str | Path) -> dict[str, tuple[Path, Path]] | None:
-    """Return the files of images and labels of "train" and "test", or None if one of the four is missing."""
+def find_files(name: str, data_dir: str | Path, columns: str | None = None) -> dict[str, tuple[Path, Path]] | None:
+    """Return the files of images and labels of "train" and "test", or None if one of the four is missing.
+
+    Args:
+        name: name of the data set in `DATASETS`.
+        data_dir: folder of the files, flat or in torchvision's layout.
+        columns: names of files that are called otherwise, see `USES`.
+    """
     for folder in _candidate_folders(name, Path(data_dir)):
-        files = _files_in(folder)
+        files = _files_in(folder, columns)
         if len(files) == len(_STEMS):
             return {part: (files[images], files[labels]) for part, (images, labels) in FILES.items()}
     return None
@@ -95,12 +103,24 @@ def describe_missing(name: str, data_dir: Path) -> str:
     return f"{data_dir} {lacks} {title} files"
 
 
-def holds_other_files(data_dir: Path) -> bool:
-    """Return whether a folder holds entries other than downloads and hidden files."""
+def proposal(data_dir: Path) -> str:
+    """Return what to pass for four files of other names, such as train-images.idx3-ubyte; "" if there are none."""
+    others = sorted(path.relative_to(data_dir).as_posix() for path in data_dir.glob("**/*ubyte*") if path.is_file())
+    names: dict[str, str] = {}
+    for use, stem in zip(USES, _STEMS):
+        # Such as "train-images".
+        start = stem.partition("-idx")[0]
+        names.update((use, other) for other in others if start in Path(other).name)
+    declared = ",".join(f"{use}={name}" for use, name in names.items())
+    return f"{spelled('columns', declared)}, or " if len(names) == len(USES) else ""
+
+
+def other_files(data_dir: Path) -> list[str]:
+    """Return the names in a folder, other than downloads and hidden files; of a file, its name."""
     if not data_dir.is_dir():
-        return data_dir.is_file()
-    names = {entry.name for entry in data_dir.iterdir() if entry.name[0] != "."}
-    return bool(names - {info.torchvision_name for info in DATASETS.values()})
+        return [data_dir.name] if data_dir.is_file() else []
+    downloads = {info.torchvision_name for info in DATASETS.values()}
+    return [entry.name for entry in data_dir.iterdir() if entry.name[0] != "." and entry.name not in downloads]
 
 
 def download_files(name: str, data_dir: Path) -> None:
@@ -118,24 +138,6 @@ def download_files(name: str, data_dir: Path) -> None:
         download([mirror + file_name for mirror in source.mirrors], folder / file_name, md5)
 
 
-def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
-    """Raise an error if the pixels are those of another data set with the same file names, by their mean and std."""
-    # MNIST and Fashion-MNIST have equal file names. A digest would depend on how the files are compressed.
-    pixels = images[:10_000].double() / 255
-    mean = float(pixels.mean())
-    std = float(pixels.std())
-
-    def matches(info: ImageSet) -> bool:
-        return abs(mean - info.mean[0]) < 0.01 and abs(std - info.std[0]) < 0.015
-
-    for other, info in DATASETS.items():
-        if info.torchvision_name and matches(info) and not matches(DATASETS[name]):
-            raise UserError(
-                f"{source} belongs to {info.title} by its pixels (mean {mean:.3f}, standard deviation {std:.3f}),"
-                f" expected {DATASETS[name].title}; pass {spelled('dataset', other)} or another {spelled('data_dir')}"
-            )
-
-
 def check_pair(images: Tensor, labels: Tensor, images_from: str, labels_from: str) -> None:
     """Check that images, uint8 of shape (n, 28, 28), and labels, of shape (n,), belong together.
 
@@ -148,21 +150,20 @@ def check_pair(images: Tensor, labels: Tensor, images_from: str, labels_from: st
         raise UserError(f"{images_from} holds images of {' x '.join(map(str, images.shape[1:]))}, expected 28 x 28")
 
 
-def from_idx(name: str, data_dir: Path) -> Source:
-    """Make a data set of the four files of a name in `DATASETS`. A part is read when it is first used.
+def from_idx(name: str, data_dir: Path, columns: str | None = None) -> Source:
+    """Make a data set of the four files of a name in `DATASETS`, see `find_files`. A part is read when it is used.
 
     Raises:
-        UserError: a file is missing. Reading a part raises it for damaged files and for files of another data set.
+        UserError: a file is missing. Reading a part raises it for damaged files.
     """
     info = DATASETS[name]
-    files = find_files(name, data_dir)
+    files = find_files(name, data_dir, columns)
     if files is None:
         raise UserError(describe_missing(name, data_dir))
 
     def read(part: str) -> Samples:
         images_file, labels_file = files[part]
         images = read_idx(images_file, 3)
-        _refuse_another_sets_images(name, images, str(images_file))
         labels = read_idx(labels_file, 1)
         check_pair(images, labels, str(images_file), str(labels_file))
         return Samples(ArrayImages(images.numpy(), str(images_file)), labels.long())

@@ -113,8 +113,8 @@ class ImageDataModule(BaseDataModule):
         Args:
             samples: a `Source`; (images, labels); or a dict of such pairs for "train" and optionally "val" and "test".
                 Images are an array, a tensor or a list of shape (n, height, width), (n, height, width, channels),
-                (n, channels, height, width) or (n, pixels): integers from 0 to 255, or floats from 0 to 1. Labels are
-                class numbers from 0, or names, of shape (n,).
+                or (n, channels, height, width): integers from 0 to 255, or floats from 0 to 1. Labels are class numbers
+                from 0, or names, of shape (n,).
 
         Raises:
             UserError: types, shapes or values are not supported.

@@ -33,13 +33,15 @@ class ImageFolderDataModule(ImageDataModule):
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
     train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. A .zip
-    of such a folder is read in place, to the same batches. Lists do the same: train.csv and val.csv with columns called
-    path and label.
+    of such a folder is read in place, to the same batches. So are tables with the columns path and label.
 
     Args:
         dataset: "folder" or "digits"; "auto" takes the folder where one is given, else the bundled digits.
-        data_dir: folder with a folder of images for each class, or a .zip of it; or a folder with lists of images
-            (train.csv, val.csv), or such a list.
+        data_dir: folder with a folder of images for each class, or a .zip or .tar of it; a table with the columns path
+            and label, perhaps split; or a folder with such tables, train.csv and val.csv.
+        layout: where class and part are in the paths of the images, as in "{split}/images/{class}_[0-9]*.jpg"; by
+            default CLASS/IMAGE, or train/CLASS/IMAGE, and val and test so.
+        columns: names of the columns of a table that are called otherwise, as in path=file,label=breed,split=fold.
         image_size: side of the network's inputs in pixels; by default 32 for digits, 224 for others, and the size of a
             folder's files where they are smaller.
         batch_size: samples on one device in one forward pass.
@@ -71,7 +73,7 @@ class ImageFolderDataModule(ImageDataModule):
     _colour: ClassVar = True
     _sets: ClassVar = IMAGE_SETS
     _own: ClassVar = "folder"
-    _own_forms: ClassVar = ", a .zip of it, or a list"
+    _own_forms: ClassVar = ", a .zip of it, or a table"
 
     def __init__(
         self,
@@ -80,6 +82,8 @@ class ImageFolderDataModule(ImageDataModule):
         image_size: int | None = None,
         batch_size: int = 32,
         eval_batch_size: int = 64,
+        layout: str | None = None,
+        columns: str | None = None,
         val_fraction: float = 0.1,
         test_fraction: float = 0.0,
         balance: Literal["none", "loss"] = "none",
@@ -239,7 +243,8 @@ class ImageFolderDataModule(ImageDataModule):
     def _find_source(self) -> Source:
         if self.dataset == "digits":
             return digits_source(colour=True)
-        return find_images(self.hparams.data_dir, self.hparams.on_corrupt)
+        options = self.hparams
+        return find_images(options.data_dir, options.layout, options.columns, options.on_corrupt)
 
     @override
     def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:

@@ -6,16 +6,11 @@ no sample.
 
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from datamodules.loading.numbered import NumberedDataLoader
-from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
 IGNORED = -100
 """Label of samples without a class: `ignore_index` of `torch.nn.functional.cross_entropy`."""
@@ -187,36 +182,3 @@ def check_labels(
             f" ({num_outside:,} of {len(labels):,} labels are); {advice}"
         )
     return int(num_ignored)
-
-
-def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the labels of all samples of a loader and their rows in the data set, or None if they are not in memory.
-
-    They are known for the loaders of this package, and for a `DataLoader` over a `TensorDataset` of inputs and labels
-    or a `Subset` of one.
-    """
-    match loader:
-        case TrainLoader() | EvaluationLoader():
-            return loader.targets.index_select(0, loader.rows.to(loader.targets.device)), loader.rows
-        case WorkerTrainLoader() | WorkerEvaluationLoader():
-            return loader.reader.targets.index_select(0, loader.rows), loader.rows
-        case NumberedDataLoader():
-            return labels_in_memory(loader.source)
-        case DataLoader(collate_fn=collate) if collate is default_collate:
-            return _labels_of_set(loader.dataset)
-    return None
-
-
-def _labels_of_set(dataset: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the labels and rows of a `TensorDataset` or a `Subset` of one, or None for other data sets."""
-    # Not isinstance, since a subclass may yield other samples.
-    if type(dataset) is Subset:
-        known = _labels_of_set(dataset.dataset)
-        if known is None:
-            return None
-        labels, rows = known
-        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
-        return labels[indices], rows[indices]
-    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-        return dataset.tensors[1], torch.arange(len(dataset))
-    return None

@@ -11,11 +11,11 @@ from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError, spelled
 from datamodules.images import idx
 from datamodules.images.affine import RandomAffine
-from datamodules.images.finding import find_small_images, holds_images
+from datamodules.images.finding import find_images
 from datamodules.images.image_data import ImageDataModule
 from datamodules.images.known_sets import DATASETS, digits_source
 from datamodules.images.labels import check_labels
-from datamodules.images.mnist_form import read_digits, read_set
+from datamodules.images.mnist_form import border_levels, read_digits, read_set
 from datamodules.images.source import Samples, Source
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
@@ -32,9 +32,14 @@ class MNISTDataModule(ImageDataModule):
     Args:
         dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
             empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
-        data_dir: folder of the images: your own in class folders, lists (train.csv) or a NumPy file (.npz),
-            which may be given itself; or the idx or idx.gz files, flat or in torchvision's layout, and downloads, by
-            default "data".
+        data_dir: your own images: class folders, also in a .zip or .tar, a table of path,label, or a NumPy file (.npz);
+            or the folder of the idx or idx.gz files, flat or in torchvision's layout, and downloads, by default "data".
+        layout: where class and part are in the paths of your own images, as in "{split}/images/{class}_[0-9]*.png"; by
+            default CLASS/IMAGE, or train/CLASS/IMAGE, and val and test so.
+        columns: names of the columns of a table, the arrays of an .npz or the idx files that are called otherwise, as
+            in path=file,label=digit or images=x_train,labels=y_train.
+        invert: your own images are dark on light, as ink on paper, and are inverted; by default as in the checkpoint,
+            else not.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
@@ -59,7 +64,7 @@ class MNISTDataModule(ImageDataModule):
     _colour: ClassVar = False
     _sets: ClassVar = DATASETS
     _own: ClassVar = "custom"
-    _own_forms: ClassVar = " or a NumPy file"
+    _own_forms: ClassVar = ", a table or a NumPy file"
     _validated: ClassVar = ("train", "val")
 
     def __init__(
@@ -68,6 +73,9 @@ class MNISTDataModule(ImageDataModule):
         data_dir: str | None = None,
         batch_size: int = 256,
         eval_batch_size: int = 500,
+        layout: str | None = None,
+        columns: str | None = None,
+        invert: bool | None = None,
         val_fraction: float = 0.08,
         test_fraction: float = 0.1,
         balance: Literal["none", "loss"] = "none",
@@ -93,29 +101,36 @@ class MNISTDataModule(ImageDataModule):
         self._num_classes = num_classes
         self._download_error: Exception | None = None
         self._tensors: dict[str, tuple[Tensor, Tensor]] = {}
+        self._borders: list[float] | None = None
 
     @override
     def _find_source(self) -> Source:
+        options = self.hparams
         if self._is_own:
-            return find_small_images(self._folder)
+            return find_images(self._folder, options.layout, options.columns)
         if self.dataset == "digits":
             return digits_source()
-        if idx.find_files(self.dataset, self._folder) is None:
-            first = idx.FILES["train"][0]
+        if idx.find_files(self.dataset, self._folder, options.columns) is None:
             raise UserError(
-                f"{self._missing(self.dataset)}; pass {spelled('data_dir', 'FOLDER')} with {first}[.gz] and the other"
-                f" three files, or {spelled('dataset', 'digits')}"
+                f"{self._missing(self.dataset)}; pass {idx.proposal(self._folder)}{spelled('data_dir', 'FOLDER')} with"
+                f" {idx.FILES['train'][0]}[.gz] and the other three files, or {spelled('dataset', 'digits')}"
             )
-        return idx.from_idx(self.dataset, self._folder)
+        return idx.from_idx(self.dataset, self._folder, options.columns)
 
     @property
     @override
     def _is_own(self) -> bool:
-        """Whether the data set is the user's images. "auto" is, if ``data_dir`` holds images and no MNIST files."""
+        """Whether the data set is the user's images. "auto" is, if ``data_dir`` holds anything but MNIST's files."""
         if self.dataset != "auto":
             return self.dataset == "custom"
-        has_data_dir = self.hparams.data_dir is not None
-        return has_data_dir and idx.find_files("mnist", self._folder) is None and holds_images(self._folder)
+        if self.hparams.data_dir is None or self._has_mnist:
+            return False
+        # With some of MNIST's files only, the error names the others.
+        return any("ubyte" not in name for name in idx.other_files(self._folder))
+
+    @property
+    def _has_mnist(self) -> bool:
+        return idx.find_files("mnist", self._folder, self.hparams.columns) is not None
 
     @property
     @override
@@ -143,7 +158,8 @@ class MNISTDataModule(ImageDataModule):
         # Without dataset="mnist", files are downloaded into a given folder only if it is empty.
         asked = self.dataset != "auto" or self.hparams.data_dir is None
         try:
-            if not idx.find_files(name, self._folder) and (asked or not idx.holds_other_files(self._folder)):
+            has_files = idx.find_files(name, self._folder, self.hparams.columns)
+            if not has_files and (asked or not idx.other_files(self._folder)):
                 idx.download_files(name, self._folder)
         except (UserError, OSError) as error:
             self._download_error = error
@@ -172,8 +188,10 @@ class MNISTDataModule(ImageDataModule):
         if self.dataset != "auto":
             return
         choices = (*DATASETS, "none")
-        if idx.find_files("mnist", self._folder):
+        if self._has_mnist:
             chosen = "mnist"
+            note = f"{self._folder} holds files of MNIST's names, which Fashion-MNIST has too; pass"
+            self._note(f"{note} {spelled('dataset', 'fashion-mnist')} for it")
         elif self._is_own:
             chosen = "custom"
         else:
@@ -185,10 +203,10 @@ class MNISTDataModule(ImageDataModule):
             contribution = torch.tensor(number, device=self.trainer.strategy.root_device)
             chosen = choices[int(self.trainer.strategy.reduce(contribution, reduce_op="sum"))]
         if chosen == "none":
+            advice = f"{idx.proposal(self._folder)}a folder with them"
             raise UserError(
-                f"{self._missing('mnist')} and no images of your own; pass a folder with them, with a folder of images"
-                f" for each class or with an .npz file, {spelled('dataset', 'mnist')} to download MNIST into it, or"
-                f" {spelled('dataset', 'digits')}"
+                f"{self._missing('mnist')} and no images of your own; pass {advice}, {spelled('dataset', 'mnist')} to"
+                f" download MNIST into it, or {spelled('dataset', 'digits')}"
             )
         if chosen == "digits":
             warn(
@@ -197,16 +215,30 @@ class MNISTDataModule(ImageDataModule):
             )
         self.dataset = chosen
 
+    @property
+    def _inverts(self) -> bool:
+        """Whether the user's images are inverted: as the parameter says, else as in the checkpoint."""
+        invert = self.hparams.invert
+        return bool(self._restored.get("invert")) if invert is None else bool(invert)
+
     def _read(self, part: str, samples: Samples) -> tuple[Tensor, Tensor]:
         """Read and check images, uint8 of shape (n, 1, 28, 28), and labels, and move them to the device if they fit."""
         if self._is_own:
-            images = read_set(samples.images)
+            images, borders = read_set(samples.images, self._inverts)
+            if part == "train" and borders.median() > 127:
+                warn(
+                    f"note: the border of most train images is light, {borders.median():.0f} of 255; pass"
+                    f" {spelled('invert', not self._inverts)} if light and dark are exchanged"
+                )
             blank = (images.flatten(1).amax(1) == 0).nonzero().flatten().tolist()
             if blank:
                 first = samples.images[blank[0]]
                 warn(f"note: {len(blank):,} of {len(images):,} {part} images are blank, such as {first}")
         else:
             images = torch.from_numpy(samples.images.pixels)
+            borders = border_levels(images)
+        if part == "train":
+            self._borders = [round(float(borders.min()), 1), round(float(borders.max()), 1)]
         labels = samples.labels
         check_labels(labels, self.num_classes, self.source.labels_from.get(part, f"the {part} labels"))
         images = images.unsqueeze(1)
@@ -279,7 +311,8 @@ class MNISTDataModule(ImageDataModule):
     @override
     def predict_dataloader(self) -> EvaluationLoader:
         """Return a loader of the ``predict_inputs`` and their indices in `prediction_names`, without blank images."""
-        images = read_digits(self._given.contents)
+        images = read_digits(self._given.contents, self._inverts)
+        self._note_borders(images.borders)
         self._unreadable = images.unreadable
         self._unclear = images.unclear
         if len(images.unreadable) == len(self._given):
@@ -287,10 +320,30 @@ class MNISTDataModule(ImageDataModule):
         self._parts["predict"] = images.pixels.to(self._device), images.numbers.to(self._device)
         return self._evaluation_loader("predict", **self._ranks)
 
+    def _note_borders(self, borders: Tensor) -> None:
+        """Log how many images to predict have a border outside the range of the training images, and light for dark."""
+        known = self._borders or self._restored.get("borders")
+        if known is None:
+            return
+
+        def distance(levels: Tensor) -> Tensor:
+            return (levels - levels.clamp(*known)).abs()
+
+        exchanged = borders[distance(borders) > distance(255 - borders)]
+        if len(exchanged):
+            levels = f"{exchanged.min():.0f} to {exchanged.max():.0f}"
+            warn(
+                f"note: {len(exchanged):,} of {len(borders):,} images have a border of brightness {levels}, and the"
+                f" training images of {known[0]:.0f} to {known[1]:.0f}; pass"
+                f" {spelled('invert', not self._inverts)} if light and dark are exchanged"
+            )
+
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the data set that "auto" has chosen and its classes, so that a checkpoint is used with the same."""
-        state: dict[str, Any] = {"dataset": self.dataset}
+        """Return the data set that "auto" has chosen and its form, so that a checkpoint is used with the same."""
+        state: dict[str, Any] = {"dataset": self.dataset, "invert": self._inverts}
+        if self._borders is not None or "borders" in self._restored:
+            state["borders"] = self._borders or self._restored["borders"]
         if self.dataset == "custom":
             state["classes"] = list(self.info.classes)
         return state

@@ -1,4 +1,4 @@
-"""Converts photographs and drawings of digits to the form of MNIST: 28 x 28 pixels, light on dark, centred."""
+"""Converts photographs and drawings of digits to the form of MNIST: 28 x 28 pixels, light on dark, centered."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,49 +17,59 @@ _SIDE = 28
 _READ_AT = 56
 
 
-def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
-    """Load an image of any mode in grey, upright and on white: uint8 (height, width), short side of at most 56 pixels.
+def gray_image(source: str | bytes | Image.Image, name: str = "", invert: bool = False) -> Tensor:
+    """Load an image of any mode in gray, upright and on white: uint8 (height, width), short side of at most 56 pixels.
 
     Args:
         source: path of a file, content of a file, or an image in memory.
         name: name of the image, for messages; by default that of the file.
+        invert: whether to invert the shades.
 
     Raises:
         UnreadableImage: the file is missing, damaged, not an image, or has more than 8 bits.
     """
     with open_image(source, name or str(source)) as (image, _):
-        grey = without_alpha(ImageOps.exif_transpose(image)).convert("L")
-    factor = _READ_AT / min(grey.size)
+        gray = without_alpha(ImageOps.exif_transpose(image)).convert("L")
+    factor = _READ_AT / min(gray.size)
     if factor < 1:
-        size = [max(1, round(length * factor)) for length in grey.size]
-        grey = grey.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
-    return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width)
+        size = [max(1, round(length * factor)) for length in gray.size]
+        gray = gray.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
+    pixels = torch.frombuffer(bytearray(gray.tobytes()), dtype=torch.uint8).view(gray.height, gray.width)
+    return 255 - pixels if invert else pixels
 
 
-def _border_of(images: Tensor) -> Tensor:
-    """Return the pixels along the border of images of shape (..., height, width), in one dimension."""
-    return torch.cat((images[..., 0, :], images[..., -1, :], images[..., 0], images[..., -1]), -1)
-
-
-def as_mnist(grey: Tensor) -> Tensor:
-    """Convert a grey image to MNIST's form: light on dark, the digit 20 pixels high or wide and centred by mass.
-
-    An image with a light border is inverted. Apart from that, an image of 28 x 28 pixels stays as it is. A smaller one
-    is enlarged to 20 pixels.
+def border_levels(images: Tensor) -> Tensor:
+    """Return the mean brightness of the border of each image, from 0 to 255.
 
     Args:
-        grey: uint8 of shape (height, width).
+        images: uint8 of shape (n, height, width).
 
     Returns:
-        uint8 of shape (28, 28); all 0 if the image has one shade only.
+        float32 of shape (n,).
     """
-    light = grey
-    if _border_of(grey).median() > 127:
-        # Ink on paper.
-        light = 255 - grey
+    borders = torch.cat((images[..., 0, :], images[..., -1, :], images[..., 0], images[..., -1]), -1)
+    return borders.float().mean(-1)
+
+
+def _is_blank(image: Tensor) -> bool:
+    """Return whether an image has one shade only, or nearly so."""
+    return int(image.max()) < int(image.min()) + 16
+
+
+def as_mnist(light: Tensor) -> Tensor:
+    """Convert a gray image, light on dark, to MNIST's form: the digit 20 pixels high or wide and centered by mass.
+
+    An image of 28 x 28 pixels stays as it is. A smaller one is enlarged to 20 pixels.
+
+    Args:
+        light: uint8 of shape (height, width).
+
+    Returns:
+        uint8 of shape (28, 28); all 0 if a larger or smaller image has one shade only.
+    """
     if light.shape == (_SIDE, _SIDE):
         return light
-    if light.max() < light.min() + 16:
+    if _is_blank(light):
         return torch.zeros(_SIDE, _SIDE, dtype=torch.uint8)
     if max(light.shape) < _SIDE:
         digit = _resized(light.float())
@@ -67,23 +77,6 @@ def as_mnist(grey: Tensor) -> Tensor:
     digit = _resized(_foreground(light.float()))
     digit = digit * (255 / digit.max())
     return _on_black(digit, [_begin(digit.sum(1 - axis)) for axis in (0, 1)])
-
-
-def _in_mnist_form(images: Sequence[Tensor]) -> Tensor:
-    """Convert a data set of images to MNIST's form, uint8 of shape (n, 28, 28).
-
-    Images of 28 x 28 pixels stay as they are if most of them are light on dark. `as_mnist` converts all others.
-    """
-    mnist_sized = [image for image in images if image.shape == (_SIDE, _SIDE)]
-    # One decision for the whole set: unlike a digit, an image such as a bag of Fashion-MNIST may touch the border.
-    keep = bool(mnist_sized) and bool(_border_of(torch.stack(mnist_sized)).median() < 128)
-    converted = []
-    for image in images:
-        if keep and image.shape == (_SIDE, _SIDE):
-            converted.append(image)
-        else:
-            converted.append(as_mnist(image))
-    return torch.stack(converted)
 
 
 def _resized(image: Tensor) -> Tensor:
@@ -120,28 +113,47 @@ def _begin(along: Tensor) -> int:
     return min(max(0, round(_SIDE / 2 - centre)), _SIDE - len(along))
 
 
-def read_set(images: Images) -> Tensor:
-    """Read a data set of images in MNIST's form, uint8 of shape (n, 28, 28).
+class ReadSet(NamedTuple):
+    """Data set of images in MNIST's form."""
+
+    images: Tensor
+    """uint8 of shape (n, 28, 28)."""
+    borders: Tensor
+    """Brightness of the border of each image before it was converted, see `border_levels`."""
+
+
+def read_set(images: Images, invert: bool) -> ReadSet:
+    """Read a data set of images, and convert them by `as_mnist`.
+
+    Args:
+        images: the images.
+        invert: whether they are dark on light, and are inverted.
 
     Raises:
         UserError: some images cannot be read; the message names five of them.
     """
     if isinstance(images, ArrayImages) and images.pixels.shape[1:] == (_SIDE, _SIDE):
-        return _in_mnist_form(list(torch.tensor(images.pixels)))
-    grey_images: list[Tensor] = []
+        pixels = torch.tensor(images.pixels)
+        pixels = 255 - pixels if invert else pixels
+        return ReadSet(pixels, border_levels(pixels))
+    converted: list[Tensor] = []
+    borders: list[Tensor] = []
     faults: list[str] = []
     for row in range(len(images)):
         try:
-            grey_images.append(grey_image(images.read(row), images[row]))
+            gray = gray_image(images.read(row), images[row], invert)
         except (UserError, OSError) as error:
             faults.append(str(error))
+            continue
+        converted.append(as_mnist(gray))
+        borders.append(border_levels(gray[None]))
     if faults:
         more = f"; and {len(faults) - 5:,} more" * (len(faults) > 5)
         raise UserError(
             f"{len(faults):,} of {len(images):,} images cannot be used: {'; '.join(faults[:5])}{more}; correct or"
             " delete them"
         )
-    return _in_mnist_form(grey_images)
+    return ReadSet(torch.stack(converted), torch.cat(borders))
 
 
 class ReadDigits(NamedTuple):
@@ -151,28 +163,39 @@ class ReadDigits(NamedTuple):
     """Images, uint8 of shape (n, 1, 28, 28), without those that cannot be read or are blank."""
     numbers: Tensor
     """Index of each image in the input, int64 of shape (n,)."""
+    borders: Tensor
+    """Brightness of the border of each image before it was converted, float32 of shape (n,)."""
     unreadable: dict[int, str]
     """Reasons why images cannot be read, by index."""
     unclear: dict[int, str]
     """Remarks on doubtful images, by index."""
 
 
-def read_digits(images: Sequence[str | Image.Image]) -> ReadDigits:
-    """Read images of one digit each, from files or from memory, and convert them by `as_mnist`."""
+def read_digits(images: Sequence[str | Image.Image], invert: bool = False) -> ReadDigits:
+    """Read images of one digit each, from files or from memory, and convert them by `as_mnist`.
+
+    Args:
+        images: files or images.
+        invert: whether they are dark on light, and are inverted.
+    """
     pixels: dict[int, Tensor] = {}
+    borders: list[Tensor] = []
     unreadable: dict[int, str] = {}
     unclear: dict[int, str] = {}
     for number, image in enumerate(images):
         try:
-            digit = as_mnist(grey_image(image))
+            gray = gray_image(image, invert=invert)
         except UserError as error:
             unreadable[number] = str(error)
             continue
-        if digit.max() < digit.min() + 16:
+        digit = as_mnist(gray)
+        if _is_blank(digit):
             unclear[number] = "unclear: the image is blank"
         else:
             pixels[number] = digit.unsqueeze(0)
+            borders.append(border_levels(gray[None]))
     digits = torch.empty(0, 1, _SIDE, _SIDE, dtype=torch.uint8)
     if pixels:
         digits = torch.stack(list(pixels.values()))
-    return ReadDigits(digits, torch.tensor(list(pixels), dtype=torch.int64), unreadable, unclear)
+    levels = torch.cat(borders) if borders else torch.empty(0)
+    return ReadDigits(digits, torch.tensor(list(pixels), dtype=torch.int64), levels, unreadable, unclear)

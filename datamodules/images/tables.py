@@ -1,346 +1,306 @@
-"""Makes a data set of images that tables list, with columns of paths, labels and optionally parts."""
+"""Makes a data set of the images that tables list, in the columns path, label and perhaps split, or declared ones."""
 
 import io
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from datamodules.errors import UserError
-from datamodules.images.columns import Columns, find_columns, label_names
+from datamodules.errors import UserError, spelled
+from datamodules.images import proposals
 from datamodules.images.decoding import is_image
-from datamodules.images.folders import PART_NAMES, images_below, part_of
-from datamodules.images.labels import check_classes, class_order, same_name
-from datamodules.images.leaks import note_shared_images
-from datamodules.images.source import PARTS, BytesImages, Samples, Source
+from datamodules.images.folders import PART_FOLDERS, PART_WORDS, part_folders
+from datamodules.images.labels import same_name
+from datamodules.images.named_source import named_source
+from datamodules.images.source import PARTS, BytesImages, Source
 from datamodules.loading.file_table import FileTable, Folder, files_below
-from datamodules.loading.tables import TABLE_SUFFIXES, describe_columns, read_table
-from datamodules.loading.text_files import Faults, decoded_lines, text_suffix
+from datamodules.loading.tables import TABLE_SUFFIXES, Table, parse_columns, read_table
+from datamodules.loading.text_files import decoded_lines, text_suffix
 
-_SUFFIXES = (*TABLE_SUFFIXES, ".txt")
-# Formats in which a part may have several files, as Hugging Face stores large data sets.
-_SHARDED = (".parquet", ".jsonl", ".ndjson")
-_WEAKER_NAMES = {"dev": "val", "eval": "val"}
-_UNKNOWN_FILE = "whose file does not exist"
-_SEVERAL_FILES = "of a name that several files have"
+OnFaults = Literal["error", "skip"] | None
 
-
-class Files:
-    """Lookup of the image files that tables name, on disk or in an archive.
-
-    Args:
-        folder: folder of the tables, as it is written in messages.
-        opened: tree and files of the folder or archive; None lists a folder on disk when it is needed.
-    """
-
-    def __init__(self, folder: str, opened: tuple[Folder, FileTable] | None = None) -> None:
-        self.folder = folder
-        self._opened = opened
-        self.archived: dict[str, int] | None = None
-        self.by_stem = 0
-        if opened is not None and opened[1].is_archived:
-            self.archived = files_below(opened[0])
-
-    def _exists(self, path: str) -> bool:
-        if self.archived is not None:
-            return path in self.archived
-        return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for long names.
-
-    @cached_property
-    def _by_base(self) -> dict[str, list[str]]:
-        """Paths of the images in the folder, by name with and without suffix."""
-        images = []
-        if self.archived is not None:
-            images = [path for path in self.archived if is_image(path)]
-        else:
-            # In a folder that cannot be listed, no file can be read either, which is reported for each row.
-            with suppress(UserError):
-                images = images_below(self.folder)[0]
-        paths: dict[str, list[str]] = {}
-        for path in images:
-            base = os.path.basename(path)  # noqa: PTH119
-            for name in {base, os.path.splitext(base)[0]}:  # noqa: PTH122
-                paths.setdefault(name, []).append(path)
-        return paths
-
-    def find(self, name: str, part: str) -> tuple[str, str]:
-        """Return the path of the file that a cell names and "", or "" and the reason why there is none.
-
-        The name is relative to the folder of the table or of the part. Otherwise all folders below are searched, for
-        the name with or without suffix.
-        """
-        for spelled in (name, name.replace("\\", "/")):
-            for folder in (self.folder, os.path.join(self.folder, part)):  # noqa: PTH118
-                path = os.path.normpath(os.path.join(folder, spelled))  # noqa: PTH118
-                if self._exists(path):
-                    return path, ""
-        spelled = name.replace("\\", "/").removeprefix("./")
-        matches = []
-        for path in self._by_base.get(spelled.rpartition("/")[2], []):
-            if f"{os.path.splitext(path)[0]}/".endswith(f"/{spelled}/") or path.endswith(f"/{spelled}"):  # noqa: PTH122
-                matches.append(path)
-        if len(matches) > 1:
-            # Of train/1.png and test/1.png, the file in the folder of the row's part is meant.
-            in_part = [path for path in matches if part in map(part_of, path[len(self.folder) :].split("/")[:-1])]
-            matches = in_part or matches
-        if len(matches) == 1:
-            self.by_stem += 1
-            return matches[0], ""
-        return "", _SEVERAL_FILES if matches else _UNKNOWN_FILE
-
-    def lines(self, path: str) -> Iterator[str | None] | None:
-        """Return the lines of a table in an archive, or None for a table on disk."""
-        if self.archived is None or self._opened is None:
-            return None
-        if text_suffix(Path(path)) == ".parquet":
-            raise UserError(f"{path} cannot be read in an archive; unpack it, and pass its folder")
-        content = self._opened[1].read(self.archived[path])
-        return decoded_lines(io.BytesIO(content), path)
-
-    def table(self, paths: Sequence[str]) -> FileTable:
-        """Return the table of the files at these paths, to read images from."""
-        if self.archived is None or self._opened is None:
-            return FileTable(paths)
-        numbers = [self.archived[path] for path in paths]
-        return self._opened[1].select(torch.tensor(numbers, dtype=torch.int64))
-
-    def unlisted(self, used: Iterable[str]) -> list[str]:
-        """Return the images that no row names."""
-        images = {path for paths in self._by_base.values() for path in paths}
-        return sorted(images.difference(used))
+USES = ("path", "label", "split", "train", "val", "test")
+"""What a column of a table is declared as. Cells of the last three are yes or no."""
+_NO_PART = "of no part"
+_NO_LABEL = "without a label"
+_NO_FILE = "whose file does not exist"
+_YES_OR_NO = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+_SHARD = re.compile(r"-\d+-of-\d+$")
+_MEASURED = re.compile(r"[+-]?\d*\.\d*[1-9]\d*(e[+-]?\d+)?")
+_TEMPLATE = re.compile(r"\{([^}]+)\}")
 
 
-@dataclass
-class _Listed:
-    """Contents of a table: for each part, line number and label by file; contents of files; and faulty lines."""
-
-    path: str
-    part: str
-    rows: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
-    contents: dict[str, bytes] = field(default_factory=dict)
-    read: int = 0
-    faults: Faults = field(default_factory=Faults)
-    has_labels: bool = True
-    note: str = ""
+def _part_of_table(path: Path) -> str:
+    """Return the part of a table by its name: PART.csv, PART/metadata.csv or PART-00000-of-00002.parquet; or ""."""
+    stem = path.name.partition(".")[0]
+    name = path.parent.name if stem == "metadata" else _SHARD.sub("", stem)
+    return PART_FOLDERS.get(name.lower(), "") if text_suffix(path) in TABLE_SUFFIXES else ""
 
 
-def _read_list(path: str, part: str, files: Files) -> _Listed:
-    """Read a table of one part, or of the parts in its column of parts."""
-    if text_suffix(Path(path)) == ".txt":
-        stem = Path(path).stem
-        raise UserError(f"{path} is no table; write it as {stem}.csv, with a line path,label above its rows")
-    table = read_table(Path(path), files.lines(path))
-    if not table.names:
-        raise UserError(f"{path} is empty; expected the names of the columns, such as path,label, and rows")
-    columns = find_columns(table, may_lack_labels=part == "test")
-    listed = _Listed(path, part, read=table.read, faults=table.faults, has_labels=columns.label >= 0)
-    listed.note = describe_columns(table, columns.names(table), columns.guessed)
-    if listed.has_labels:
-        names = label_names(table, columns)
-        for number, cells in table.rows:
-            _add_row(listed, files, columns, number, cells, names)
-    return listed
+def find_tables(top: Folder) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the tables of "train", "val" and "test" of a folder, in the forms of `_part_of_table`, and other tables.
 
-
-def _text(cell: Any) -> str:
-    return "" if cell is None else str(cell)
-
-
-def _add_row(
-    listed: _Listed, files: Files, columns: Columns, number: int, cells: Sequence[Any], names: Mapping[str, str]
-) -> None:
-    """Add a row with its label, part and file, or add the reason why it cannot be used."""
-    part = listed.part if columns.part is None else columns.part_of_cell(cells[columns.part])
-    label = _text(cells[columns.label])
-    label = names.get(label, label)
-    image = cells[columns.path]
-    content = None
-    # Hugging Face stores an image as its content and optionally its former path.
-    if isinstance(image, Mapping):
-        content = image.get("bytes")
-        image = image.get("path") or f"row {number}"
-    name = _text(image)
-    reason = ""
-    file = ""
-    if not part:
-        reason = "of no part (train, val or test)"
-    elif not label.strip():
-        reason = "without a label"
-    elif not name.strip():
-        reason = "without a path"
-    elif content is not None:
-        file = f"{listed.path}/{number}/{name}"
-    else:
-        file, reason = files.find(name, listed.part or part)
-    if not reason and file in listed.rows.get(part, {}):
-        reason = "of a file that was listed before"
-    if reason:
-        listed.faults.add(reason, [number])
-        return
-    listed.rows.setdefault(part, {})[file] = number, same_name(label)
-    if content is not None:
-        listed.contents[file] = content
-
-
-def find_lists(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the tables of "train", "val" and "test" among files, by their names in any case, and the other tables.
+    Tables of Hugging Face may be in a folder "data". Folders of classes come before tables that are beside them.
 
     Raises:
         UserError: a part has two tables.
     """
-    strong: dict[str, list[str]] = {part: [] for part in PARTS}
-    weak: dict[str, list[str]] = {part: [] for part in PARTS}
-    other_tables: list[str] = []
-    for path in sorted(paths):
-        suffix = text_suffix(Path(path))
-        if suffix not in _SUFFIXES:
-            continue
-        stem = Path(path).name.lower().partition(".")[0]
-        part = next((part for part, names in PART_NAMES.items() if stem in names), "")
-        if not part and suffix in _SHARDED:
-            part = part_of(stem)
-        if stem == "metadata":
-            part = part_of(Path(path).parent.name)
-        if part:
-            strong[part].append(path)
-        elif stem in _WEAKER_NAMES:
-            weak[_WEAKER_NAMES[stem]].append(path)
-        elif suffix != ".txt":
-            other_tables.append(path)
     by_part: dict[str, list[str]] = {}
-    for part in PARTS:
-        tables = strong[part] or weak[part]
-        if strong[part]:
-            other_tables += weak[part]
-        sharded = all(text_suffix(Path(path)) in _SHARDED for path in tables)
-        if len(tables) > 1 and not sharded:
-            folder = Path(tables[0]).parent
-            first, second = (Path(path).name for path in tables[:2])
-            raise UserError(f"{folder} holds both {first} and {second}; pass one of them, or remove one")
-        if tables:
-            by_part[part] = tables
-    if "train" not in by_part:
-        return {}, [*other_tables, *(path for tables in by_part.values() for path in tables)]
-    return by_part, other_tables
+    others = []
+    hub_folders = [folder for name, folder in top.folders.items() if name == "data" or name.lower() in PART_FOLDERS]
+    for folder in [top, *hub_folders]:
+        for path in sorted(folder.prefix + name for name in folder.files):
+            is_hub_form = folder is top or folder.name == "data" or Path(path).name.startswith("metadata.")
+            part = _part_of_table(Path(path)) if is_hub_form else ""
+            if part:
+                by_part.setdefault(part, []).append(path)
+            elif folder is top and text_suffix(Path(path)) in TABLE_SUFFIXES:
+                others.append(path)
+    has_metadata = any(Path(path).name.startswith("metadata.") for paths in by_part.values() for path in paths)
+    if "train" not in by_part or (part_folders(top) and not has_metadata):
+        return {}, others + [path for paths in by_part.values() for path in paths]
+    for paths in by_part.values():
+        if len(paths) > 1 and not all(_SHARD.search(Path(path).name.partition(".")[0]) for path in paths):
+            raise UserError(f"{top.path} holds both {paths[0]} and {paths[1]}; pass one of them, or remove one")
+    return by_part, others
 
 
-def _beside(table: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the tables of all parts for a table: beside train's, those of val and test; and the unused tables."""
-    suffix = text_suffix(table)
-    other_tables = [str(path) for path in table.parent.iterdir() if path != table and text_suffix(path) == suffix]
-    if table.name.lower().partition(".")[0] in PART_NAMES["train"]:
-        by_part, unused = find_lists([str(table), *other_tables])
-        return by_part, unused
-
-    def may_be_a_part(path: str) -> bool:
-        stem = Path(path).name.partition(".")[0]
-        return bool(part_of(stem)) or stem.lower() in _WEAKER_NAMES
-
-    return {"train": [str(table)]}, [path for path in other_tables if may_be_a_part(path)]
+def other_parts(table: Path) -> list[str]:
+    """Return the tables of other parts that are beside a table of "train", which is passed alone."""
+    if _part_of_table(table) != "train" or table.name.startswith("metadata."):
+        return []
+    return [str(path) for path in sorted(table.parent.iterdir()) if _part_of_table(path) in ("val", "test")]
 
 
-def from_table(
-    place: str | Path, on_faults: Literal["error", "skip"] | None = None, files: Files | None = None
-) -> Source:
-    """Make a data set of the images in a table and in the tables of other parts beside it, or in a folder's tables.
+class _Rows:
+    """Images of the rows of all tables, by part.
 
     Args:
-        place: a table, or a folder with train.csv and perhaps val.csv and test.csv.
+        folder: folder of the data set.
+        opened: tree and files of the folder or archive; None for a table that was passed itself.
+    """
+
+    def __init__(self, folder: str, opened: tuple[Folder, FileTable] | None) -> None:
+        self.folder = folder
+        self.opened = opened
+        files = files_below(opened[0]) if opened else {}
+        self.listed = {os.path.normpath(path): number for path, number in files.items()}
+        self.is_archived = opened is not None and opened[1].is_archived
+        self.labels: dict[str, dict[str, str]] = {part: {} for part in PARTS}
+        self.contents: dict[str, bytes] = {}
+        self.notes: list[str] = []
+        self.left_out: Counter[str] = Counter()
+
+    def _find(self, name: str, table_folder: str) -> str:
+        """Return the path of a file, which is relative to the table or to the data set; "" if there is none."""
+        for folder in (table_folder, self.folder):
+            path = os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
+            # Path.is_file raises for long names.
+            if path in self.listed or (not self.is_archived and os.path.isfile(path)):  # noqa: PTH113
+                return path
+        return ""
+
+    def read(self, path: str, part: str, columns: Mapping[str, str], on_faults: OnFaults) -> None:
+        """Read a table, whose rows are of `part` unless a column says so."""
+        if text_suffix(Path(path)) not in TABLE_SUFFIXES and not columns:
+            raise UserError(proposals.headless(path))
+        table = read_table(Path(path), columns, self._lines(path))
+        num_lines = table.read
+        indices = _indices(table, columns, part, list(self.listed))
+        label_column = table.names[indices["label"]]
+        # On the Hub, -1 stands for a missing label.
+        class_names = {str(number): name for number, name in enumerate(table.class_names.get(label_column, []))}
+        is_used = False
+        for number, cells in table.rows:
+            image = _image(table, cells, indices["path"], columns.get("path", ""))
+            label = _label(table, cells, indices["label"], number)
+            label = class_names.get(label, "") if class_names else label
+            reason = self._add(table, _part(cells, indices, part), label, image, number)
+            if reason:
+                table.faults.add(reason, [number])
+            is_used = is_used or not reason
+        used = {index for index in indices.values() if index >= 0}
+        unused = [name for index, name in enumerate(table.names) if index not in used and name not in _fields(columns)]
+        if unused:
+            self.notes.append(f"{path}: not used: {', '.join(map(repr, unused[:6]))}{', ...' * (len(unused) > 6)}")
+        # Competitions publish test tables without labels, or with an empty column of labels.
+        if part == "test" and not is_used and set(table.faults.lines) <= {_NO_LABEL}:
+            self.notes.append(f"{path} is not used: it has no labels")
+        elif table.faults:
+            self.notes.append(_report(table, num_lines, on_faults))
+        self.left_out.update({reason: len(numbers) for reason, numbers in table.faults.lines.items()})
+
+    def _lines(self, path: str) -> Iterator[str | None] | None:
+        """Return the lines of a table in an archive, or None for a table on disk."""
+        if not self.is_archived or self.opened is None:
+            return None
+        if text_suffix(Path(path)) == ".parquet":
+            raise UserError(f"{path} cannot be read in an archive; unpack it, and pass its folder")
+        return decoded_lines(io.BytesIO(self.opened[1].read(self.listed[path])), path)
+
+    def _add(self, table: Table, part: str, label: str, image: Any, number: int) -> str:
+        """Add a row, or return the reason why it cannot be used."""
+        name = "" if image is None else str(image)
+        content = None
+        # Hugging Face stores an image as its content and optionally its former path.
+        if isinstance(image, Mapping):
+            content = image.get("bytes")
+            name = image.get("path") or f"row {number}"
+        if not part:
+            return _NO_PART
+        if not label.strip():
+            return _NO_LABEL
+        if not name.strip():
+            return "without a path"
+        if content is not None:
+            file = f"{table.where}/{number}/{name}"
+            self.contents[file] = content
+        else:
+            file = self._find(name, os.path.dirname(table.where))  # noqa: PTH120
+        if not file:
+            return _NO_FILE
+        if file in self.labels[part]:
+            return "of a file that was listed before"
+        self.labels[part][file] = same_name(label)
+        return ""
+
+    def images(self, part: str) -> Any:
+        """Return the images of a part."""
+        paths = list(self.labels[part])
+        if self.contents:
+            return BytesImages(self.contents, paths)
+        if self.is_archived and self.opened:
+            return self.opened[1].select(torch.tensor([self.listed[path] for path in paths], dtype=torch.int64))
+        return FileTable(paths)
+
+
+def _report(table: Table, num_lines: int, on_faults: OnFaults) -> str:
+    """Return a line about the rows that are left out, or raise an error."""
+    hints = {
+        _NO_FILE: f"; expected paths relative to {os.path.dirname(table.where) or '.'}",  # noqa: PTH120
+        _NO_PART: f"; expected {', '.join(PART_WORDS)} in the column of parts",
+    }
+    hint = "".join(text for reason, text in hints.items() if reason in table.faults.lines)
+    # Without the parameter, there is nothing to pass.
+    parameter = on_faults and "on_corrupt"
+    return table.faults.raise_or_report(on_faults or "error", table.where, num_lines, parameter, hint)
+
+
+def _fields(columns: Mapping[str, str]) -> list[str]:
+    """Return the columns in the braces of a declared path, such as id of "images/{id}.png"."""
+    return _TEMPLATE.findall(columns.get("path", ""))
+
+
+def _image(table: Table, cells: Sequence[Any], index: int, template: str) -> Any:
+    """Return the cell of the image of a row, or the declared path with cells in place of the names in braces."""
+    if index >= 0:
+        return cells[index]
+    return _TEMPLATE.sub(lambda match: str(cells[table.index(match[1])]), template)
+
+
+def _part(cells: Sequence[Any], indices: Mapping[str, int], part: str) -> str:
+    """Return the part of a row by its columns of parts; `part` if there is none, "" if a cell names no part."""
+    for use in ("split", "train", "val", "test"):
+        if indices.get(use, -1) < 0:
+            continue
+        cell = str(cells[indices[use]]).strip().lower()
+        if use == "split":
+            part = PART_WORDS.get(cell, "")
+        elif cell not in _YES_OR_NO:
+            part = ""
+        elif use == "train":
+            # What the author does not train on is held out.
+            part = "train" if _YES_OR_NO[cell] else "test"
+        elif _YES_OR_NO[cell]:
+            part = use
+    return part
+
+
+def _label(table: Table, cells: Sequence[Any], index: int, number: int) -> str:
+    """Return the class of a row, or "".
+
+    Raises:
+        UserError: the label is several labels, an object or a measured number.
+    """
+    label = cells[index] if index >= 0 else None
+    if isinstance(label, (list, Mapping)):
+        raise UserError(f"{table.where}: line {number} has the label {label!r}: several labels an image: not supported")
+    # NaN, which differs from itself, stands for a missing number.
+    text = "" if label is None or label != label else str(label)
+    if _MEASURED.fullmatch(text):
+        raise UserError(f"{table.where}: line {number} has the label {text}: measured numbers are no classes")
+    return text
+
+
+def _indices(table: Table, columns: Mapping[str, str], part: str, files: Sequence[str]) -> dict[str, int]:
+    """Return the index of the column of each use, or -1.
+
+    Raises:
+        UserError: a column is missing, or a column that is not used may hold parts.
+    """
+    stem = Path(table.where).name.partition(".")[0]
+    path = "file_name" if stem == "metadata" else "image" if _SHARD.search(stem) else "path"
+    names = {"path": path, "label": "label", "split": "split", **columns}
+    indices = {use: table.index(name) for use, name in names.items() if use in USES}
+    fields = _fields(columns)
+    missing = [name for name in fields if table.index(name) < 0]
+    for use, name in columns.items():
+        if use in USES and name and indices[use] < 0 and not (use == "path" and fields):
+            missing.append(name)
+    lacks_path = not fields and indices["path"] < 0
+    lacks_label = indices["label"] < 0 and part != "test"
+    if not table.names:
+        raise UserError(f"{table.where} is empty; expected the names of the columns, such as path,label, and rows")
+    if missing or lacks_path or lacks_label:
+        raise UserError(proposals.other_columns(table, names, missing, files))
+    if not columns.keys() & {"split", "train", "val", "test"} and indices["split"] < 0:
+        used = {*indices.values(), *map(table.index, fields)}
+        proposals.check_parts(table, [index for index in range(len(table.names)) if index not in used], columns)
+    return indices
+
+
+def from_tables(
+    place: Path,
+    tables: Mapping[str, Sequence[str]],
+    columns: str | None,
+    on_faults: OnFaults,
+    opened: tuple[Folder, FileTable] | None = None,
+    others: Sequence[str] = (),
+) -> Source:
+    """Make a data set of the images in the tables of its parts.
+
+    Args:
+        place: path of the data set, or of a table.
+        tables: paths of the tables of each part.
+        columns: declared columns, see `parse_columns`.
         on_faults: "error" or "skip" for rows that cannot be used: the parameter `on_corrupt`. None raises an error for
             a data module without that parameter.
-        files: files of an archive, or of a folder that was listed before.
+        opened: tree and files of the folder or archive; None for a table that was passed itself.
+        others: tables that are not used.
 
     Raises:
         UserError: rows cannot be used, or there are no classes to train on; see also `read_table`.
     """
-    place = Path(place)
-    if files is None and place.is_file():
-        tables, unused = _beside(place)
-        files = Files(str(place.parent))
-        is_folder = False
-    else:
-        files = files or Files(str(place))
-        tables, unused = find_lists(tables_in(files))
-        is_folder = True
-    lists = [_read_list(path, part, files) for part, paths in tables.items() for path in paths]
-    notes = [listed.note for listed in lists if listed.note]
-    left_out: Counter[str] = Counter()
-    rows: dict[str, dict[str, tuple[int, str]]] = {part: {} for part in PARTS}
-    contents: dict[str, bytes] = {}
-    for listed in lists:
-        # Competitions publish test tables without labels, or with an empty column of labels.
-        is_empty_test = listed.part == "test" and not any(listed.rows.values())
-        if not listed.has_labels or (is_empty_test and set(listed.faults.lines) == {"without a label"}):
-            notes.append(f"{listed.path} is not used: it has no labels")
-        elif listed.faults:
-            hint = f"; expected columns such as path,label, and paths relative to {files.folder}"
-            parameter = on_faults and "on_corrupt"
-            note = listed.faults.raise_or_report(on_faults or "error", listed.path, listed.read, parameter, hint)
-            notes.append(note)
-        left_out.update({reason: len(lines) for reason, lines in listed.faults.lines.items()})
-        contents |= listed.contents
-        for part, part_rows in listed.rows.items():
-            rows[part] |= part_rows
-    where = " and ".join(listed.path for listed in lists)
-    by_part = {part: {label for _, label in part_rows.values()} for part, part_rows in rows.items() if part_rows}
-    classes = class_order(by_part.get("train", ()))
-    _name_unknown_classes(where, rows, classes)
-    notes += check_classes({"train": classes, **by_part}, f"{where} lists", "expected CSV with path,label")
-    notes += [
-        f"{path} is not used: tables named train, val and test are taken together, one of each"
-        for path in sorted(unused)
-    ]
-    if files.by_stem:
-        notes.append(f"{files.by_stem:,} files are found in folders below {files.folder}, by their names")
-    if is_folder and not contents:
-        unlisted = files.unlisted(file for part_rows in rows.values() for file in part_rows)
+    declared = parse_columns(columns, USES)
+    rows = _Rows(opened[0].path if opened else str(place.parent), opened)
+    for part, paths in tables.items():
+        for path in paths:
+            rows.read(path, part, declared, on_faults)
+    if others:
+        whole = "" if opened else f"; pass {spelled('data_dir', str(place.parent))} for all parts"
+        rows.notes.append(f"not used: {', '.join(others)}{whole}")
+    if opened and not rows.contents:
+        used = {path for labels in rows.labels.values() for path in labels}
+        unlisted = [path for path in rows.listed if is_image(path) and path not in used]
         if unlisted:
-            notes.append(f"left out {len(unlisted):,} images that no table names, such as {unlisted[0]}")
-    numbers = {name: number for number, name in enumerate(classes)}
-    parts: dict[str, Samples] = {}
-    for part, part_rows in rows.items():
-        shared = rows["train"].keys() & part_rows.keys()
-        if part != "train" and shared:
-            notes.append(f"{len(shared):,} files are in train and in {part}, such as {min(shared)}")
-        if part_rows:
-            images: Any = BytesImages(contents, list(part_rows)) if contents else files.table(list(part_rows))
-            parts[part] = Samples(images, torch.tensor([numbers[label] for _, label in part_rows.values()]))
-    notes += note_shared_images(parts)
-    return Source(classes, parts, place.resolve().name, notes, dict(left_out))
-
-
-def tables_in(files: Files) -> list[str]:
-    """Return the files of a folder, or at the top of an archive, that may be tables."""
-    if files.archived is not None:
-        prefix = f"{files.folder}/"
-        return [path for path in files.archived if path.startswith(prefix) and "/" not in path[len(prefix) :]]
-    # Repositories of Hugging Face have tables in data/, or a metadata.jsonl in the folder of each part.
-    top = Path(files.folder)
-    paths = [path for path in top.iterdir() if path.is_file()]
-    for folder in sorted(top.iterdir()):
-        if folder.name != "data" and not part_of(folder.name):
-            continue
-        inner = folder.iterdir() if folder.is_dir() else ()
-        paths += [path for path in inner if path.is_file() and (folder.name == "data" or path.stem == "metadata")]
-    return [str(path) for path in paths]
-
-
-def _name_unknown_classes(
-    where: str, rows: Mapping[str, Mapping[str, tuple[int, str]]], classes: Sequence[str]
-) -> None:
-    """Raise an error with part and line if a row has a class that train lacks."""
-    known = set(classes)
-    for part, part_rows in rows.items():
-        for line, label in part_rows.values():
-            if label not in known and known:
-                listed = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
-                raise UserError(
-                    f"{where}: {part} holds classes that train has no image of, such as {label} in line {line};"
-                    f" expected only {listed}"
-                )
+            rows.notes.append(f"left out {len(unlisted):,} images that no table names, such as {unlisted[0]}")
+            rows.left_out["in no table"] = len(unlisted)
+    parts = {part: (rows.images(part), list(labels.values())) for part, labels in rows.labels.items() if labels}
+    where = " and ".join(path for paths in tables.values() for path in paths)
+    return named_source(
+        parts, place.resolve().name, f"{where} lists", "expected path,label", rows.notes, dict(rows.left_out)
+    )

@@ -10,7 +10,6 @@ import shutil
 import stat
 import struct
 import tarfile
-import tempfile
 import weakref
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from datamodules.errors import UserError
@@ -52,18 +52,20 @@ def unpacked(path: Path, cache: Path) -> Path | None:
     try:
         status = path.stat()
         folder = cache / f"{path.name}-{status.st_size}-{status.st_mtime_ns}"
-        if folder.is_dir():
-            return folder
         cache.mkdir(parents=True, exist_ok=True)
-        # Other ranks may unpack at the same time, each into its own folder. The first one renames its folder.
-        temporary_folder = Path(tempfile.mkdtemp(dir=cache))
-        try:
-            with tarfile.open(path) as archive:
-                archive.extractall(temporary_folder, filter="data")
-            if not folder.is_dir():
-                temporary_folder.rename(folder)
-        finally:
-            shutil.rmtree(temporary_folder, ignore_errors=True)
+        partial_folder = folder.with_name(f".{folder.name}.part")
+        # Other ranks wait, and find the folder.
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if folder.is_dir():
+                return folder
+            # What a killed process has left.
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            try:
+                with tarfile.open(path) as archive:
+                    archive.extractall(partial_folder, filter="data")
+                partial_folder.rename(folder)
+            finally:
+                shutil.rmtree(partial_folder, ignore_errors=True)
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise UserError(f"{path} cannot be unpacked into {cache}: {error}") from error
     return folder

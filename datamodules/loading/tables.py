@@ -1,28 +1,59 @@
-"""Reads tables: comma-separated values, JSON lines, Parquet, and tab-separated text without a header.
+"""Reads tables: comma- or tab-separated values, JSON lines and Parquet, with the columns that a user declares.
 
-Cells are kept as they are written. A row with another number of cells than the header is a fault, since its cells
+Cells are kept as they are written. A row with another number of cells than the first line is a fault, since its cells
 cannot be assigned to columns with certainty.
 """
 
 import csv
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, spelled
 from datamodules.loading.text_files import NOT_UTF8, Faults, iter_lines, text_suffix
 
-TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+NAMED = (".jsonl", ".ndjson", ".parquet")
+"""Suffixes of files that name the columns themselves."""
+TABLE_SUFFIXES = (".csv", ".tsv", *NAMED)
 """Suffixes of files whose columns have names, in the first line or in each row."""
-_SEPARATORS = ",;\t|"
-_QUOTE_FIRST = re.compile(r'(?:^|\t)"')
-_QUOTED = re.compile(r'(?:^|(?<=\t))"(?:[^"]|"")*"(?=\t|$)')
-# Number of lines that decide the form of a file.
-_LOOKED_AT = 200
+FORM = ("separator", "quotes")
+"""What `columns` says of the form of a table, besides the columns."""
+SEPARATOR_NAMES = {"\t": "tab", " ": "space", ",": "comma"}
+"""Names of separators that are hard to type."""
+_DECLARATION = re.compile(r"(?:^|,)\s*([a-z_]+)=")
+
+
+def parse_columns(text: str | None, uses: Sequence[str] = ()) -> dict[str, str]:
+    """Return the name of the column of each declared use.
+
+    Args:
+        text: the parameter `columns`: USE=COLUMN, separated by commas.
+        uses: uses that the data have, besides `FORM`; by default any.
+
+    Raises:
+        UserError: the text has another form or names another use.
+
+    Example:
+        >>> parse_columns("path=file,label=breed,separator=;", ("path", "label", "split"))
+        {'path': 'file', 'label': 'breed', 'separator': ';'}
+    """
+    start, *pieces = _DECLARATION.split(str(text or ""))
+    declared = dict(zip(pieces[::2], pieces[1::2]))
+    unknown = [use for use in declared if uses and use not in (*uses, *FORM)]
+    if start or unknown or (text and not declared):
+        problem = "expected USE=COLUMN, separated by commas"
+        listed = ", ".join((*uses, *FORM)) if uses else "path and label"
+        raise UserError(f"{problem}; the uses are {listed}", setting="columns", value=text)
+    return declared
+
+
+def has_header(columns: Mapping[str, str]) -> bool:
+    """Return whether declared columns are names of a header: not if all are numbers, from 1."""
+    names = [name for use, name in columns.items() if use not in FORM]
+    return not names or not all(name.isascii() and name.isdigit() for name in names)
 
 
 @dataclass
@@ -50,39 +81,18 @@ class Table:
         """Number of lines that were read, without a header and blank lines."""
         return len(self.rows) + len(self.faults)
 
-    def column(self, index: int) -> list[Any]:
-        """Return the cells of a column, by its index in `names`."""
-        return [cells[index] for _, cells in self.rows]
-
-    def _add(self, number: int, cells: list[Any], width: int, fewer: str, more: str) -> None:
-        """Add a row of `width` cells, or a fault: `fewer` or `more` names the reason."""
-        if not any(cells):
-            self.apart["blank"] = self.apart.get("blank", 0) + 1
-        elif len(cells) < width:
-            self.faults.add(fewer, [number])
-        # Further cells may be empty: programs write a separator at the end of a line.
-        elif any(cells[width:]):
-            self.faults.add(more, [number])
-        else:
-            self.rows.append((number, cells[:width]))
+    def index(self, name: str) -> int:
+        """Return the index of a column by its name in any case, or by its number from 1; -1 if there is none."""
+        lower_names = [column.strip().lower() for column in self.names]
+        # Names before numbers, since a column may be called "2".
+        if name.strip().lower() in lower_names:
+            return lower_names.index(name.strip().lower())
+        if name.isascii() and name.isdigit() and 1 <= int(name) <= len(self.names):
+            return int(name) - 1
+        return -1
 
 
-def _separator(header: str) -> str:
-    """Return the separator that splits a header into most cells. Separators in quotes do not count."""
-    separator = ","
-    most_cells = 1
-    for candidate in _SEPARATORS:
-        try:
-            count = len(next(csv.reader([header], delimiter=candidate, strict=True), []))
-        except csv.Error:
-            continue
-        if count > most_cells:
-            separator = candidate
-            most_cells = count
-    return separator
-
-
-def _csv_rows(lines: Iterable[str | None], faults: Faults, **form: Any) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(lines: Iterable[str | None], faults: Faults, separator: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of separated values (RFC 4180) with the numbers of their first lines, and add faults."""
     # A quoted cell may span several lines, so a row is faulty if any of its lines could not be decoded.
     last_undecoded = 0
@@ -94,7 +104,8 @@ def _csv_rows(lines: Iterable[str | None], faults: Faults, **form: Any) -> Itera
                 last_undecoded = line_number
             yield f"{line or ''}\n"
 
-    reader = csv.reader(texts(), strict=True, **form)
+    # A separator such as ", " is a comma and a blank that does not belong to the cell.
+    reader = csv.reader(texts(), strict=True, delimiter=separator[:1], skipinitialspace=separator[1:] == " ")
     number = 1
     while True:
         try:
@@ -112,93 +123,63 @@ def _csv_rows(lines: Iterable[str | None], faults: Faults, **form: Any) -> Itera
         number = reader.line_num + 1
 
 
-def read_csv(lines: Iterable[str | None], where: str) -> Table:
-    """Read separated values whose first line names the columns. Separators are commas, semicolons, tabs or bars.
-
-    If the header has a blank after each separator, blanks after separators do not belong to the cells.
-
-    Args:
-        lines: lines of the file, None for a line that is not UTF-8.
-        where: name of the file, for messages.
-    """
-    table = Table(where)
-    lines = list(lines)
-    header_line = (lines[0] if lines else "") or ""
-    separator = _separator(header_line)
-    has_blanks = header_line.count(separator) == header_line.count(f"{separator} ") > 0
-    rows = _csv_rows(lines, table.faults, delimiter=separator, skipinitialspace=has_blanks)
-    header = next(rows, (0, []))[1]
-    # A separator at the end of the header makes an empty name, which is not a column.
-    while header and not header[-1].strip():
-        header.pop()
-    table.names = [name.strip() for name in header]
-    table.apart["header"] = 1
-    for number, cells in rows:
-        table._add(
-            number, cells, len(table.names), "with fewer cells than the header", "with more cells than the header"
-        )
-    return table
+def _has_doubled_quotes(line: str, separator: str) -> bool:
+    """Return whether a line is CSV with quotes in a quoted cell, and so not a text that happens to quote."""
+    try:
+        cells = next(csv.reader([line], strict=True, delimiter=separator[:1]))
+    except csv.Error:
+        return False
+    return '"' in "".join(cells) and separator.join(cells) != line
 
 
-def _written_with_quotes(lines: Sequence[str | None]) -> bool:
-    """Return whether the quotes around tab-separated cells are CSV quoting, as pandas writes it, and not quotations.
-
-    They are CSV quoting if all cells have them, or if every quoted cell needs them: it contains doubled quotes or tabs.
-    """
-    quoted = 0
-    needed = 0
-    cells = 0
-    for line in lines:
-        if line is None:
-            continue
-        if not _QUOTE_FIRST.search(line):
-            cells += line.count("\t") + 1
-            continue
-        try:
-            cells += len(next(csv.reader([line], delimiter="\t", strict=True)))
-        except csv.Error:
-            return False
-        for cell in _QUOTED.findall(line):
-            quoted += 1
-            needed += '""' in cell[1:-1] or "\t" in cell
-    return quoted > 0 and (quoted == cells or needed == quoted)
-
-
-def read_tabs(lines: Iterable[str | None], where: str, fewer: str, least: int = 2) -> Table:
-    """Read tab-separated text without a header. The number of columns is that of most of the first lines.
-
-    Args:
-        lines: lines of the file, None for a line that is not UTF-8.
-        where: name of the file, for messages.
-        fewer: reason of the fault of a line with fewer than `least` cells.
-        least: least number of columns.
-    """
-    table = Table(where)
-    lines = list(lines)
-    if _written_with_quotes(lines):
-        parsed = _csv_rows(lines, table.faults, delimiter="\t")
-    else:
-        parsed = _split_at_tabs(lines, table.faults)
-    rows = list(parsed)
-    widths = Counter(len(cells) for _, cells in rows[:_LOOKED_AT] if len(cells) >= least)
-    width = widths.most_common(1)[0][0] if widths else least
-    table.names = [str(number) for number in range(1, width + 1)]
-    for number, cells in rows:
-        # Some lines may lack an optional last column, such as a comment. Fewer cells cannot come from a tab in a
-        # sentence, which would add one.
-        if least <= len(cells) < width:
-            cells = [*cells, *[""] * (width - len(cells))]
-        table._add(number, cells, width, fewer, "with more cells than most lines")
-    return table
-
-
-def _split_at_tabs(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
-    """Yield the cells of each line after its number, and add faults."""
+def _plain_rows(lines: Iterable[str | None], faults: Faults, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of each line after its number, and add faults. Quotes belong to the cells."""
     for number, line in enumerate(lines, 1):
         if line is None:
             faults.add(NOT_UTF8, [number])
+        elif '""' in line and _has_doubled_quotes(line, separator):
+            faults.add("with doubled quotes, as CSV has them", [number])
         else:
-            yield number, line.split("\t")
+            yield number, line.split(separator) if line else []
+
+
+def read_text_table(
+    lines: Iterable[str | None], where: str, columns: Mapping[str, str], comma: bool, header: bool
+) -> Table:
+    """Read separated values.
+
+    Args:
+        lines: lines of the file, None for a line that is not UTF-8.
+        where: name of the file, for messages.
+        columns: declared columns, see `parse_columns`: "separator" and "quotes" say how a line is cut into cells.
+        comma: whether the file is CSV: with commas and quotes, unless `columns` says otherwise; else tabs and none.
+        header: whether the first line names the columns.
+    """
+    table = Table(where)
+    separator = columns.get("separator", "comma" if comma else "tab")
+    separator = {name: mark for mark, name in SEPARATOR_NAMES.items()}.get(separator, separator)
+    quoted = columns.get("quotes", "yes" if comma else "no") == "yes"
+    rows = (_csv_rows if quoted else _plain_rows)(lines, table.faults, separator)
+    for number, cells in rows:
+        if not any(cells):
+            table.apart["blank"] = table.apart.get("blank", 0) + 1
+        elif not table.names:
+            # A separator at the end of the header makes an empty name, which is not a column.
+            while header and not cells[-1].strip():
+                cells.pop()
+            table.names = cells if header else [str(column) for column in range(1, len(cells) + 1)]
+            if header:
+                table.apart["header"] = 1
+            else:
+                table.rows.append((number, cells))
+        elif len(cells) < len(table.names):
+            table.faults.add("with fewer cells than the first line", [number])
+        # Further cells may be empty: programs write a separator at the end of a line.
+        elif any(cells[len(table.names) :]):
+            table.faults.add("with more cells than the first line", [number])
+        else:
+            table.rows.append((number, cells[: len(table.names)]))
+    return table
 
 
 def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
@@ -219,9 +200,9 @@ def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
         if not isinstance(value, dict):
             table.faults.add("no JSON object", [number])
             continue
-        table.names += [name for name in value if name not in table.names]
         objects.append((number, value))
-    # Only now all names are known: a later object may have a key that the first ones lack.
+    # Of all rows: a later object may have a key that the first ones lack.
+    table.names = list(dict.fromkeys(name for _, value in objects for name in value))
     for number, value in objects:
         table.rows.append((number, [value.get(name, "") for name in table.names]))
     return table
@@ -248,12 +229,16 @@ def read_parquet(path: Path) -> Table:
     return table
 
 
-def read_table(path: Path, lines: Iterable[str | None] | None = None) -> Table:
-    """Read a file whose columns have names: .csv or .tsv with a header, .jsonl, or .parquet. It may be compressed.
+def read_table(
+    path: Path, columns: Mapping[str, str], lines: Iterable[str | None] | None = None, header: bool | None = None
+) -> Table:
+    """Read a table, whose format is that of its suffix: .csv, .jsonl, .parquet, else tab-separated values.
 
     Args:
-        path: path of the file, whose suffix decides the format.
+        path: path of the file, which may be compressed.
+        columns: declared columns, see `parse_columns`.
         lines: lines of the file if it is open already, as in an archive.
+        header: whether the first line of separated values names the columns; None: see `has_header`.
 
     Raises:
         UserError: see `iter_lines`; or a library is missing.
@@ -265,25 +250,13 @@ def read_table(path: Path, lines: Iterable[str | None] | None = None) -> Table:
         lines = iter_lines(path)
     if suffix in (".jsonl", ".ndjson"):
         return read_json_lines(lines, str(path))
-    return read_csv(lines, str(path))
-
-
-def describe_columns(table: Table, used: Mapping[str, str], guessed: Sequence[str] = ()) -> str:
-    """Return a line about the columns that are used, guessed or not used; "" if all are used and none is guessed.
-
-    Args:
-        table: the table.
-        used: name of the column for each use, such as "label".
-        guessed: uses whose column was chosen by its cells or its position, and not by its name.
-    """
-    unused = [name for name in table.names if name not in used.values()]
-    if not unused and not guessed:
-        return ""
-    phrases = []
-    for use, name in used.items():
-        remark = " (guessed)" if use in guessed else ""
-        phrases.append(f"the {use} is {name!r}{remark}")
-    if unused:
-        more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
-        phrases.append(f"not used: {', '.join(map(repr, unused[:6]))}{more}")
-    return f"{table.where}: {', '.join(phrases)}"
+    if header is None:
+        header = has_header(columns)
+    table = read_text_table(lines, str(path), columns, suffix == ".csv", header)
+    blanks = [name for name in table.names[1:] if name[:1] == " "]
+    if blanks:
+        raise UserError(
+            f"{path}: the column {blanks[0]!r} begins with a blank, so its cells may; pass"
+            f" {spelled('columns', 'separator=, ')} if a blank follows each comma"
+        )
+    return table

@@ -6,7 +6,6 @@ import gzip
 import io
 import lzma
 import re
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -103,75 +102,54 @@ def text_members(path: Path) -> list[str]:
     return [name for name in names if not any(component[0] in "_." for component in Path(name).parts)]
 
 
-def _refuse_other_formats(path: Path, start: bytes, names: Sequence[str] = ()) -> None:
-    """Raise an error for files of other programs, by their first bytes or by the names in a zip archive."""
-    kind = ""
-    # Spreadsheets and documents of LibreOffice and Office are zip archives with one of these members.
-    if "mimetype" in names or "[Content_Types].xml" in names:
-        kind = "a spreadsheet or a document; save its table as CSV in UTF-8"
-    elif start.startswith(b"\xd0\xcf\x11\xe0"):
-        kind = "a file of an old Excel or Word; save its table as CSV in UTF-8"
-    elif start.startswith(b"PAR1"):
-        kind = "a Parquet file; give it the ending .parquet"
-    elif start.startswith(b"%PDF"):
-        kind = "a PDF; pass its text"
-    elif start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        kind = "no text file: its text is in UTF-16; expected lines of UTF-8"
-    if kind:
-        raise UserError(f"{path} is {kind}")
+_CSV = "save its table as CSV in UTF-8"
+_OTHER_FORMATS = {
+    b"\xd0\xcf\x11\xe0": f"a file of an old Excel or Word; {_CSV}",
+    b"PAR1": "a Parquet file; give it the ending .parquet",
+    b"%PDF": "a PDF; pass its text",
+    b"\xff\xfe": "no text file: its text is in UTF-16; expected lines of UTF-8",
+    b"\xfe\xff": "no text file: its text is in UTF-16; expected lines of UTF-8",
+}
+"""What a file of another program is, by its first bytes."""
 
 
-def _refuse_tar(path: Path) -> None:
-    """Raise an error for a tar archive, compressed or not, since its files are not one text."""
-    # The content decides, since a plain text may have any suffix.
-    if not tarfile.is_tarfile(path):
-        return
-    with tarfile.open(path) as archive:
-        names = [member.name for member in archive if member.isfile()]
-    if names:
-        listed = ", ".join(names[:5])
-        raise UserError(
-            f"{path} is a tar archive of {len(names)} files: {listed}; unpack it and pass those that are meant"
-        )
-
-
-def _open(path: Path, stack: ExitStack, member: str = "") -> IO[bytes]:
-    """Open a file, a compressed file, or `member` of a zip archive, by default its only file, as a stream of bytes."""
+def _open(path: Path, stack: ExitStack) -> IO[bytes]:
+    """Open a file, a compressed file, or the only file of a zip archive, as a stream of bytes."""
     file = stack.enter_context(path.open("rb"))
     start = file.peek(8)
     if start.startswith(b"PK\x03\x04"):
         archive = stack.enter_context(zipfile.ZipFile(file))
         names = text_members(path)
-        _refuse_other_formats(path, start, names)
-        if not member and len(names) != 1:
+        # Members of the archives that spreadsheets and documents of LibreOffice and Office are.
+        if not {"mimetype", "[Content_Types].xml"}.isdisjoint(names):
+            raise UserError(f"{path} is a spreadsheet or a document; {_CSV}")
+        if len(names) != 1:
             listed = ", ".join(names[:5]) or "none"
             raise UserError(f"{path} holds {len(names)} files, expected one text: {listed}; unpack it and pass one")
-        return stack.enter_context(archive.open(member or names[0]))
-    _refuse_other_formats(path, start)
-    # The signature of a tar archive is at byte 257, and a plain file may begin with any name.
-    if file.peek(512)[257:262] == b"ustar":
-        _refuse_tar(path)
+        return stack.enter_context(archive.open(names[0]))
+    for first_bytes, kind in _OTHER_FORMATS.items():
+        if start.startswith(first_bytes):
+            raise UserError(f"{path} is {kind}")
     for magic, opener in _OPENERS.items():
         if start.startswith(magic):
-            _refuse_tar(path)
             stream: IO[bytes] = opener(file)
             return stream
     return file
 
 
-@contextlib.contextmanager
-def reading(path: Path, member: str = "") -> Iterator[IO[bytes]]:
-    """Open a text file, a compressed one, or one in a zip archive as bytes. Errors in the ``with`` block name the file.
+def iter_lines(path: Path) -> Iterator[str | None]:
+    """Yield the lines of a UTF-8 file, compressed or alone in a zip archive, and None for a line that is not UTF-8.
 
-    Args:
-        member: name of a file in the archive; by default its only file.
+    A line ends with LF or with CRLF, as on Windows. In a file without LF it ends with CR, as on old Macs. Other
+    characters such as U+0085 and U+2028 do not end a line, so that aligned files stay aligned. Lines may hold NUL
+    characters.
 
     Raises:
-        UserError: the file is missing, damaged, or not a text.
+        UserError: the file is missing, damaged, empty or not a text: half of its first lines hold NUL characters.
     """
     try:
         with ExitStack() as stack:
-            yield _open(path, stack, member)
+            yield from decoded_lines(_open(path, stack), str(path))
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
@@ -182,28 +160,13 @@ def reading(path: Path, member: str = "") -> Iterator[IO[bytes]]:
         raise UserError(f"{path} is damaged: {error}") from error
 
 
-def iter_lines(path: Path, member: str = "") -> Iterator[str | None]:
-    """Yield the lines of a UTF-8 file, and None for a line that is not UTF-8.
-
-    A line ends with LF or with CRLF, as on Windows. In a file without LF it ends with CR, as on old Macs. Other
-    characters such as U+0085 and U+2028 do not end a line, so that aligned files stay aligned. Lines may hold NUL
-    characters.
-
-    Args:
-        path: path of the file.
-        member: name of a file in an archive, see `reading`.
-
-    Raises:
-        UserError: the file is missing, damaged, empty or not a text: half of its first lines hold NUL characters.
-    """
-    with reading(path, member) as stream:
-        yield from decoded_lines(stream, str(path))
-
-
 def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
     """Yield the lines of a stream, see `iter_lines`. Errors name it as `where`."""
     buffered = io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK)
     start = buffered.peek()
+    # The signature of a tar archive is at byte 257, and the text of a plain file may have any suffix.
+    if start[257:262] == b"ustar":
+        raise UserError(f"{where} is a tar archive; unpack it, and pass the files that are meant")
     with_nul = [b"\0" in line for line in start.split(b"\n")]
     if 2 * sum(with_nul) >= len(with_nul):
         raise UserError(f"{where} is no text file; expected lines of UTF-8")

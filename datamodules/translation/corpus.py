@@ -189,12 +189,11 @@ class _Kept:
 
 def _hints(reasons: Collection[str]) -> str:
     """Return what to do about faulty lines, by the reasons why they are faulty."""
-    two_files = f"{spelled('source_file')} and {spelled('target_file')}"
     hints = {
         "not in UTF-8": "; save the file as UTF-8",
         f"over {_LONGEST:,} bytes": f"; split them, or keep up to 10 bytes for each word of {spelled('max_length')}",
-        "without a tab": f"; expected SOURCE<tab>TARGET (two files are {two_files}, and the names of comma-separated"
-        " files end in .csv)",
+        "with doubled quotes, as CSV has them": f"; pass {spelled('columns', 'quotes=yes')} if a program wrote them",
+        "of markup": "; write what is between the tags",
     }
     return "".join(text for reason, text in hints.items() if reason in reasons)
 

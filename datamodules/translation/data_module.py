@@ -11,6 +11,7 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import OneCall
 from datamodules.errors import UserError, spelled
+from datamodules.loading.tables import parse_columns
 from datamodules.notes import inform, inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
@@ -19,6 +20,7 @@ from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTr
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
 from datamodules.translation.parallel_corpus import (
     BUNDLED_TITLE,
+    USES,
     Pair,
     SentencePairs,
     bundled_pairs,
@@ -95,8 +97,8 @@ class TranslationDataModule(BaseDataModule):
         test_file: pairs for the test, as `val_file`.
         test_source_file: in place of `test_file`, source sentences for the test.
         test_target_file: their translations, line by line.
-        columns: the columns of source and target in files of pairs, by name or by number from 1, as in '[en, fr]'; by
-            default the first two.
+        columns: the columns of source and target in files of pairs that have more than two, by name or by number from
+            1, as in source=2,target=4; also separator=; and quotes=yes, where lines are separated otherwise.
         reverse: translate from the second column into the first.
         max_length: longest sentence kept, on both sides, in words with the end mark, also with `subwords`, which are
             learnt from what is kept. `max_tokens` limits the tokens of a batch, and so its memory.
@@ -135,7 +137,7 @@ class TranslationDataModule(BaseDataModule):
         test_file: Files = None,
         test_source_file: Files = None,
         test_target_file: Files = None,
-        columns: list[str] | None = None,
+        columns: str | None = None,
         reverse: bool = False,
         max_length: int | None = None,
         prefixes: Literal["tutorial"] | None = None,
@@ -163,13 +165,12 @@ class TranslationDataModule(BaseDataModule):
         _check_fraction("val", val_fraction, any(val))
         _check_fraction("test", test_fraction, any(test))
         if any(val + test) and not any(train):
-            data_file = spelled("data_file")
-            raise UserError(f"found files to validate or to test on and none to train on; pass {data_file} too")
-        if columns is not None:
-            columns = [str(column) for column in columns]
-            if len(columns) != 2 or not any(files[0] for files in of_parts.values()):
-                expected = f"expected the two of {spelled('data_file')}, as in {spelled('columns', ['en', 'fr'])}"
-                raise UserError(expected, setting="columns", value=columns)
+            raise UserError(
+                f"found files to validate or to test on and none to train on; pass {spelled('data_file')} too"
+            )
+        parse_columns(columns, USES)
+        if columns is not None and not any(files[0] for files in of_parts.values()):
+            raise UserError(f"only {spelled('data_file')} has columns", setting="columns", value=columns)
         check_ranges(
             max_length=(max_length, Range(2, whole=True)),  # A token and the end mark.
             vocab_size=(vocab_size, COUNT),

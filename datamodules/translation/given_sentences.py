@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datamodules.errors import UserError
-from datamodules.loading.text_files import decoded_lines
+from datamodules.loading.text_files import decoded_lines, iter_lines
 from datamodules.notes import warn
-from datamodules.translation.parallel_corpus import sentence_lines
+from datamodules.translation.parallel_corpus import is_markup
 
 LONGEST_INPUT = 100_000
 """Greatest length of a sentence to validate, test or predict on, in bytes of UTF-8."""
@@ -46,6 +46,8 @@ def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[Giv
         line_name = f"line {number} of {where}"
         if line is None:
             yield GivenSentence(line_name, "", f"{line_name} is not in UTF-8; save the file as UTF-8")
+        elif is_markup(line.strip()):
+            yield GivenSentence(line_name, "", f"{line_name} is markup; write what is between the tags")
         else:
             yield given_sentence(line_name, line.strip())
 
@@ -53,7 +55,7 @@ def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[Giv
 def _sentences_of_file(path: Path) -> list[GivenSentence]:
     """Return the sentences of a file, or the file as one input with a problem if it cannot be read."""
     try:
-        return list(_sentences_of_lines(str(path), sentence_lines(path)))
+        return list(_sentences_of_lines(str(path), iter_lines(path)))
     except UserError as error:
         return [GivenSentence(str(path), "", str(error))]
 

@@ -20,6 +20,9 @@ ALLOWED = {
     ("callbacks/warmup_lr.py", "scale="),  # An argument of WarmupLR, which is no flag.
     ("datamodules/images/image_folder.py", "augment="),  # What a run says of itself, whoever asks.
     ("datamodules/images/mnist.py", f"{FILLED}="),
+    ("datamodules/images/idx.py", f"{FILLED}="),  # USE=COLUMN, of the value of `columns`.
+    ("datamodules/images/proposals.py", f"{FILLED}="),
+    ("datamodules/translation/parallel_corpus.py", f"{FILLED}="),
     ("datamodules/translation/corpus.py", "max_length="),
     ("recipes/resnet/feature_cache.py", "cache_gb="),
     ("recipes/runner/run.py", f"{FILLED}="),  # A call of fit().

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
 from datamodules.images.arrays import from_arrays
-from datamodules.images.finding import find_small_images
+from datamodules.images.finding import find_images
 from datamodules.images.known_sets import load_digits
 from datamodules.images.mnist_form import read_digits, read_set
 from datamodules.images.source import Source
@@ -36,10 +36,10 @@ def write_tree(folder: Path, images: np.ndarray, labels: np.ndarray, suffix: str
         Image.fromarray(pixels).save(place / f"{number:03}{suffix}")
 
 
-def _read(tree: Source) -> tuple[Tensor, Tensor]:
+def _read(tree: Source, invert: bool = False) -> tuple[Tensor, Tensor]:
     """The images to train on in MNIST's form, and their labels."""
     images, labels = tree.parts["train"]
-    return read_set(images), labels
+    return read_set(images, invert).images, labels
 
 
 def _given(images: Any, labels: Any, test: tuple[Any, Any] | None = None, **options: Any) -> MNISTDataModule:
@@ -101,52 +101,79 @@ def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(tmp_path:
     assert not held["train"] & held["val"]
     parts = {"images": images[:60], "labels": labels[:60], "test_images": images[60:], "test_labels": labels[60:]}
     np.savez(tmp_path / "ours.npz", **parts)
-    keras = {"x_train": images[:60], "y_train": labels[:60], "x_test": images[60:], "y_test": labels[60:]}
-    np.savez(tmp_path / "keras.npz", **keras)
     medical = {"train_images": images[:50], "train_labels": labels[:50, None], "val_images": images[50:60]}
     medical |= {"val_labels": labels[50:60, None], "test_images": images[60:], "test_labels": labels[60:]}
     np.savez(tmp_path / "medical.npz", **medical)
     sizes = {}
-    for name in ("ours", "keras", "medical"):
-        data = MNISTDataModule(data_dir=str(tmp_path / f"{name}.npz"), val_fraction=0, **PLAIN)
+    for name, columns in (("ours", None), ("medical", "images=train_images,labels=train_labels")):
+        data = MNISTDataModule(data_dir=str(tmp_path / f"{name}.npz"), columns=columns, val_fraction=0, **PLAIN)
         _set_up(data)
         sizes[name] = data.sizes
-    assert sizes["ours"] == sizes["keras"] == {"train": 60, "val": 0, "test": 60}
+    assert sizes["ours"] == {"train": 60, "val": 0, "test": 60}
     assert sizes["medical"] == {"train": 50, "val": 10, "test": 60}
     assert data.validates
 
 
-def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(tmp_path: Path, digits: Digits):
+def test_images_of_any_size_take_mnists_form_as_in_predict(tmp_path: Path, digits: Digits):
     images, labels = digits
     large = [Image.fromarray(255 - pixels).resize((70, 90)) for pixels in images[:20]]
     for number, image in enumerate(large):
         (tmp_path / str(number % 2)).mkdir(exist_ok=True)
         image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
-    found, found_labels = _read(find_small_images(tmp_path))
+    found, found_labels = _read(find_images(tmp_path), invert=True)
     files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
-    assert torch.equal(found, read_digits([large[number] for number in files]).pixels[:, 0])
+    assert torch.equal(found, read_digits([large[number] for number in files], invert=True).pixels[:, 0])
     assert found_labels.tolist() == [0] * 10 + [1] * 10
     assert found[:, 0].max() < 64
-    # Dark on light at 28 x 28: the set is inverted.
-    dark, _ = _read(from_arrays({"train": (255 - images, labels)}, "dark"))
+    dark, _ = _read(from_arrays({"train": (255 - images, labels)}, "dark"), invert=True)
     assert np.array_equal(dark.numpy(), images)
-    # One image that touches the border does not change those of a set that is light on dark.
-    bag = images.copy()
-    bag[3] = 200
-    light, _ = _read(from_arrays({"train": (bag, labels)}, "light"))
-    assert np.array_equal(light.numpy(), bag)
-    channels, _ = _read(from_arrays({"train": (np.stack([images] * 3, 1), labels)}, "colour"))
+    light, _ = _read(from_arrays({"train": (images, labels)}, "light"))
+    assert np.array_equal(light.numpy(), images)
+    channels, _ = _read(from_arrays({"train": (np.stack([images] * 3, 1), labels)}, "color"))
     assert np.array_equal(channels.numpy(), images)
 
 
-def test_small_images_are_enlarged_light_on_dark(digits: Digits):
+def test_small_images_are_enlarged(digits: Digits):
     images = np.stack([np.array(Image.fromarray(pixels).crop((4, 4, 24, 24)).resize((8, 8))) for pixels in digits[0]])
-    for given in (images, 255 - images):
-        found, _ = _read(from_arrays({"train": (given, digits[1])}, "small"))
+    for given, invert in ((images, False), (255 - images, True)):
+        found, _ = _read(from_arrays({"train": (given, digits[1])}, "small"), invert)
         assert found[:, :4].max() == found[:, :, 24:].max() == 0
         assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
-        predicted = read_digits([Image.fromarray(pixels) for pixels in given])
+        predicted = read_digits([Image.fromarray(pixels) for pixels in given], invert)
         assert torch.equal(predicted.pixels[:, 0], found), "predict sees what was trained on"
+
+
+def test_a_checkpoint_keeps_whether_its_images_are_inverted(tmp_path: Path, digits: Digits, caplog: Any):
+    images, labels = digits
+    Image.fromarray(255 - images[0]).save(tmp_path / "dark.png")
+    states = {}
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        for invert in (None, True):
+            data = _given(255 - images, labels, invert=invert, **PLAIN)
+            data.setup("fit")
+            states[invert] = data.state_dict()
+    (note,) = (record.getMessage() for record in caplog.records)
+    assert note.startswith("note: the border of most train images is light, 255 of 255; pass invert=True if light and")
+    assert [state["invert"] for state in states.values()] == [False, True]
+    assert states[True]["borders"][0] == 0.0
+
+    def predicted(state: dict[str, Any], **options: Any) -> tuple[Tensor, list[str]]:
+        caplog.clear()
+        data = MNISTDataModule(predict_inputs=[str(tmp_path / "dark.png")], **options)
+        data.load_state_dict(state)
+        data.setup("predict")
+        with caplog.at_level(logging.WARNING, "lightning_recipes"):
+            (batch,) = data.predict_dataloader()
+        return batch[0], [record.getMessage() for record in caplog.records]
+
+    light = MNISTDataModule().preprocessing()(torch.from_numpy(images[:1])[:, None])
+    assert torch.equal(predicted(states[True])[0], light)
+    assert predicted(states[True])[1] == []
+    unlike, notes = predicted(states[True], invert=False)
+    assert not torch.equal(unlike, light)
+    (note,) = notes
+    assert "1 of 1 images have a border of brightness 255 to 255, and the training images of 0 to" in note
+    assert note.endswith("; pass invert=True if light and dark are exchanged")
 
 
 LABELS = np.arange(6) % 3
@@ -185,7 +212,7 @@ def test_labels_are_checked_by_row_and_unlabelled_rows_left_out():
         data.setup("test")
     named = _given(IMAGES, np.array(list("abbaba")), num_classes=3, **PLAIN)
     assert (named.num_classes, named.info.classes) == (3, ("a", "b"))
-    with pytest.raises(UserError, match="test has classes that train has no image of: c"):
+    with pytest.raises(UserError, match="test holds classes that train has no image of: c"):
         _given(IMAGES, list("abbaba"), test=(IMAGES, list("abcabc")))
 
 
@@ -208,13 +235,13 @@ def test_damaged_and_other_archives_are_refused_by_name(tmp_path: Path):
         tmp_path / "flipped.npz": "flipped.npz is no NumPy file .* damaged: Bad CRC-32",
         tmp_path / "text.npz": "text.npz is no NumPy file",
         objects: "objects.npz is no NumPy file .* Object arrays cannot be loaded",
-        _npz(tmp_path / "half.npz", images=IMAGES): "half.npz holds images; expected the arrays images and labels",
+        _npz(tmp_path / "half.npz", images=IMAGES): "half.npz holds images; expected images and labels",
     }
     for path, reason in cases.items():
         with pytest.raises(UserError, match=reason):
-            find_small_images(path)
-    with pytest.raises(UserError, match="holds 6 NumPy files; pass one of them"):
-        find_small_images(tmp_path)
+            find_images(path)
+    with pytest.raises(UserError, match="pass data_dir='.*/cut.npz'"):
+        find_images(tmp_path)
 
 
 def test_unreadable_and_blank_images_are_counted_and_named(tmp_path: Path, digits: Digits, caplog: Any):
@@ -239,7 +266,7 @@ def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(tmp_path:
     images, labels = digits
     names = np.array(["ma", "mu"])[labels % 2]
     state = _given(images, names).state_dict()
-    assert state == {"dataset": "custom", "classes": ["ma", "mu"]}
+    assert state == {"dataset": "custom", "invert": False, "classes": ["ma", "mu"]}
     Image.fromarray(images[0]).save(tmp_path / "0.png")
     data = MNISTDataModule(predict_inputs=[str(tmp_path / "0.png")])
     data.load_state_dict(state)

@@ -102,12 +102,24 @@ def test_files_are_found_flat_and_in_torchvisions_layout(tmp_path: Path, layout:
     assert _numbers(data, next(iter(data.test_dataloader()))[0]) == list(range(7))
 
 
-@pytest.mark.parametrize("name", ["{}.gz", "{}"])
-def test_files_are_found_by_the_names_that_kaggle_gives_them(tmp_path: Path, name: str):
+@pytest.mark.usefixtures("unreachable")
+@pytest.mark.parametrize("name", ["{}.gz", "{}", "{}/{}"])
+def test_files_of_other_names_are_read_as_the_error_says(tmp_path: Path, name: str):
     write_set(tmp_path, compress=name == "{}.gz")
     for stem in FILES:
-        (tmp_path / name.format(stem)).rename(tmp_path / name.format(stem.replace("-idx", ".idx")))
-    data = _data(tmp_path, dataset="auto")
+        other = stem if name == "{}/{}" else stem.replace("-idx", ".idx")
+        path = tmp_path / (f"{stem}.gz" if name == "{}.gz" else stem)
+        content = path.read_bytes()
+        path.unlink()
+        (tmp_path / name.format(other, other)).parent.mkdir(exist_ok=True)
+        (tmp_path / name.format(other, other)).write_bytes(content)
+    data = _data(tmp_path, dataset="auto", download=True)
+    with pytest.raises(
+        UserError, match="^(?!.*could not download).*has no MNIST files.*; pass columns='images=tra"
+    ) as error:
+        data.resolve()
+    columns = str(error.value).partition("columns='")[2].partition("'")[0]
+    data = _data(tmp_path, dataset="auto", columns=columns)
     data.setup("fit")
     assert (data.dataset, data.sizes) == ("mnist", {"train": 40, "val": 10})
 
@@ -175,7 +187,7 @@ def test_a_path_as_folder_leaves_the_checkpoint_loadable(tiny: Path):
     trainer.save_checkpoint(tiny / "a.ckpt")
     checkpoint = torch.load(tiny / "a.ckpt", weights_only=True)
     assert checkpoint["datamodule_hyper_parameters"]["data_dir"] == str(tiny)
-    assert checkpoint["MNISTDataModule"] == {"dataset": "mnist"}
+    assert checkpoint["MNISTDataModule"] == {"dataset": "mnist", "invert": False, "borders": [0.0, 49.0]}
 
 
 def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
@@ -332,8 +344,7 @@ def test_auto_refuses_a_given_folder_without_usable_files_and_downloads_nothing_
         _data(tmp_path / "nowhere", dataset="auto").setup("fit")
     (tmp_path / "a.pdf").touch()
     data = _data(tmp_path, dataset="auto", download=True)
-    refusal = "^(?!.*could not download).*has no MNIST files and no images of your own; pass a folder with them"
-    with pytest.raises(UserError, match=refusal):
+    with pytest.raises(UserError, match="^(?!.*could not download).*holds a.pdf; expected CLASS/IMAGE"):
         data.resolve()
     # A set that is named is downloaded into a folder with other files.
     with pytest.raises(UserError, match="could not download"):
@@ -448,22 +459,12 @@ def test_the_real_files_are_what_torchvision_reads(shared_data: Path):
     assert labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 
-@pytest.mark.parametrize("stem", ["{}.gz", "{}", "{}/{}"])
-def test_mnist_under_the_name_of_a_relative_is_refused_however_packed(shared_data: Path, tmp_path: Path, stem: str):
-    for name in FILES:
-        place = tmp_path / stem.format(name, name)
-        place.parent.mkdir(exist_ok=True)
-        content = gzip.decompress((shared_data / "mnist" / f"{name}.gz").read_bytes())
-        place.write_bytes(gzip.compress(content, 1) if stem == "{}.gz" else content)
-    for stage in ("fit", "test"):
-        with pytest.raises(UserError, match="belongs to MNIST .*, expected Fashion-MNIST; pass dataset='mnist'"):
-            _data(tmp_path, dataset="fashion-mnist").setup(stage)
-    _data(tmp_path).setup("test")
-
-
-def test_images_with_the_statistics_of_a_relative_are_not_mnist(tmp_path: Path):
-    write_set(tmp_path, compress=False)
-    light = torch.rand(50, 28, 28, generator=torch.Generator().manual_seed(1)) < 0.396
-    (tmp_path / FILES[0]).write_bytes(idx(light.byte() * 184))
-    with pytest.raises(UserError, match="belongs to Fashion-MNIST by its pixels .*; pass dataset='fashion-mnist'"):
-        _data(tmp_path, dataset="auto").setup("fit")
+def test_files_of_mnists_names_are_mnist_until_they_are_declared(
+    tiny: Path, here: Path, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO, "lightning_recipes"):
+        _data(tiny, dataset="auto").setup("fit")
+    assert "holds files of MNIST's names, which Fashion-MNIST has too; pass dataset='fashion-mnist'" in caplog.text
+    data = _data(tiny, dataset="fashion-mnist")
+    data.setup("fit")
+    assert data.class_names[0] == "T-shirt/top"

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.mnist_form import as_mnist, grey_image, read_digits
+from datamodules.images.mnist_form import as_mnist, gray_image, read_digits
 
 
 def _seven(height: int = 120, width: int = 90) -> np.ndarray:
@@ -19,16 +19,17 @@ def _seven(height: int = 120, width: int = 90) -> np.ndarray:
     return canvas
 
 
-def _form(image: Image.Image | np.ndarray) -> Tensor:
-    return as_mnist(grey_image(image if isinstance(image, Image.Image) else Image.fromarray(image))).float()
+def _form(image: Image.Image | np.ndarray, invert: bool = False) -> Tensor:
+    opened = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    return as_mnist(gray_image(opened, invert=invert)).float()
 
 
 EXPECTED = _form(_seven())
 
 
-def _likeness(image: Image.Image | np.ndarray) -> float:
+def _likeness(image: Image.Image | np.ndarray, invert: bool = False) -> float:
     """The correlation with the plain seven, at the best of the shifts by a pixel."""
-    found = _form(image)
+    found = _form(image, invert)
     shifted = [found.roll((y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1)]
     return max(float(torch.corrcoef(torch.stack((one.flatten(), EXPECTED.flatten())))[0, 1]) for one in shifted)
 
@@ -46,20 +47,21 @@ def test_a_digit_fills_20_pixels_and_its_mass_is_centred():
         assert abs(centre - 14) <= 0.51
 
 
-def test_neither_polarity_size_place_mode_nor_noise_of_an_image_matters():
+def test_neither_size_place_mode_nor_noise_of_an_image_matters():
     drawn, moved = Image.fromarray(_seven()), np.zeros((300, 400), dtype=np.uint8)
     moved[150:270, 300:390] = _seven()
     noise = np.random.default_rng(0).normal(0, 6, _seven().shape)
     light = np.where(np.arange(90) < 40, 0.7, 1.0)
-    assert _likeness(255 - _seven()) > 0.99
+    assert _likeness(255 - _seven(), invert=True) > 0.99
     assert _likeness(drawn.resize((180, 240))) > 0.97
     assert _likeness(moved) > 0.9
-    assert _likeness(np.clip(200 - 0.6 * _seven() + noise, 0, 255).astype(np.uint8)) > 0.93
-    assert _likeness(((230 - 0.7 * _seven()) * light).astype(np.uint8)) > 0.93, "light from a side"
+    assert _likeness(np.clip(200 - 0.6 * _seven() + noise, 0, 255).astype(np.uint8), invert=True) > 0.93
+    assert _likeness(((230 - 0.7 * _seven()) * light).astype(np.uint8), invert=True) > 0.93, "light from a side"
     for mode in ("RGB", "1", "P", "CMYK"):
         assert _likeness(drawn.convert(mode)) > 0.99
     ink = np.zeros_like(_seven())
-    assert _likeness(Image.fromarray(np.stack([ink, ink, ink, _seven()], -1), "RGBA")) > 0.99, "transparency is paper"
+    transparent = Image.fromarray(np.stack([ink, ink, ink, _seven()], -1), "RGBA")
+    assert _likeness(transparent, invert=True) > 0.99, "transparency is paper"
 
 
 def test_the_cameras_orientation_is_respected(tmp_path: Path):
@@ -70,11 +72,14 @@ def test_the_cameras_orientation_is_respected(tmp_path: Path):
     assert (found[0].float() - EXPECTED).abs().max() < 8
 
 
-def test_an_image_of_mnists_own_form_is_left_alone_and_inverted_where_it_is_dark_on_light():
+def test_an_image_of_mnists_own_form_is_left_alone():
     ready = torch.zeros(28, 28, dtype=torch.uint8)
     ready[3:9, 5:8] = 200
     assert torch.equal(as_mnist(ready), ready)
-    assert torch.equal(as_mnist(255 - ready), ready)
+    assert torch.equal(as_mnist(255 - ready), 255 - ready)
+    inverted = read_digits([Image.fromarray(255 - ready.numpy())], invert=True)
+    assert torch.equal(inverted.pixels[0, 0], ready)
+    assert inverted.borders.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("size", [(1, 1), (28, 28), (400, 5), (1, 90)])
@@ -86,7 +91,7 @@ def test_a_blank_image_is_called_that_and_a_line_is_not(size: tuple[int, int], s
     if max(size) > 28:
         image.putpixel((0, size[1] // 2), 255 - shade // 2)
         image.putpixel((0, 0), (shade + 100) % 256)
-        assert as_mnist(grey_image(image)).max() == 255
+        assert as_mnist(gray_image(image)).max() == 255
 
 
 def test_files_come_in_their_order_and_each_that_cannot_be_read_is_named(tmp_path: Path):

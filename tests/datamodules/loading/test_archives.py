@@ -28,11 +28,11 @@ def _image(file: Path, number: int) -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """photos/train/CLASS/, photos/val/CLASS/ with odd names, subfolders, hidden files, others, and an empty class."""
+    """photos/train/CLASS/, photos/val/CLASS/ with odd names, hidden files, others, and an empty class."""
     folder = tmp_path / "photos"
     for number in range(8):
         _image(folder / "train" / "ant" / f"{number}.png", number)
-        _image(folder / "train" / "bee" / "sub/folder" / f"{number}.jpg", 10 + number)
+        _image(folder / "train" / "bee" / f"x{number}.jpg", 10 + number)
     for number, name in enumerate(("ä.png", "10.png", "9.png", LONG, ".hidden.png")):
         _image(folder / "train" / "bee" / name, 20 + number)
     for number in range(3):

@@ -9,69 +9,65 @@ from pathlib import Path
 import pytest
 
 from datamodules import UserError
-from datamodules.loading.tables import describe_columns, read_csv, read_table, read_tabs
+from datamodules.loading.tables import parse_columns, read_table, read_text_table
 
-
-def _csv(text: str) -> tuple[list[str], list[list[str]], dict[str, list[int]]]:
-    table = read_csv(text.splitlines(), "x.csv")
-    return table.names, [cells for _, cells in table.rows], table.faults.lines
-
-
-FEWER = "with fewer cells than the header"
-MORE = "with more cells than the header"
+FEWER = "with fewer cells than the first line"
+MORE = "with more cells than the first line"
 
 
 @pytest.mark.parametrize(
-    ("text", "rows", "faults"),
+    ("text", "form", "rows", "faults"),
     [
-        ("a,b\n1,x, y\n2,z", [["2", "z"]], {MORE: [2]}),
-        ("a,b\n1\n2,z\n\n", [["2", "z"]], {FEWER: [2]}),
+        ("a,b\n1,x, y\n2,z", {}, [["2", "z"]], {MORE: [2]}),
+        ("a,b\n1\n2,z\n\n", {}, [["2", "z"]], {FEWER: [2]}),
         # A comma at the end of each line is no cell.
-        ("a,b,\n1,x,\n2,y,", [["1", "x"], ["2", "y"]], {}),
+        ("a,b,\n1,x,\n2,y,", {}, [["1", "x"], ["2", "y"]], {}),
         # Cells keep their blanks and their quotes.
-        ("a,b\n x ,y \n", [[" x ", "y "]], {}),
-        ('a,b\n"he said ""no""", "x"\n', [['he said "no"', ' "x"']], {}),
-        # Where the header has a blank behind each comma, the rows do, too.
-        ('a, b\n1, "x, y"\n', [["1", "x, y"]], {}),
-        # The separator is outside of quotes.
-        ('"a","b","c; d; e; f"\n1,2,3\n', [["1", "2", "3"]], {}),
-        ("a;b\n1,5;2,5\n", [["1,5", "2,5"]], {}),
-        ("a|b\n1, 2|3\n", [["1, 2", "3"]], {}),
-        ("a\tb\n1, 2\t3\n", [["1, 2", "3"]], {}),
+        ("a,b\n x ,y \n", {}, [[" x ", "y "]], {}),
+        ('a,b\n"he said ""no""", "x"\n', {}, [['he said "no"', ' "x"']], {}),
+        # A separator that is declared.
+        ('a, b\n1, "x, y"\n', {"separator": ", "}, [["1", "x, y"]], {}),
+        ("a;b\n1,5;2,5\n", {"separator": ";"}, [["1,5", "2,5"]], {}),
+        ("a\tb\n1, 2\t3\n", {"separator": "tab"}, [["1, 2", "3"]], {}),
     ],
 )
-def test_a_row_has_as_many_cells_as_the_header_and_keeps_them(text, rows, faults):
-    assert _csv(text)[1:] == (rows, faults)
-
-
-def _tabs(text: str) -> tuple[list[list[str]], dict[str, list[int]]]:
-    table = read_tabs(text.splitlines(), "x.tsv", "without a tab")
-    return [cells for _, cells in table.rows], table.faults.lines
+def test_a_row_has_as_many_cells_as_the_header(text, form, rows, faults):
+    table = read_text_table(text.splitlines(), "x.csv", form, comma=True, header=True)
+    assert ([cells for _, cells in table.rows], table.faults.lines) == (rows, faults)
 
 
 @pytest.mark.parametrize(
-    ("text", "rows", "faults"),
+    ("text", "form", "rows", "faults"),
     [
-        ("a\tb\tc\nd\te\nf\tg\n", [["d", "e"], ["f", "g"]], {"with more cells than most lines": [1]}),
-        ("a\tb\tx\nc\td\n e\tf\ty\n", [["a", "b", "x"], ["c", "d", ""], [" e", "f", "y"]], {}),
-        ("a\nb\tc\n", [["b", "c"]], {"without a tab": [1]}),
-        # Quotes of a program: around all cells, or where they are needed.
-        ('"a\tb"\t"c"\n"d"\t"e"\n', [["a\tb", "c"], ["d", "e"]], {}),
-        ('"say ""a"""\tb\nc\td\n', [['say "a"', "b"], ["c", "d"]], {}),
+        ("a\tb\tc\nd\te\nf\tg\n", {}, [["a", "b", "c"]], {FEWER: [2, 3]}),
+        ("a\tb\nc\td\te\n", {}, [["a", "b"]], {MORE: [2]}),
+        # Quotes of a program, where they are declared.
+        ('"a\tb"\t"c"\n"d"\t"e"\n', {"quotes": "yes"}, [["a\tb", "c"], ["d", "e"]], {}),
+        ('c\td\n"say ""a"""\tb\n', {"quotes": "yes"}, [["c", "d"], ['say "a"', "b"]], {}),
+        ('c\td\n"say ""a"""\tb\n', {}, [["c", "d"]], {"with doubled quotes, as CSV has them": [2]}),
         # Quotes of the text.
-        ('"a", he said.\tb\nc\t"d"\n', [['"a", he said.', "b"], ["c", '"d"']], {}),
-        ('"a"\tb\nc\td\n', [['"a"', "b"], ["c", "d"]], {}),
+        ('"a", he said.\tb\nc\t"d"\n', {}, [['"a", he said.', "b"], ["c", '"d"']], {}),
+        ('"a" "b"\t"c""d"\n', {}, [['"a" "b"', '"c""d"']], {}),
     ],
 )
-def test_text_between_tabs_has_as_many_columns_as_most_lines(text, rows, faults):
-    assert _tabs(text) == (rows, faults)
+def test_text_between_tabs_has_the_columns_of_its_first_line(text, form, rows, faults):
+    table = read_text_table(text.splitlines(), "x.tsv", form, comma=False, header=False)
+    assert ([cells for _, cells in table.rows], table.faults.lines) == (rows, faults)
+
+
+def test_declared_columns_have_known_uses():
+    text = "path=a, b,label=c=d,separator=,"
+    assert parse_columns(text, ("path", "label")) == {"path": "a, b", "label": "c=d", "separator": ","}
+    for wrong in ("a", "path", "paht=a", "[a, b]"):
+        with pytest.raises(UserError, match="expected USE=COLUMN, separated by commas; the uses are path, label, sep"):
+            parse_columns(wrong, ("path", "label"))
 
 
 def test_lines_of_json_name_their_columns_and_what_is_no_object_is_a_fault(tmp_path: Path):
     path = tmp_path / "x.jsonl.gz"
     rows = [json.dumps({"a": 1, "b": "x"}), "[1]", "", json.dumps({"b": "y", "c": None}), "{"]
     path.write_bytes(gzip.compress("\n".join(rows).encode()))
-    table = read_table(path)
+    table = read_table(path, {})
     assert table.names == ["a", "b", "c"]
     assert table.rows == [(1, [1, "x", ""]), (4, ["", "y", None])]
     assert (table.faults.lines, table.apart) == ({"no JSON object": [2, 5]}, {"blank": 1})
@@ -84,29 +80,22 @@ def test_a_parquet_file_has_its_rows_and_the_names_of_its_classes(tmp_path: Path
     features = {"label": {"names": ["ant", "bee"], "_type": "ClassLabel"}, "text": {"_type": "Value"}}
     found = found.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pyarrow.parquet.write_table(found, tmp_path / "x.parquet")
-    table = read_table(tmp_path / "x.parquet")
+    table = read_table(tmp_path / "x.parquet", {})
     assert (table.names, table.rows) == (["label", "text"], [(1, [0, "a"]), (2, [1, "b"])])
     assert table.class_names == {"label": ["ant", "bee"]}
     (tmp_path / "y.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-20])
     with pytest.raises(UserError, match=r"y.parquet is no Parquet file, or damaged"):
-        read_table(tmp_path / "y.parquet")
-
-
-def test_columns_that_are_guessed_or_not_used_are_named_in_one_line():
-    table = read_csv(["id,breed,note"], "x.csv")
-    line = "x.csv: the path is 'id', the label is 'breed' (guessed), not used: 'note'"
-    assert describe_columns(table, {"path": "id", "label": "breed"}, ["label"]) == line
-    assert describe_columns(read_csv(["a,b"], "x.csv"), {"path": "a", "label": "b"}) == ""
+        read_table(tmp_path / "y.parquet", {})
 
 
 def test_old_macs_line_ends_are_read_and_mixed_ones_refused(tmp_path: Path):
     path = tmp_path / "x.csv"
     path.write_bytes(b"a,b\r1,2\r3,4\r")
-    assert [cells for _, cells in read_table(path).rows] == [["1", "2"], ["3", "4"]]
+    assert [cells for _, cells in read_table(path, {}).rows] == [["1", "2"], ["3", "4"]]
     # The first block has no other line ends.
     path.write_bytes(b"a,b\r" + b"1,2\r" * 40_000 + b"3,4\n")
     with pytest.raises(UserError, match="lines that end in CR and others in LF"):
-        read_table(path)
+        read_table(path, {})
 
 
 def test_files_of_other_programs_are_named(tmp_path: Path):
@@ -123,17 +112,17 @@ def test_files_of_other_programs_are_named(tmp_path: Path):
     cases = {
         "x.xlsx": "x.xlsx is a spreadsheet or a document; save its table as CSV",
         "x.xls": "x.xls is a file of an old Excel or Word",
-        "x.tar.gz": "x.tar.gz is a tar archive of 2 files: a.tsv, b.tsv; unpack it",
-        "x.tar": "x.tar is a tar archive of 2 files: a.tsv, b.tsv; unpack it",
+        "x.tar.gz": "x.tar.gz is a tar archive; unpack it",
+        "x.tar": "x.tar is a tar archive; unpack it",
         "utf16.csv": "utf16.csv is no text file: its text is in UTF-16",
     }
     for name, reason in cases.items():
         with pytest.raises(UserError, match=reason):
-            read_table(tmp_path / name)
+            read_table(tmp_path / name, {})
 
 
 def test_zstd_is_read_where_its_library_is_installed(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow")
     packed = pyarrow.compress(b"a,b\n1,2\n", codec="zstd", asbytes=True)
     (tmp_path / "x.csv.zst").write_bytes(packed)
-    assert read_table(tmp_path / "x.csv.zst").rows == [(2, ["1", "2"])]
+    assert read_table(tmp_path / "x.csv.zst", {}).rows == [(2, ["1", "2"])]

@@ -1,9 +1,13 @@
-"""Finds images that are in the training part and in another part, on which scores would be too good."""
+"""Makes a data set of named classes, and finds images that are in training and in another part: a leak."""
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
-from datamodules.images.source import Samples
+import torch
+
+from datamodules.images.labels import check_classes, class_order
+from datamodules.images.source import Samples, Source
 from datamodules.lightning import rank_zero_only
 from datamodules.loading.file_table import FileTable
 
@@ -11,6 +15,37 @@ from datamodules.loading.file_table import FileTable
 # take seconds on a local disk.
 _MOST_FILES = 100_000
 _MOST_BYTES = 2**28
+
+
+def named_source(
+    parts: Mapping[str, tuple[Any, Sequence[str]]],
+    title: str,
+    where: str,
+    expected: str,
+    notes: Sequence[str] = (),
+    left_out: Mapping[str, int] | None = None,
+) -> Source:
+    """Make a data set of images with the names of their classes, which are numbered in the order of `class_order`.
+
+    Args:
+        parts: images, as in `Samples`, and the class of each, for "train" and optionally "val" and "test".
+        title: name of the data set.
+        where: beginning of a message, see `check_classes`.
+        expected: end of a message.
+        notes: remarks for the user.
+        left_out: number of files or rows that are not used, by reason.
+
+    Raises:
+        UserError: see `check_classes`.
+    """
+    by_part = {part: class_order(names) for part, (_, names) in parts.items()}
+    class_notes = check_classes({"train": (), **by_part}, where, expected)
+    numbers = {name: number for number, name in enumerate(by_part["train"])}
+    samples = {}
+    for part, (images, names) in parts.items():
+        samples[part] = Samples(images, torch.tensor([numbers[name] for name in names]))
+    all_notes = [*notes, *class_notes, *note_shared_images(samples)]
+    return Source(by_part["train"], samples, title, all_notes, dict(left_out or {}))
 
 
 def _keys(files: FileTable) -> list[Hashable] | None:
