@@ -219,7 +219,7 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
         "test --ckpt a --output no/such.json": "--output no/such.json: there is no folder no",
         "--dataset mnist --no-download --data-dir no": "the folder no does not exist",
         "--dataset digits --data-dir no": "--dataset digits comes with this package, so --data-dir no",
-        "--max-time 5s": "`Timer(duration='5s')` is not a valid duration. Expected a string in the format DD:HH:",
+        "--max-time soon": '--max-time soon: expected a time, as in "90 minutes", 1h or 00:01:30:00',
         "--val-check-interval 00:30:00": "`Timer(duration='00:30:00')` is not a valid duration. Expected",
         "--val-check-interval 0": "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation",
         "--limit-train-batches 0": "--limit-train-batches 0 trains nothing; --max-epochs 0 scores the initial weights",

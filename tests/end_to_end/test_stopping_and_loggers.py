@@ -75,7 +75,7 @@ def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, mon
     assert written["table"] == written["nothing"] | {"metrics.csv", "summary.csv"}
     assert "TensorBoard" not in ended[0][1]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="logger=wandb needs another package: pip install wandb"):
+    with pytest.raises(ValueError, match="logger='wandb' needs another package: pip install wandb"):
         logger_names("csv,wandb")
 
 
