@@ -220,7 +220,7 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
         "--dataset mnist --no-download --data-dir no": "the folder no does not exist",
         "--dataset digits --data-dir no": "--dataset digits comes with this package, so --data-dir no",
         "--max-time soon": '--max-time soon: expected a time, as in "90 minutes", 1h or 00:01:30:00',
-        "--val-check-interval 00:30:00": "`Timer(duration='00:30:00')` is not a valid duration. Expected",
+        "--val-check-interval 00:30:00": "--val-check-interval 00:30:00: expected a time, as in",
         "--val-check-interval 0": "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation",
         "--limit-train-batches 0": "--limit-train-batches 0 trains nothing; --max-epochs 0 scores the initial weights",
         "--num-nodes 0": "--num-nodes 0: expected a number of nodes, or MIN:MAX as in 1:4",
