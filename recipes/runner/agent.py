@@ -42,7 +42,7 @@ from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, spelled
 from recipes.runner.errors import Failure, exit_now, first_cause, print_error, print_loss
 from recipes.runner.launch import LOOPBACK, Launch
 from recipes.runner.saved_run import newest_valid_checkpoint
@@ -305,7 +305,7 @@ def _outcome(agent: NodeAgent, task: Any) -> Failure | None:
         return Failure(
             "user",
             f"fewer than {launch.min_nodes} nodes joined within {task.timeout:g} s; type on each node that is missing,"
-            f" I being its number: {task.typed.using(**place)}, or wait longer with --rendezvous-timeout",
+            f" I being its number: {task.typed.using(**place)}, or wait longer with {spelled('rendezvous_timeout')}",
             UserError.exit_status,
         )
     except RendezvousClosedError:

@@ -32,6 +32,7 @@ class Command:
         nodes: the nodes on which the launcher starts them.
         devices: the processes on each node.
         call: the call of `recipes.fit` in a program; empty where a command was typed.
+        srun: how Slurm's launcher is started.
 
     Example:
         >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
@@ -47,6 +48,7 @@ class Command:
     nodes: int = 1
     devices: int = 1
     call: str = ""
+    srun: str = "srun"
 
     @property
     def in_program(self) -> bool:
@@ -65,7 +67,7 @@ class Command:
         """Return the command with these flags replaced; None removes a flag."""
         start = self.program
         if self.launcher == "slurm":
-            start = f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
+            start = f"{self.srun} --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
         elif self.launcher == "torchrun":
             rendezvous = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
             topology = "--standalone" if self.nodes == 1 else rendezvous

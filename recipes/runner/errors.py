@@ -171,7 +171,7 @@ _LOST_CONNECTION = (
 _TIMED_OUT = re.compile("timed out|application timeout", re.IGNORECASE)
 _OTHER_WEIGHTS = "Error(s) in loading state_dict"
 
-_KINDS = ("user", "killed", "failed", "timed out", "signal", "lost")
+_KINDS = ("user", "killed", "failed", "timed out", "signal", "unreachable", "lost")
 _CAUSE_IS_SEEN = 3.0  # Seconds for a foreign launcher to see the rank that has caused the failure of this one.
 
 
@@ -200,7 +200,8 @@ class Failure:
 
     Args:
         kind: "user" for an error that the user has to correct, "killed" by the system, "failed" for another error,
-            "timed out" waiting for a rank, "signal" after which the workers have saved, or "lost" its connection.
+            "timed out" waiting for a rank, "signal" after which the workers have saved, "unreachable" for node 0, or
+            "lost" its connection.
         message: the reason in words; without the process, until `of_rank` puts it in front.
         status: the exit status.
     """

@@ -6,7 +6,7 @@
 
 A restarted job finds its run by the name of the job. It has the same command, and with ``--resume FILE`` in it, it
 resumes from its own newest checkpoint: the run's ``lineage.json`` records which job started from which file. A second
-run in one process never resumes the first.
+run in one process resumes the first only with ``--resume auto``.
 """
 
 import json
@@ -359,6 +359,7 @@ def settle_folder(parent: Path, name: str | None, point: ResumePoint) -> ResumeP
             rank_zero_print(f"{point.checkpoint} is not in the folder of a run: resuming in a new folder")
         folder, made = _new_folder(parent, name)
     _refuse_links(folder)
+    _used.add(str(folder))
     return replace(point, folder=str(folder), made=str(made) if made else None)
 
 

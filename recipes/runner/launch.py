@@ -232,13 +232,13 @@ class _LaunchPlanner:
         has_devices_flag = str(self.requested_devices) not in ("auto", "-1")
         if (has_devices_flag and count != devices) or (node_count > 1 and node_count != nodes):
             raise UserError(
-                f"--num-nodes {node_count} --devices {count} are {node_count * count} processes, and {launcher} has"
-                f" started {nodes} x {devices}, and decides:"
+                f"{spelled('num_nodes', node_count)} and {spelled('devices', count)} are {node_count * count}"
+                f" processes, and {launcher} has started {nodes} x {devices}, and decides:"
                 f" {self.command.started_by(launcher, nodes, devices).split(nodes, devices)}"
             )
 
     def by_variables(self) -> Launch:
-        """Plan for processes with ranks in their environment: of torchrun, mpirun or a script."""
+        """Plan for processes with ranks in their environment: of torchrun, or of a script that sets them."""
         env = self.env
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "manual"
         world = integer_of(env, "WORLD_SIZE") or 1
@@ -267,7 +267,7 @@ class _LaunchPlanner:
         launch = Launch(launcher, nodes, devices, rank // devices, local_rank, restarts=restarts)
         if world == 1:
             return launch
-        return replace(launch, address=self.master or LOOPBACK, port=self.port or DEFAULT_PORT)
+        return replace(launch, address=self.master, port=self.port or DEFAULT_PORT)
 
     def by_slurm(self, tasks: int) -> Launch:
         """Plan for the processes that srun has started."""
@@ -327,10 +327,9 @@ class _LaunchPlanner:
         if "SLURM_JOB_ID" not in env or (nodes == 1 and (tasks == 1 or devices > 1)):
             return
         processes = devices if devices > 1 else max(tasks, first_number(env, "SLURM_GPUS_PER_NODE"))
-        commands = [self.command.started_by("slurm", *size).using() for size in ((nodes, processes), (1, 1))]
-        if "SLURM_PTY_PORT" in env:
-            # The shell of srun is a step that holds the job's processors; another step has to share them.
-            commands = [command.replace("srun --nodes", "srun --overlap --nodes") for command in commands]
+        # The shell of srun is a step that holds the job's processors; another step has to share them.
+        typed = replace(self.command, srun="srun --overlap") if "SLURM_PTY_PORT" in env else self.command
+        commands = [typed.started_by("slurm", *size).using() for size in ((nodes, processes), (1, 1))]
         raise UserError(
             f"this Slurm job has {nodes} x {tasks} tasks, and the program was started once, without srun; type the"
             " first of these, or for one process the second:",
@@ -414,8 +413,6 @@ def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettin
 
 def on_devices_of(launch: Launch, trainer: TrainerSettings) -> TrainerSettings:
     """Return the Trainer's settings with the devices that the launch has on this node."""
-    if launch.address is None or launch.starts_agent:
-        return trainer
     devices = devices_of(launch.devices, trainer.devices, detect_machine(trainer.accelerator))
     return replace(trainer, devices=devices)
 

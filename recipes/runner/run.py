@@ -362,13 +362,13 @@ class Run:
 
         # On each node, so that a mistake is an error there at once, and not after a minute of waiting for node 0.
         spec = self.resolver.resolve(request)
+        self._check_result(launch, spec)
         if launch.node_rank == 0:
             # The other nodes may not find its folder, and wait for processes that say so.
             if spec.point.finished and launch.num_nodes == 1:
                 return task.finished(spec)
             batch_size = spec.config.get("batch_size") if spec.saved is None else None
             check_shared_update(launch, spec.run.global_batch_size, batch_size)
-            self._check_result(spec)
             self._spec = self.resolver.in_folder(spec)
 
         with removed_if_unused(self._spec.point) if self._spec else nullcontext():
@@ -379,8 +379,12 @@ class Run:
         assert self._spec.point.folder is not None
         return read_result(Path(self._spec.point.folder), task.classes.recipe)
 
-    def _check_result(self, spec: RunSpec) -> None:
+    def _check_result(self, launch: Launch, spec: RunSpec) -> None:
         """Refuse a call of `recipes.fit` whose processes would leave nothing to return."""
+        if self._typed.in_program and launch.num_nodes > 1:
+            problem = "fit() starts the processes of one machine"
+            to_type = "start the program by torchrun on each node"
+            raise UserError(problem, setting="num_nodes", value=launch.num_nodes, to_type=to_type)
         if self._typed.in_program and (spec.trainer.fast_dev_run or spec.trainer.enable_checkpointing is False):
             setting = "fast_dev_run" if spec.trainer.fast_dev_run else spelled("enable_checkpointing", False)
             raise UserError(

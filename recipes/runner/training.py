@@ -27,7 +27,14 @@ from datamodules.notes import warn
 from recipes.figures.images import Picture
 from recipes.prediction import all_rows, prediction_table
 from recipes.runner.command import Command
-from recipes.runner.errors import exit_now, is_lost_connection, is_rank_zero, rank_zero_print, relative_path
+from recipes.runner.errors import (
+    difference_of_weights,
+    exit_now,
+    is_lost_connection,
+    is_rank_zero,
+    rank_zero_print,
+    relative_path,
+)
 from recipes.runner.experiment import Experiment, build_trainer, checkpoint_callbacks, why_stopped
 from recipes.runner.folder import locked, start_from, write_config
 from recipes.runner.loggers import log_settings
@@ -83,7 +90,7 @@ def restoring(checkpoint: str | None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        is_of_weights = "Error(s) in loading state_dict" in str(error)
+        is_of_weights = isinstance(error, RuntimeError) and difference_of_weights(error)
         if is_of_weights or is_lost_connection(error) or not raised_by_restoring(error):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -32,7 +32,7 @@ LATER = {
     "resume a folder": f"--resume {FIRST}",
     "test a folder": f"test --ckpt {FIRST}",
     "out.json": f"predict --ckpt {BEST} --output out.json light.png dark.jpg",
-    "out.csv": f"predict --ckpt {BEST} --output out.csv light.png dark.jpg",
+    "out.csv": f"predict --ckpt {BEST} --output out.csv --invert dark.jpg light.png",
     "diverges": f"{QUICK} --dataset digits --lr 1e6 --name div --log-every-n-steps 1",
     "settings": f"--config {FIRST}/config.yaml --print-config --batch-size 32",
 }
@@ -151,11 +151,15 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(session: Sessio
         assert session.later[name].status == 0, session.later[name].err
         assert "light.png" in session.later[name].out
         assert "dark.jpg" in session.later[name].out
-    light, dark = json.loads((session.folder / "out.json").read_text())
-    assert light["class"] == dark["class"]
-    assert light["probability"] == pytest.approx(dark["probability"], abs=0.05)
+    as_trained = {row["file"]: row for row in json.loads((session.folder / "out.json").read_text())}
     with (session.folder / "out.csv").open() as file:
-        assert [row["file"] for row in csv.DictReader(file)] == ["light.png", "dark.jpg"]
+        inverted = {row["file"]: row for row in csv.DictReader(file)}
+    assert list(inverted) == ["dark.jpg", "light.png"]
+    # Each of both pictures is the other one, inverted.
+    for name, other in (("light.png", "dark.jpg"), ("dark.jpg", "light.png")):
+        assert as_trained[name]["class"] == inverted[other]["class"]
+        assert as_trained[name]["probability"] == pytest.approx(float(inverted[other]["probability"]), abs=0.05)
+    assert "if light and dark are exchanged" in session.later["out.json"].out + session.later["out.json"].err
 
 
 def test_a_run_that_diverges_keeps_its_folder_and_its_curves(session: Session) -> None:

@@ -235,3 +235,11 @@ def test_a_program_that_srun_should_start_is_named(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match="srun --nodes=2 --ntasks-per-node=1 python train.py"):
         fit("mnist", dataset="digits", run_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fit_starts_the_processes_of_one_machine() -> None:
+    nodes = {"num_nodes": 2, "node_rank": 1, "master_addr": "127.0.0.1"}
+    with pytest.raises(
+        UserError, match="^num_nodes=2: fit.. starts the processes of one machine; start the program by"
+    ):
+        fit("mnist", dataset="digits", **nodes)

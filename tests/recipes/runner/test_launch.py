@@ -7,8 +7,9 @@ import pytest
 
 from datamodules import UserError
 from recipes.runner.command import Command
-from recipes.runner.launch import Launch, LaunchSettings, check_shared_update, first_host, plan_launch
+from recipes.runner.launch import Launch, LaunchSettings, check_shared_update, first_host, on_devices_of, plan_launch
 from recipes.runner.machine import Machine, devices_of
+from recipes.runner.settings import TrainerSettings
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
@@ -53,6 +54,12 @@ def test_devices_that_were_named_are_kept_where_another_starts_the_processes():
         assert devices_of(launch.devices, asked, gpus) == [4, 5]
     assert devices_of(1, "4,5", gpus) == 1, "a world that has shrunk has no use for the list"
     assert devices_of(2, "auto", gpus) == devices_of(2, 2, gpus) == devices_of(2, "4,5", CPU) == 2
+
+
+def test_one_process_of_torchrun_trains_on_one_device_whatever_was_typed():
+    launch = plan(by_torchrun(0, nodes=1, devices=1)[0] | {"TORCHELASTIC_MAX_RESTARTS": "1"}, 2)
+    for asked in ("auto", 2):
+        assert on_devices_of(launch, TrainerSettings(accelerator="cpu", devices=asked)).devices == 1
 
 
 def test_a_world_that_has_shrunk_wins_over_the_flags_of_the_first_start():

@@ -2,13 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
+from datamodules import MNISTDataModule
+from recipes import MNISTClassifier
+from recipes.runner.command import Command
+from recipes.runner.flags import Classes, Given, Request
+from recipes.runner.saved_run import readable_checkpoints
+from recipes.runner.spec import Resolver
+from recipes.runner.verify import find_interval
 from tests.support.command_lines import contents, typed
 
 FIT = "--name one --threads 2 --max-epochs 2 --precision 32-true --logger none --lr 0.02 --optimizer adamw"
@@ -21,6 +30,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (fit,) = typed(home, f"{FIT} --save-every '2 steps' --save-top-k 2 --accumulate 1 --batch-size 16")
     assert fit.status == 0, fit.err
     return home
+
+
+def test_an_interval_is_trained_again_where_the_processes_start_again(trained: Path) -> None:
+    classes = Classes(MNISTClassifier, MNISTDataModule)
+    request = Request("verify", Given({}, {}), trained / "runs" / "quadrants" / "one")
+    interval = find_interval(request.folder, readable_checkpoints(request.folder / "checkpoints"))
+    before = SimpleNamespace(interval=replace(interval, recipe="mnist", config={}))
+    resolver = Resolver(classes, Command("python -m recipes.mnist"))
+    assert resolver.resolve(request, before=before).interval == before.interval, "the worker has not looked for it"
 
 
 def _copy(trained: Path, home: Path, name: str) -> Path:
