@@ -19,6 +19,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from datamodules.errors import flag_of
 
 DEFAULT_PORT = 29500
+_PLAIN = (int, float, str, type(None), timedelta, Enum, os.PathLike)
+_SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
+_LONGEST_CHOICE = 34
+"""Characters up to which the short help names all choices."""
+COMMANDS = {
+    "fit": "train, then test the best checkpoint (the default)",
+    "validate": "score a checkpoint on the validation part",
+    "test": "score a checkpoint on the test set",
+    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
+    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
+    "export": "write the network of a checkpoint for other programs, and verify the file",
+}
+PREDICT_INPUTS = "predict_inputs"
+"""The parameter of a data module that takes the arguments of predict, which are no flag."""
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
+_COLUMN = 34
+"""The column at which the texts of the flags begin."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +116,6 @@ class Command:
         return self.using(devices=devices, num_nodes=nodes)
 
 
-_PLAIN = (int, float, str, type(None), timedelta, Enum, os.PathLike)
-_SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
-_LONGEST_CHOICE = 34
-"""Characters up to which the short help names all choices."""
-
-
 def flag_type(annotation: Any) -> Any:
     """Return the type of a flag: the parameter's without its marks, and without classes that need an object.
 
@@ -172,23 +183,6 @@ def switch_values(annotation: Any) -> set[str]:
     """Return the words that may follow a switch as its value; a number may follow as well."""
     literals = (get_args(member) for member in get_args(annotation) if get_origin(member) is Literal)
     return _SWITCH_VALUES | {choice for choices in literals for choice in choices}
-
-
-COMMANDS = {
-    "fit": "train, then test the best checkpoint (the default)",
-    "validate": "score a checkpoint on the validation part",
-    "test": "score a checkpoint on the test set",
-    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
-    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
-    "export": "write the network of a checkpoint for other programs, and verify the file",
-}
-
-PREDICT_INPUTS = "predict_inputs"
-"""The parameter of a data module that takes the arguments of predict, which are no flag."""
-HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
-
-_COLUMN = 34
-"""The column at which the texts of the flags begin."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,20 @@ from callbacks.lib.signals import SIGNALS, name_of
 from datamodules.errors import UserError, first_line
 from datamodules.lightning import pl, rank_zero_only
 
+_LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+_PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
+_level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
+# Gloo and NCCL raise a plain RuntimeError, so that only its text tells a lost connection.
+_LOST_CONNECTION = (
+    *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
+    *("connection was likely closed", "remote process exited or there was a network error", "failed to recv"),
+    *("failed to send", "recvvalue failed", "sendbytes failed"),
+)
+_TIMED_OUT = re.compile("timed out|application timeout", re.IGNORECASE)
+_OTHER_WEIGHTS = "Error(s) in loading state_dict"
+_KINDS = ("user", "killed", "failed", "timed out", "signal", "unreachable", "lost")
+_CAUSE_IS_SEEN = 3.0  # Seconds for a foreign launcher to see the rank that has caused the failure of this one.
+
 
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0 of its run.
@@ -60,10 +74,6 @@ def relative_path(path: str | Path) -> str:
         return str(path)
 
 
-_LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-_PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
-
-
 class _OneLine(logging.Handler):
     """Prints each of our log messages as a plain line."""
 
@@ -72,9 +82,6 @@ class _OneLine(logging.Handler):
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
             print(record.getMessage(), file=sys.stderr)  # noqa: T201
-
-
-_level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
 
 
 @contextmanager
@@ -160,19 +167,6 @@ def one_line(message: str) -> str:
             characters.append(character.encode("unicode_escape").decode())
     words = "".join(characters).split(" ")
     return _cut(" ".join(_cut(word, 500) for word in words), 10_000)
-
-
-# Gloo and NCCL raise a plain RuntimeError, so that only its text tells a lost connection.
-_LOST_CONNECTION = (
-    *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
-    *("connection was likely closed", "remote process exited or there was a network error", "failed to recv"),
-    *("failed to send", "recvvalue failed", "sendbytes failed"),
-)
-_TIMED_OUT = re.compile("timed out|application timeout", re.IGNORECASE)
-_OTHER_WEIGHTS = "Error(s) in loading state_dict"
-
-_KINDS = ("user", "killed", "failed", "timed out", "signal", "unreachable", "lost")
-_CAUSE_IS_SEEN = 3.0  # Seconds for a foreign launcher to see the rank that has caused the failure of this one.
 
 
 def is_lost_connection(error: BaseException) -> bool:

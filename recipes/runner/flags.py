@@ -58,6 +58,11 @@ _CLASS_PATH = "optimizer"
 """The flag whose text may be the import path of a class."""
 # Parameters of type Any would take objects of all classes, and torch has some that start a program.
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
+SCORING = ("validate", "test")
+"""The commands that take a file of weights in place of a checkpoint."""
+_TAKE_INPUTS = ("predict", "verify")
+"""The commands after which arguments that are no flags may stand."""
+_PRINT_CONFIG = {"--print-config", "--print_config"}
 
 
 @dataclass(frozen=True)
@@ -460,13 +465,6 @@ def marks_of(parser: FlagParser) -> Marks:
 def free_parameters(classes: Classes) -> frozenset[str]:
     """Return the parameters of recipe and data that do not define the experiment."""
     return marked_parameters(classes.recipe, Free) | marked_parameters(classes.data_class, Free) | USUALLY_FREE
-
-
-SCORING = ("validate", "test")
-"""The commands that take a file of weights in place of a checkpoint."""
-_TAKE_INPUTS = ("predict", "verify")
-"""The commands after which arguments that are no flags may stand."""
-_PRINT_CONFIG = {"--print-config", "--print_config"}
 
 
 @dataclass(frozen=True)

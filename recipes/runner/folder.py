@@ -51,6 +51,9 @@ _LENGTHS = ("max_epochs", "max_steps", "max_time")
 
 _used: set[str | None] = set()
 """The folders of the runs of this process. Removed folders stay in the set, so that a restart numbers folders alike."""
+_LOCK = ".lock"
+# Seconds: the loader workers of a killed run inherit its lock, and hold it for a while.
+_LOCK_TIMEOUT = 20.0
 
 
 @dataclass(frozen=True)
@@ -334,11 +337,6 @@ def requeue_after_loss(folder: str | None, updates: int) -> str:
     except NotRequeued as reason:
         again = f"; resume in a new job with --name {Path(folder).name}" if folder else ""
         return f"not requeued, {reason}{again}"
-
-
-_LOCK = ".lock"
-# Seconds: the loader workers of a killed run inherit its lock, and hold it for a while.
-_LOCK_TIMEOUT = 20.0
 
 
 def settle_folder(parent: Path, name: str | None, point: ResumePoint) -> ResumePoint:

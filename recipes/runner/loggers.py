@@ -29,6 +29,21 @@ from recipes.runner.errors import is_rank_zero
 from recipes.runner.saved_run import SavedRun, write_rows
 
 SUMMARY = "summary.csv"
+METRICS = "metrics.csv"
+_NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
+_TRACKERS = ("wandb", "mlflow")
+"""The loggers whose runs have an id, which a checkpoint keeps for a resume."""
+_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
+Row = Mapping[str, str]
+_TITLES = {"bleu": "BLEU", "chrf": "chrF", "macro_f1": "macro-F1"}
+_STYLE = """<style>
+.lightning-recipes { --paper: transparent; --ink: currentColor; --faint: currentColor; --grid: rgba(128, 128, 128, .3);
+  --train: #3b82f6; --val: #e07b1a; }
+.lightning-recipes progress { width: 16rem; }
+.lightning-recipes table { margin: .5rem 0; }
+.lightning-recipes td, .lightning-recipes th { text-align: right; padding: .1rem .8rem .1rem 0; }
+.lightning-recipes svg { max-width: 100%; margin-right: 1.5rem; }
+</style>"""
 
 
 class EpochSummary:
@@ -74,13 +89,6 @@ class EpochSummary:
                 row[name] = values.get(f"{name}_epoch", values.get(name, "nan"))
             rows.append(row)
         return rows
-
-
-METRICS = "metrics.csv"
-_NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
-_TRACKERS = ("wandb", "mlflow")
-"""The loggers whose runs have an id, which a checkpoint keeps for a resume."""
-_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
 
 
 class _TensorBoard(TensorBoardLogger):
@@ -342,11 +350,6 @@ def run_ids(loggers: Iterable[Logger]) -> dict[str, str]:
     return ids
 
 
-Row = Mapping[str, str]
-
-_TITLES = {"bleu": "BLEU", "chrf": "chrF", "macro_f1": "macro-F1"}
-
-
 def _number(cell: str | None) -> float:
     try:
         return float(cell or "nan")
@@ -403,16 +406,6 @@ def curves(rows: Sequence[Row], monitor: str | None) -> dict[str, Figure]:
 def run_curves(folder: Path, monitor: str | None) -> dict[str, Figure]:
     """Return the curves of the run in a folder; none where the folder has no metrics.csv."""
     return curves(read_metrics(folder / METRICS)[1], monitor)
-
-
-_STYLE = """<style>
-.lightning-recipes { --paper: transparent; --ink: currentColor; --faint: currentColor; --grid: rgba(128, 128, 128, .3);
-  --train: #3b82f6; --val: #e07b1a; }
-.lightning-recipes progress { width: 16rem; }
-.lightning-recipes table { margin: .5rem 0; }
-.lightning-recipes td, .lightning-recipes th { text-align: right; padding: .1rem .8rem .1rem 0; }
-.lightning-recipes svg { max-width: 100%; margin-right: 1.5rem; }
-</style>"""
 
 
 def in_notebook() -> bool:

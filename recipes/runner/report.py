@@ -43,6 +43,13 @@ from recipes.runner.saved_run import (
 )
 from recipes.tables import Headline, ResultTable
 
+FIGURES = "figures"
+_MOST_ROWS = 25
+_MOST_TRANSLATIONS = 12
+_TILES = 3
+_TRANSLATIONS = "test_translations.csv"
+_REPORT = "report.html"
+
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
@@ -110,9 +117,6 @@ def read_result(folder: Path, recipe: type[Recipe]) -> RunResult:
         stopped_early=results["stopped_early"] or "",
         weights_sha256=results.get("weights_sha256"),  # None in a file of an earlier version.
     )
-
-
-FIGURES = "figures"
 
 
 def figures_of(trainer: pl.Trainer) -> dict[str, Picture]:
@@ -196,12 +200,6 @@ class RunFiles(Stopwatch):
                 logger.save()  # The page draws its curves from metrics.csv.
             with best_effort("report.html"):
                 self._write_page(trainer, self, f"interrupted by {name} after {trainer.global_step:,} updates")
-
-
-_MOST_ROWS = 25
-_MOST_TRANSLATIONS = 12
-_TILES = 3
-_TRANSLATIONS = "test_translations.csv"
 
 
 def _tables(folder: Path) -> dict[str, list[list[str]]]:
@@ -312,9 +310,6 @@ def write_page(
     )
     write_text(path, page)
     return path
-
-
-_REPORT = "report.html"
 
 
 def print_pairs(rows: dict[str, str]) -> None:

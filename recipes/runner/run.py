@@ -67,6 +67,8 @@ _NEEDS = {
     "predict": ("predict_step", "predict_dataloader"),
 }
 """The method of the recipe and the method of the data module that each command calls."""
+_SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format"})
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 
 def run_command(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
@@ -391,10 +393,6 @@ class Run:
                 f"fit() reads the result of several processes from the run's folder, and with {setting}"
                 f" there is none: pass {spelled('devices', 1)}"
             )
-
-
-_SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format"})
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 
 def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]:

@@ -1,4 +1,4 @@
-"""What a run has written: its settings and progress in checkpoints, its results, and the machine that it ran on."""
+"""What a run writes and measures: settings and progress in checkpoints, results, times, memory and hardware."""
 
 import contextlib
 import csv
@@ -28,6 +28,9 @@ from datamodules.notes import warn
 from recipes.version import __version__
 
 log = logging.getLogger("lightning_recipes.resume")
+RESULTS = "results.json"
+# A file's name may be in another encoding than UTF-8; its bytes are written as they are.
+_ERRORS = "surrogateescape"
 
 
 @dataclass(frozen=True)
@@ -215,12 +218,6 @@ def _refuse_repeated(root: yaml.Node | None, path: Path) -> None:
             raise UserError(
                 f"{path}, line {line}: {key.value} is also in line {lines[str(key.value)]}; remove one of them"
             )
-
-
-RESULTS = "results.json"
-
-# A file's name may be in another encoding than UTF-8; its bytes are written as they are.
-_ERRORS = "surrogateescape"
 
 
 def write_text(path: Path, text: str) -> None:

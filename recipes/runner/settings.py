@@ -1,4 +1,4 @@
-"""The settings of a run, as opposed to those of its network and data: their marks, how they merge, their limits.
+"""The settings of a run, as opposed to those of its network and data: marks, merging, limits, strategies.
 
 Special rules for a setting are marks of its type: `Free`, `OneCall`, `Rare`, `OfMachine` and `NullEnds`. The command
 line, the help, files, checkpoints and resumes follow these marks.
@@ -31,6 +31,14 @@ from recipes.runner.command import type_name
 from recipes.runner.hints import FURTHER, nearest, other_places
 from recipes.runner.loggers import logger_names
 from recipes.runner.machine import Precision
+
+_EVALUATION_LIMITS = ("limit_val_batches", "limit_test_batches")
+_STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
+_T = TypeVar("_T")
+OfMachine = Annotated[_T, "of the machine"]
+"""A parameter that chooses where a run trains; a resume does not take it from the checkpoint."""
+NullEnds = Annotated[_T, "null ends it"]
+"""A parameter that a null on the command line of a resume switches off; another null means the run's value."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +192,6 @@ def describe_differences(
     return lines
 
 
-_EVALUATION_LIMITS = ("limit_val_batches", "limit_test_batches")
-
-
 def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any, world_size: int) -> int | None:
     """Return the micro-batches of an update on all devices; None where the settings do not determine it.
 
@@ -236,9 +241,6 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
                 f" number of batches of all devices, such as {spelled(name, world_size)}"
             )
     return limits
-
-
-_STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 
 
 class LeanDDPStrategy(DDPStrategy):
@@ -305,15 +307,6 @@ def build_strategy(name: str, world_size: int) -> Any:
     if match[1] is None:
         return LeanDDPStrategy()
     return LeanDDPStrategy(find_unused_parameters=match[1] == "true")
-
-
-_T = TypeVar("_T")
-
-OfMachine = Annotated[_T, "of the machine"]
-"""A parameter that chooses where a run trains; a resume does not take it from the checkpoint."""
-
-NullEnds = Annotated[_T, "null ends it"]
-"""A parameter that a null on the command line of a resume switches off; another null means the run's value."""
 
 
 def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> None:

@@ -35,6 +35,12 @@ _NO_TRAINING = {"predict", "export", "list"}
 _DEVICES = re.compile(r"--devices[= ](\S+)")
 _AGENT = re.compile(r"--(num[-_]nodes|max[-_]restarts)\b")
 _OTHER_NODE = re.compile(r"--node[-_]rank[= ](?!0\b)")
+_MODULES = "LIGHTNING_RECIPES_PRELOAD"
+_MODULES_OF_EVERY_RUN = (
+    *("torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "torch.utils.tensorboard"),
+    *("torch.distributed.elastic.multiprocessing", "torchmetrics", "datamodules.lightning"),
+    *("recipes.runner.run", "recipes.runner.worker"),
+)
 
 
 def program_name() -> str:
@@ -77,7 +83,10 @@ def _answer_at_once(args: Sequence[str]) -> None:
             return  # It is no command, which the parser reports.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # A docstring may have what the terminal cannot show.
-        print(help_text(program_name(), page, any(flag.endswith("all") for flag in help_flags)))  # noqa: T201
+        try:
+            print(help_text(program_name(), page, any(flag.endswith("all") for flag in help_flags)), flush=True)  # noqa: T201
+        except BrokenPipeError:  # As in --help | head.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(0)
     problem = _unknown_flag(args, page.names())
     if problem:
@@ -161,14 +170,6 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
-
-
-_MODULES = "LIGHTNING_RECIPES_PRELOAD"
-_MODULES_OF_EVERY_RUN = (
-    *("torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "torch.utils.tensorboard"),
-    *("torch.distributed.elastic.multiprocessing", "torchmetrics", "datamodules.lightning"),
-    *("recipes.runner.run", "recipes.runner.worker"),
-)
 
 
 def start_method() -> str:

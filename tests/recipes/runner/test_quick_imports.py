@@ -153,3 +153,12 @@ def test_a_signal_before_the_time_limit_is_kept_while_the_program_imports(tmp_pa
     assert process.returncode == 128 + signal.SIGUSR1, output
     assert "ended by SIGUSR1" in output
     assert not (tmp_path / "runs").exists(), "nothing was trained"
+
+
+def test_the_help_may_be_cut_off_by_its_reader() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        command = [sys.executable, "-m", "recipes.mnist", "--help-all"]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), "as in --help-all | head"
