@@ -93,9 +93,8 @@ def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
             shared = _equal_files(train, images, by_key, keys, candidates)
         if shared:
             row, train_row = next(iter(shared.items()))
-            notes.append(
-                f"{len(shared):,} images of {part} are also in train, such as {images[row]} and {train[train_row]}"
-            )
+            shared_images = f"{len(shared):,} images of {part} are" if len(shared) > 1 else f"1 image of {part} is"
+            notes.append(f"{shared_images} also in train, such as {images[row]} and {train[train_row]}")
     return notes
 
 
