@@ -192,6 +192,11 @@ def is_slurm_step(env: Mapping[str, str]) -> bool:
     return has_step and not is_special and not ("SLURM_PTY_PORT" in env and in_terminal)
 
 
+def started_by_launcher(env: Mapping[str, str]) -> bool:
+    """Return whether torchrun, srun or a script has started this process as one of the ranks of a run."""
+    return "RANK" in env or is_slurm_step(env)
+
+
 def first_host(nodes: str) -> str:
     """Return the first host of a list in Slurm's notation.
 

@@ -49,7 +49,7 @@ from recipes.runner.errors import (
 from recipes.runner.experiment import Experiment, as_user_errors, build_experiment
 from recipes.runner.flags import Classes, Given, Request, read_request
 from recipes.runner.folder import record_failure, removed_if_unused, requeue_after_loss
-from recipes.runner.launch import Launch, check_shared_update, plan_processes
+from recipes.runner.launch import Launch, check_shared_update, plan_processes, started_by_launcher
 from recipes.runner.loggers import in_notebook
 from recipes.runner.machine import detect_machine, stop_gpu_search, tune_allocator
 from recipes.runner.report import RunResult, print_pairs, read_result
@@ -68,7 +68,6 @@ _NEEDS = {
 }
 """The method of the recipe and the method of the data module that each command calls."""
 _SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format"})
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 
 def run_command(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
@@ -499,7 +498,7 @@ def fit(
     unsupported = _SETTINGS_OF_OTHER_COMMANDS & settings.keys()
     if unsupported:
         raise UserError(f"fit() takes no {', '.join(sorted(unsupported))}: other commands of a recipe do")
-    if "devices" not in settings and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+    if "devices" not in settings and not started_by_launcher(os.environ):
         arguments["devices"] = 1
     make_callbacks = _MakeCallbacks([callbacks] if isinstance(callbacks, Callback) else callbacks)
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"

@@ -15,7 +15,7 @@ from recipes.runner.command import Command
 from recipes.runner.errors import relative_path
 from recipes.runner.flags import SCORING, Classes, FlagParser, Request, check_request, free_parameters, marks_of
 from recipes.runner.folder import ResumePoint, find_resume_point, resume_in, settle_folder
-from recipes.runner.launch import LaunchSettings, is_slurm_step
+from recipes.runner.launch import LaunchSettings, started_by_launcher
 from recipes.runner.machine import resolve_precision
 from recipes.runner.saved_run import SavedRun, note_unknown_settings, read_run, readable_checkpoints
 from recipes.runner.settings import (
@@ -276,7 +276,7 @@ class Resolver:
         changed = [name for name in compared if not same_setting(name, interval.config.get(name), given[name])]
         if changed:
             raise UserError(f"verify trains with the settings of the run: leave out {', '.join(map(flag_of, changed))}")
-        user_chose_devices = "devices" in given or "RANK" in os.environ or is_slurm_step(os.environ)
+        user_chose_devices = "devices" in given or started_by_launcher(os.environ)
         split = {}
         if not user_chose_devices:
             split = {name: interval.environment.get(name) for name in ("devices", "num_nodes")}
