@@ -7,7 +7,7 @@ import itertools
 import json
 import platform
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -164,14 +164,14 @@ class RunFiles(Stopwatch):
     Args:
         started_at: `time.monotonic` when the program was started.
         folder: the run's folder.
-        write_page: writes the page of a run that has not finished, given the Trainer, this object, and how it ended.
+        experiment: the built run, for the page of a run that has not finished.
     """
 
-    def __init__(self, started_at: float, folder: Path, write_page: Callable[[pl.Trainer, Any, str], None]) -> None:
+    def __init__(self, started_at: float, folder: Path, experiment: Experiment) -> None:
         super().__init__(started_at)
         self.folder = folder
         self.figures: dict[str, Picture] = {}
-        self._write_page = write_page
+        self._experiment = experiment
         self._has_batch = False
 
     @override
@@ -199,7 +199,8 @@ class RunFiles(Stopwatch):
             for logger in trainer.loggers:
                 logger.save()  # The page draws its curves from metrics.csv.
             with best_effort("report.html"):
-                self._write_page(trainer, self, f"interrupted by {name} after {trainer.global_step:,} updates")
+                how = f"interrupted by {name} after {trainer.global_step:,} updates"
+                report_interrupted(trainer, self._experiment, self, how)
 
 
 def _tables(folder: Path) -> dict[str, list[list[str]]]:
@@ -452,7 +453,7 @@ def _write(
     return rows
 
 
-def report_interrupted(experiment: Experiment, trainer: pl.Trainer, files: RunFiles, how: str) -> None:
+def report_interrupted(trainer: pl.Trainer, experiment: Experiment, files: RunFiles, how: str) -> None:
     """Write the page of an unfinished run, with the scores that were logged last.
 
     Args:

@@ -46,7 +46,6 @@ from recipes.runner.report import (
     print_rows,
     print_scores,
     report,
-    report_interrupted,
     report_unsaved,
     tables_of,
 )
@@ -245,7 +244,7 @@ def train(experiment: Experiment, started_at: float) -> RunResult:
     assert experiment.spec.point.folder is not None, "the record of a run names its folder"
     folder = Path(experiment.spec.point.folder)
     with locked(folder):
-        files = RunFiles(started_at, folder, partial(report_interrupted, experiment))
+        files = RunFiles(started_at, folder, experiment)
         return _train_in(folder, experiment, files)
 
 
