@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from callbacks.lib.hooks import log_interval
+from callbacks.lib.lightning_internals import log_interval
 from callbacks.lib.one_lightning import OneLightningCallback
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl

@@ -14,8 +14,16 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.freezing import FrozenLayers, check_freezing, frozen_objects, init_momentum_buffers, names_before
-from callbacks.lib.layers import find_name, module_names, parameter_names
+from callbacks.lib.freezing import (
+    FrozenLayers,
+    check_freezing,
+    find_name,
+    frozen_objects,
+    init_momentum_buffers,
+    module_names,
+    names_before,
+    parameter_names,
+)
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError, spelled

@@ -24,11 +24,15 @@ from callbacks.checkpointing.stopping_points import (
 )
 from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.lib.exchange import FlagAllReduce
-from callbacks.lib.hooks import callbacks_of, surround_callbacks
-from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers, save_last
+from callbacks.lib.lightning_internals import (
+    callbacks_of,
+    collective_timeout,
+    keep_signal_handlers,
+    save_last,
+    surround_callbacks,
+)
 from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.signals import Preempted, SignalFlag, name_of
-from callbacks.lib.slurm_job import requeue_on
+from callbacks.lib.signals import Preempted, SignalFlag, name_of, requeue_on
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.lightning import LambdaCallback, ModelCheckpoint, WeightAveraging, pl
 from datamodules.notes import warn

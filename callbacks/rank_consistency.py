@@ -16,8 +16,8 @@ from typing_extensions import override
 from callbacks.lib.checksums import checksum, checksums
 from callbacks.lib.decisions import deciders
 from callbacks.lib.exchange import gather
+from callbacks.lib.loaded_updates import numbered_loaders
 from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.training_loaders import numbered_loaders
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn

@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.lightning_internals import callbacks_of
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.pace import Pace, batches_left, format_seconds, limited_by_time, unit_of_batches
 from callbacks.lib.status_line import StatusLine, columns

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from callbacks.lib.hooks import log_after_update, log_interval
+from callbacks.lib.lightning_internals import log_after_update, log_interval
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.updates import updates_made
 from datamodules.lightning import pl

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import log_after_update, log_interval
+from callbacks.lib.lightning_internals import log_after_update, log_interval
+from callbacks.lib.loaded_updates import global_batch_size
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.rates import UpdateSchedule, schedule_of
-from callbacks.lib.training_loaders import global_batch_size
 from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from callbacks import TrainLoss
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.contract import Free, Rare
 from datamodules.errors import UserError
 from datamodules.lightning import OptimizerLRScheduler, pl

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
-from callbacks.lib.hooks import is_training
+from callbacks.lib.lightning_internals import is_training
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.images.labels import IGNORED, check_form, check_labels

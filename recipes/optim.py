@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.lightning import pl

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.rates import UpdateSchedule
 from callbacks.lib.updates import duration_to_updates, total_updates
 from datamodules.errors import UserError, spelled

@@ -25,7 +25,7 @@ from callbacks.lib.decisions import check_decision
 from callbacks.lib.durations import Duration, read_time
 from callbacks.lib.evaluation_loop import share_evaluations
 from callbacks.lib.exchange import gather
-from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
 from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.unsaved_state import unsaved_state
 from callbacks.update_loop import install_update_loop

@@ -6,7 +6,7 @@ Ranks that decide by values of their own train or save different models, or wait
 from typing import Any
 
 from callbacks.lib.exchange import gather
-from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.lightning_internals import callbacks_of
 from datamodules.errors import RunFailedError
 from datamodules.lightning import pl
 

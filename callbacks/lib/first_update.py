@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
-from callbacks.lib.training_loaders import update_loaders
+from callbacks.lib.loaded_updates import update_loaders
 from callbacks.lib.unsaved_state import plain_numbers
 from datamodules.errors import UserError
 from datamodules.lightning import is_overridden

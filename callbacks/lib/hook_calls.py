@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from callbacks.lib.hooks import is_idle
-from callbacks.lib.lightning_internals import RUNNING_HOOK
+from callbacks.lib.lightning_internals import RUNNING_HOOK, is_idle
 from callbacks.lib.optimizers import has_plain_zeroing, is_torchs
 from datamodules.errors import UserError
 from datamodules.lightning import (

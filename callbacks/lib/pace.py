@@ -3,7 +3,7 @@
 import math
 import time
 
-from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.lightning_internals import callbacks_of
 from callbacks.lib.updates import total_updates, updates_made
 from datamodules.errors import UserError
 from datamodules.lightning import Timer, pl

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.optimizers import stepping_optimizer
 from callbacks.lib.updates import updates_made
 from datamodules.lightning import pl

@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import Any
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.lightning_internals import callbacks_of
 from datamodules.errors import UserError
 from datamodules.lightning import CombinedLoader, GradientAccumulationScheduler, pl
 

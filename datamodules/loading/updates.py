@@ -110,7 +110,7 @@ class PassesThrough:
 class UpdateLoader(ABC):
     """Training loader as the callbacks see it: an iterable over `Update` objects that tells what it deals.
 
-    Every training loader of a Trainer with an `UpdateLoop` is one, wrapped in `callbacks.lib.training_loaders`.
+    Every training loader of a Trainer with an `UpdateLoop` is one, wrapped in `callbacks.lib.loaded_updates`.
     """
 
     rank: int

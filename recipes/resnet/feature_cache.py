@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.layers import evaluating
+from callbacks.lib.freezing import evaluating
+from callbacks.lib.lightning_internals import callbacks_of
 from datamodules.contract import data_contract
 from datamodules.errors import UserError, spelled
 from datamodules.images.image_folder import ImageFolderDataModule

@@ -40,8 +40,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from typing_extensions import override
 
-from callbacks.lib.signals import SIGNALS, name_of
-from callbacks.lib.slurm_job import requeue_on
+from callbacks.lib.signals import SIGNALS, name_of, requeue_on
 from datamodules.errors import RunFailedError, UserError, spelled
 from recipes.runner.errors import Failure, exit_now, first_cause, print_error, print_loss
 from recipes.runner.launch import LOOPBACK, Launch

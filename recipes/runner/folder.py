@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
-from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
+from callbacks.lib.signals import NotRequeued, batch_job, is_batch_job, requeue, restarts
 from datamodules.errors import UserError, spelled
 from recipes.runner.errors import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.loggers import METRICS

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.lightning_internals import callbacks_of
 from callbacks.lib.writing import atomic_write, best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
-from callbacks.lib.slurm_job import requeue_on
+from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals, requeue_on
 from callbacks.lib.threads import threads_restored
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, first_line, spelled, spelling_as_flags, system_failure

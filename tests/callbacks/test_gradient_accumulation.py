@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib import first_update
-from callbacks.lib.training_loaders import global_batch_size
+from callbacks.lib.loaded_updates import global_batch_size
 from callbacks.lib.updates import total_updates
 from datamodules.errors import UserError
 from tests.support.ranks import run_ranks

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.lib.hooks import callbacks_of, set_callbacks
+from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
 from callbacks.lib.signals import Preempted, SignalFlag
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of

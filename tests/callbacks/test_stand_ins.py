@@ -10,7 +10,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, R2Scor
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN
-from callbacks.lib.stand_ins import weighted_gradients
+from callbacks.lib.update_step import weighted_gradients
 from datamodules.loading.loaders import TrainLoader
 from tests.callbacks.test_updates import LR, Line, Logging, Normalised, samples, weights
 from tests.support.ranks import run_ranks

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib.hook_calls import HookCalls
-from callbacks.lib.hooks import attached_trainer
-from callbacks.lib.lightning_internals import RUNNING_HOOK
+from callbacks.lib.lightning_internals import RUNNING_HOOK, attached_trainer
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer

@@ -16,7 +16,7 @@ NAMED = re.compile(rf"`(?:{FLAGS}|{FILLED})`|(?<![\w(.,/'-])(?:{FLAGS}|{FILLED})
 ALLOWED = {
     ("callbacks/lib/threads.py", f"{FILLED}="),  # An environment variable.
     ("datamodules/lightning_package.py", f"{FILLED}="),
-    ("callbacks/lib/training_loaders.py", "`batch_size`"),  # An attribute of any loader.
+    ("callbacks/lib/loaded_updates.py", "`batch_size`"),  # An attribute of any loader.
     ("callbacks/warmup_lr.py", "scale="),  # An argument of WarmupLR, which is no flag.
     ("datamodules/images/image_folder.py", "augment="),  # What a run says of itself, whoever asks.
     ("datamodules/images/mnist.py", f"{FILLED}="),

@@ -1,7 +1,7 @@
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.lightning_internals import attached_trainer
 from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from callbacks.lib import slurm_job
-from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue
+from callbacks.lib import signals as slurm_job
+from callbacks.lib.signals import NotRequeued, batch_job, is_batch_job, requeue
 from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
 
 
