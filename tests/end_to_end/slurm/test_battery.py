@@ -241,5 +241,6 @@ def test_one_process_in_an_allocation_of_several_is_refused_with_the_srun_line(c
     ]
     errors = [process.communicate(timeout=600)[1] for process in started]
     assert [process.returncode for process in started] == [2, 2], errors
-    assert "this Slurm job has 2 nodes, and the program was started once, without srun: srun --nodes=2" in errors[0]
-    assert "this Slurm job has 1 node and 2 tasks, and the program was started once" in errors[1]
+    for error, tasks, srun in zip(errors, ("2 x 1", "1 x 2"), ("srun --nodes=2", "srun --nodes=1"), strict=True):
+        assert f"this Slurm job has {tasks} tasks, and the program was started once, without srun" in error
+        assert f"\n  {srun} --ntasks-per-node=" in error
