@@ -12,16 +12,11 @@ from datamodules.images import proposals
 from datamodules.images.decoding import ending, is_image
 from datamodules.images.labels import class_order, same_name
 from datamodules.images.named_source import named_source
-from datamodules.images.source import PARTS, Source
+from datamodules.images.source import PART_FOLDERS, PART_WORDS, PARTS, Source
 from datamodules.loading.archives import is_archive, unpacked
 from datamodules.loading.caches import cache_folder
 from datamodules.loading.file_table import FileTable, Folder, files_below, list_folder, open_archive
 from datamodules.notes import inform
-
-PART_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Part of each folder name that is recognized, in any case."""
-PART_WORDS = {**PART_FOLDERS, "training": "train", "dev": "val", "testing": "test"}
-"""Part of each word that a declared ``{split}`` stands for, and that a cell of a column "split" may hold."""
 
 _PLACEHOLDER = re.compile(r"(\{split\}|\{class\}|\*|\[[^\]/]+\])")
 

@@ -11,15 +11,14 @@ from pathlib import Path
 
 from datamodules.errors import UserError, spelled
 from datamodules.images.decoding import ending, is_image
+from datamodules.images.source import PART_WORDS
 from datamodules.loading.file_table import Folder, files_below, list_folder
 from datamodules.loading.tables import FORM, SEPARATOR_NAMES, TABLE_SUFFIXES, Table
 from datamodules.loading.text_files import iter_lines, text_suffix
 
 RECOGNIZED = ("{split}/{class}/*", "{class}/*")
 EXPECTED = "expected CLASS/IMAGE or train/CLASS/IMAGE, and val and test so"
-_PARTS = frozenset(
-    ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing", "holdout", "unlabeled")
-)
+_PARTS = frozenset((*PART_WORDS, "eval", "holdout", "unlabeled"))
 _NO_CLASSES = _PARTS | frozenset(
     (
         *("annotations", "labels", "masks", "mask", "segmentation", "depth", "infrared", "nir", "rgb", "thermal"),
@@ -29,7 +28,8 @@ _NO_CLASSES = _PARTS | frozenset(
 _SPLITS = _PARTS | {"split", "subset", "partition", "usage", "phase"}
 _PATHS = ("path", "filepath", "filename", "file", "image", "img", "id")
 _LABELS = ("label", "labels", "class", "target", "category", "breed", "species")
-_PART = re.compile("training|train|validation|valid|val|testing|test|dev", re.IGNORECASE)
+# The longest first, so that "training" is not taken for "train".
+_PART = re.compile("|".join(sorted(PART_WORDS, key=len, reverse=True)), re.IGNORECASE)
 
 
 def _words(name: str) -> list[str]:

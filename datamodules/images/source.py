@@ -1,6 +1,6 @@
 """Defines `Source`, a data set of images: samples of each part, classes, and how an image is read.
 
-`from_folder`, `from_table`, `from_arrays` and `from_idx` return a `Source`. The code that decodes, crops and augments
+`from_folder`, `from_tables`, `from_arrays` and `from_idx` return a `Source`. The code that decodes, crops and augments
 uses only the names and contents of its samples.
 """
 
@@ -18,6 +18,10 @@ from typing_extensions import override
 from datamodules.loading.randomness import permutation
 
 PARTS = ("train", "val", "test")
+PART_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Part of each folder name that is recognized, in any case."""
+PART_WORDS = {**PART_FOLDERS, "training": "train", "dev": "val", "testing": "test"}
+"""Part of each word that a declared ``{split}`` stands for, and that a cell of a column "split" may hold."""
 
 
 class Images(Protocol):

@@ -33,6 +33,7 @@ from recipes.runner.loggers import logger_names
 from recipes.runner.machine import Precision
 
 _EVALUATION_LIMITS = ("limit_val_batches", "limit_test_batches")
+_TIMES = ("max_time", "val_check_interval")
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 _T = TypeVar("_T")
 OfMachine = Annotated[_T, "of the machine"]
@@ -403,7 +404,7 @@ class TrainerSettings:
             check_val_every_n_epoch=(self.check_val_every_n_epoch, COUNT),
             gradient_clip_val=(self.gradient_clip_val, NOT_NEGATIVE),
         )
-        for name in ("max_time", "val_check_interval"):
+        for name in _TIMES:
             _check_time(name, getattr(self, name))
         if self.val_check_interval == 0:
             no_validation = spelled("limit_val_batches", 0)
@@ -416,7 +417,7 @@ class TrainerSettings:
     def options(self) -> dict[str, Any]:
         """Return the arguments of the Trainer."""
         options = asdict(self)
-        for name in ("max_time", "val_check_interval"):
+        for name in _TIMES:
             if isinstance(options[name], str):
                 options[name] = read_time(options[name]) or options[name]
         return options | (options.pop("trainer") or {})
