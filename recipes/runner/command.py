@@ -34,6 +34,7 @@ COMMANDS = {
 PREDICT_INPUTS = "predict_inputs"
 """The parameter of a data module that takes the arguments of predict, which are no flag."""
 HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
+PRINT_CONFIG_FLAGS = frozenset({"--print-config", "--print_config"})
 _COLUMN = 34
 """The column at which the texts of the flags begin."""
 

@@ -28,6 +28,7 @@ from recipes.runner.command import (
     COMMANDS,
     HELP_FLAGS,
     PREDICT_INPUTS,
+    PRINT_CONFIG_FLAGS,
     HelpEntry,
     HelpPage,
     allows_none,
@@ -62,7 +63,6 @@ SCORING = ("validate", "test")
 """The commands that take a file of weights in place of a checkpoint."""
 _TAKE_INPUTS = ("predict", "verify")
 """The commands after which arguments that are no flags may stand."""
-_PRINT_CONFIG = {"--print-config", "--print_config"}
 
 
 @dataclass(frozen=True)
@@ -497,9 +497,9 @@ def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) 
     if "--version" in arguments:
         print(f"lightning-recipes {__version__}")  # noqa: T201
         return None
-    flags = [arg for arg in arguments if arg not in _PRINT_CONFIG]
+    flags = [arg for arg in arguments if arg not in PRINT_CONFIG_FLAGS]
     given = parser.parse(flags, takes_inputs=command in _TAKE_INPUTS)
-    if _PRINT_CONFIG & set(arguments):
+    if PRINT_CONFIG_FLAGS.intersection(arguments):
         settings = as_plain(layered(with_length(parser.defaults(), given.settings), given.settings))
         print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
         return None

@@ -26,7 +26,7 @@ from signal import SIGUSR1
 
 from callbacks.lib.signals import keep_until_imported
 from datamodules.lightning_package import VARIABLE, lightning_package
-from recipes.runner.command import COMMANDS, HELP_FLAGS, help_text
+from recipes.runner.command import COMMANDS, HELP_FLAGS, PRINT_CONFIG_FLAGS, help_text
 from recipes.runner.hints import read_help, read_trainer_parameters, unknown_flag
 from recipes.version import __version__
 
@@ -57,7 +57,7 @@ def _announce(args: Sequence[str]) -> None:
     """Print on rank 0 that the imports take seconds."""
     # Lightning is not imported yet, so that only flags and variables of the launchers tell the rank.
     is_other_rank = _OTHER_NODE.search(" ".join(args)) or any(os.environ.get(name, "0") != "0" for name in _RANKS)
-    if is_other_rank or {*HELP_FLAGS, "--print-config", "--print_config"}.intersection(args):
+    if is_other_rank or (HELP_FLAGS | PRINT_CONFIG_FLAGS).intersection(args):
         return
     # The standard output of these commands is read by other programs.
     stream = sys.stderr if {"predict", "export"}.intersection(args) else sys.stdout
