@@ -281,16 +281,18 @@ def run_agent(launch: Launch, task: Any, after_loss: Callable[[], str]) -> None:
     if failure is None:
         handler.shutdown()
         return
-    if failure.kind in ("killed", "lost", "unreachable"):
+    is_loss = failure.kind in ("killed", "lost", "unreachable")
+    if is_loss:
         print_loss(f"error: {failure.message}", after_loss)
-    elif failure.kind != "signal" and not command.in_program:
-        print_error(f"error: {failure.message}")
     if failure.kind == "unreachable":
         exit_now(failure.status)  # A regular exit would wait for a thread that waits for node 0.
+    # Before the line of an error, which is the last one: torch may print that the store of node 0 has ended.
     handler.shutdown()
     if command.in_program and failure.kind != "signal":
         kind = UserError if failure.status == UserError.exit_status else RunFailedError
         raise kind(failure.message)
+    if not is_loss and failure.kind != "signal":
+        print_error(f"error: {failure.message}")
     sys.exit(failure.status)
 
 
