@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -42,9 +42,12 @@ from typing_extensions import override
 
 from callbacks.lib.signals import SIGNALS, name_of, requeue_on
 from datamodules.errors import RunFailedError, UserError, spelled
+from recipes.runner.command import Command
 from recipes.runner.errors import Failure, exit_now, first_cause, print_error, print_loss
+from recipes.runner.flags import Classes
 from recipes.runner.launch import LOOPBACK, Launch
 from recipes.runner.saved_run import newest_valid_checkpoint
+from recipes.runner.spec import RunSpec
 from recipes.runner.start import start_fork_server, start_method
 from recipes.runner.training import how_to_resume
 from recipes.runner.worker import Handed, meeting_reported, open_store, work
@@ -209,12 +212,30 @@ def _check_guard(main: types.ModuleType) -> None:
         )
 
 
-def run_agent(launch: Launch, task: Any, after_loss: Callable[[], str]) -> None:
+class Task(Protocol):
+    """The members of `recipes.runner.run.Task` that an agent needs; to import it would be a circle."""
+
+    @property
+    def classes(self) -> Classes: ...
+
+    @property
+    def typed(self) -> Command: ...
+
+    @property
+    def timeout(self) -> float: ...
+
+    @property
+    def spec(self) -> RunSpec | None: ...
+
+    def pickled(self) -> bytes: ...
+
+
+def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None:
     """Train in worker processes of this node, and return when they have ended without an error.
 
     Args:
         launch: the nodes and devices of the run.
-        task: what the workers carry out, a `recipes.runner.run.Task`, which would be a circular import.
+        task: what the workers carry out.
         after_loss: called where the run ends because a process was lost; what it returns is printed.
 
     Raises:
@@ -296,7 +317,7 @@ def run_agent(launch: Launch, task: Any, after_loss: Callable[[], str]) -> None:
     sys.exit(failure.status)
 
 
-def _outcome(agent: NodeAgent, task: Any) -> Failure | None:
+def _outcome(agent: NodeAgent, task: Task) -> Failure | None:
     """Run the agent until the run has ended, and return its failure, or None."""
     launch = agent.launch
     try:
@@ -316,7 +337,7 @@ def _outcome(agent: NodeAgent, task: Any) -> Failure | None:
     return agent.failure if result is not None and result.is_failed() else None
 
 
-def _report_signal(agent: NodeAgent, task: Any, signum: int) -> None:
+def _report_signal(agent: NodeAgent, task: Task, signum: int) -> None:
     """Print which workers were killed since they did not end on a signal, and how to resume."""
     if not agent.killed:
         return

@@ -25,6 +25,7 @@ from typing_extensions import override
 from callbacks.lib.signals import SIGNALS, name_of
 from datamodules.errors import UserError, first_line
 from datamodules.lightning import pl, rank_zero_only
+from recipes.runner.variables import error_file_of_agent, is_on_another_node
 
 _LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
@@ -47,7 +48,7 @@ def is_rank_zero() -> bool:
     `recipes.runner.worker` sets Lightning's ``rank_zero_only.rank``, which this reads. Before that the variables of the
     launchers decide.
     """
-    return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
+    return not getattr(rank_zero_only, "rank", 0) and not is_on_another_node(os.environ)
 
 
 def rank_of_process() -> int:
@@ -232,7 +233,7 @@ class Failure:
 
     def write(self) -> None:
         """Leave this record to the agent that has started this process, ours or torchrun, if one has."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        path = error_file_of_agent(os.environ)
         if path:
             # torch reads the message and the time, of which the earliest is its cause.
             Path(path).write_text(json.dumps(asdict(self) | {"timestamp": int(time.time())}))
@@ -281,7 +282,7 @@ def failures_reported(after_loss: Callable[[], str], after_error: Callable[[str]
             print_loss(f"error: rank {rank_of_process()} {failure.message}", after_loss)
         elif failure.kind != "timed out":
             after_error(first_line(error))
-        started_by_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
+        started_by_torchrun = error_file_of_agent(os.environ) is not None
         if started_by_torchrun:
             with suppress(ValueError):  # Handlers need the main thread.
                 for signum in SIGNALS:

@@ -53,6 +53,7 @@ from recipes.runner.settings import (
     layered,
     with_length,
 )
+from recipes.runner.verify import Interval
 from recipes.version import __version__
 
 _CLASS_PATH = "optimizer"
@@ -475,11 +476,13 @@ class Request:
         command: one of `COMMANDS`.
         given: the settings of the command, and the inputs of predict.
         folder: the folder of the run that verify trains again.
+        interval: the part of this run that is trained again; None before `Resolver.with_interval` has found it.
     """
 
     command: str
     given: Given
     folder: Path | None = None
+    interval: Interval | None = None
 
 
 def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) -> Request | None:

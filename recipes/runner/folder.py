@@ -11,9 +11,7 @@ run in one process resumes the first only with ``--resume auto``.
 
 import json
 import os
-import re
 import shutil
-import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +24,7 @@ from typing import Any
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
-from callbacks.lib.signals import NotRequeued, batch_job, is_batch_job, requeue, restarts
+from callbacks.lib.signals import NotRequeued, batch_job, requeue, restarts
 from datamodules.errors import UserError, spelled
 from recipes.runner.errors import is_rank_zero, print_error, rank_zero_print
 from recipes.runner.loggers import METRICS
@@ -43,6 +41,7 @@ from recipes.runner.saved_run import (
     write_text,
 )
 from recipes.runner.settings import describe_differences
+from recipes.runner.variables import job_name, restarts_by_torch
 from recipes.runner.worker import share
 
 _LINEAGE = "lineage.json"
@@ -113,7 +112,7 @@ def find_resume_point(
 
     if resume == "none":
         return ResumePoint()
-    job = launch_name(os.environ, name)
+    job = job_name(os.environ, name)
     if resume not in (None, "auto"):
         point = _from_file(resume, name, parent, typed, job)
     elif resume is None and job is None:
@@ -240,53 +239,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _slurm_name(environment: Mapping[str, str]) -> str | None:
-    """Return the name of a step of a batch job; None in an interactive job, where a user may run several programs."""
-    if "SLURM_PROCID" not in environment or not is_batch_job(environment):
-        return None
-    job = environment["SLURM_JOB_ID"]
-    step = environment.get("SLURM_STEP_ID", "0")
-    # Large numbers are special steps, such as the batch script.
-    if step.isdigit() and 0 < int(step) < 1_000_000:
-        return f"slurm-{job}-step{step}"
-    return f"slurm-{job}"
-
-
-def _torchrun_restarts(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return how often torchrun has restarted these processes, and how often it may."""
-    made = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    allowed = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    return int(made) if made.isdigit() else 0, int(allowed) if allowed.isdigit() else 0
-
-
-def launch_name(environment: Mapping[str, str], name: str | None = None) -> str | None:
-    """Return a name of this job that restarts and requeues share, and other jobs do not; None without restarts.
-
-    Args:
-        name: the name of the run, used where torchrun restarts it on several nodes and nothing else names the job.
-
-    Raises:
-        UserError: the name is needed, and None.
-    """
-    slurm_name = _slurm_name(environment)
-    if slurm_name:
-        return slurm_name
-    run = environment.get("TORCHELASTIC_RUN_ID")
-    if run is None or not any(_torchrun_restarts(environment)):
-        return None
-    if run != "none":
-        return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
-    if environment.get("GROUP_WORLD_SIZE", "1") != "1":
-        if name is not None:
-            return name
-        raise UserError(
-            "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
-            f" every node, or pass {spelled('name', 'NAME')}"
-        )
-    # On one node the agent, which outlives its workers, identifies the job.
-    return f"elastic-{socket.gethostname()}-{os.getppid()}"
-
-
 def record_failure(folder: str | None, rank: int, error: str) -> None:
     """Record in the run's folder that a rank of this Slurm batch job has failed, which is no reason to requeue it.
 
@@ -323,7 +275,7 @@ def requeue_after_loss(folder: str | None, updates: int) -> str:
         The outcome in words; empty outside of a batch job, and where torchrun restarts the processes.
     """
     job = batch_job(os.environ)
-    restarts_made, restarts_allowed = _torchrun_restarts(os.environ)
+    restarts_made, restarts_allowed = restarts_by_torch(os.environ)
     if job is None or restarts_made < restarts_allowed:
         return ""
     failure = _failure_of_job(folder, job) if folder else ""

@@ -9,7 +9,6 @@ compare the values with each other, the flags and the devices. `SLURMEnvironment
 import os
 import re
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,14 @@ from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.command import DEFAULT_PORT, Command
 from recipes.runner.machine import Machine, check_cores, detect_machine, devices_of, number_of_devices
 from recipes.runner.settings import TrainerSettings, check_strategy, micro_batches_of_update
+from recipes.runner.variables import (
+    first_number,
+    integer_of,
+    is_by_torchrun,
+    is_slurm_step,
+    restarts_by_torch,
+    slurm_hosts,
+)
 
 LOOPBACK = "127.0.0.1"
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")
@@ -28,8 +35,6 @@ _PORTS = Range(1, 65535, whole=True)
 # Below the range of ephemeral ports, so that no outgoing connection has the port.
 _FIRST_PORT = 15000
 _NUMBER_OF_PORTS = 17000
-# Steps from this number on are the batch script, the shell of salloc, and processes that ssh has started.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Launch:
         """
         world = int(env["WORLD_SIZE"])
         nodes = int(env["GROUP_WORLD_SIZE"])
+        restarts_made, restarts_allowed = restarts_by_torch(env)
         if nodes * self.devices != world:
             raise UserError(
                 f"this node has {self.devices} of the {world} processes of {nodes} nodes; expected as many on each"
@@ -129,7 +135,7 @@ class Launch:
             address=env["MASTER_ADDR"],
             port=int(env["MASTER_PORT"]),
             starts_agent=False,
-            restarts=int(env["TORCHELASTIC_RESTART_COUNT"]) < int(env["TORCHELASTIC_MAX_RESTARTS"]),
+            restarts=restarts_made < restarts_allowed,
             store_prefix=store_prefix,
         )
 
@@ -163,38 +169,6 @@ class Launch:
         if self.address is not None:
             parts.append(f"{self.address}:{self.port}")
         return ", ".join(parts)
-
-
-def first_number(env: Mapping[str, str], *names: str) -> int:
-    """Return the first of these variables of Slurm that is a number, or 0."""
-    numbers = [int(env[name]) for name in names if env.get(name, "").isdigit()]
-    return numbers[0] if numbers else 0
-
-
-def integer_of(env: Mapping[str, str], name: str) -> int | None:
-    """Return an integer from an environment variable that the user may have set."""
-    value = env.get(name, "").strip()
-    if value and not value.isdigit():
-        raise UserError(f"the environment says {name}={value}, which is not a whole number; unset or correct it")
-    return int(value) if value else None
-
-
-def is_slurm_step(env: Mapping[str, str]) -> bool:
-    """Return whether srun has started this process as a task.
-
-    A batch script, a shell of salloc or ``srun --pty bash``, and programs that a user starts in them, are not tasks.
-    """
-    has_step = {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys()
-    is_special = first_number(env, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP
-    # A program in the shell of an srun inherits the variables of the shell's step, and the shell's terminal. A task
-    # that srun starts from this shell inherits SLURM_PTY_PORT, but not the terminal.
-    in_terminal = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
-    return has_step and not is_special and not ("SLURM_PTY_PORT" in env and in_terminal)
-
-
-def started_by_launcher(env: Mapping[str, str]) -> bool:
-    """Return whether torchrun, srun or a script has started this process as one of the ranks of a run."""
-    return "RANK" in env or is_slurm_step(env)
 
 
 def first_host(nodes: str) -> str:
@@ -245,7 +219,7 @@ class _LaunchPlanner:
     def by_variables(self) -> Launch:
         """Plan for processes with ranks in their environment: of torchrun, or of a script that sets them."""
         env = self.env
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "manual"
+        launcher = "torchrun" if is_by_torchrun(env) else "manual"
         world = integer_of(env, "WORLD_SIZE") or 1
         devices = integer_of(env, "LOCAL_WORLD_SIZE") or world
         rank = integer_of(env, "RANK")
@@ -261,7 +235,7 @@ class _LaunchPlanner:
                 " (LOCAL_RANK, LOCAL_WORLD_SIZE); expected as many on each, numbered node by node"
             )
         nodes = world // devices
-        restarts = any(integer_of(env, f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+        restarts = any(restarts_by_torch(env))
         # torchrun may restart an elastic run with another number of nodes than the flags say.
         if not restarts:
             self.check_agreement(nodes, devices, "torchrun" if launcher == "torchrun" else "LOCAL_WORLD_SIZE")
@@ -292,8 +266,7 @@ class _LaunchPlanner:
                 f"note: srun has started the processes, so that {spelled('max_restarts')} and nodes that leave and join"
                 " have no effect: Slurm requeues a job that has lost a process"
             )
-        lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        hosts = next((env[name] for name in lists if env.get(name)), "")
+        hosts = slurm_hosts(env)
         address = self.master or (first_host(hosts) if nodes > 1 and hosts else LOOPBACK)
         # All processes compute the port of their step from the numbers of the job and the step.
         number = 7 * first_number(env, "SLURM_JOB_ID") + first_number(env, "SLURM_STEP_ID")
@@ -347,7 +320,7 @@ class _LaunchPlanner:
         min_nodes, nodes = self.settings.nodes
         devices = number_of_devices(self.requested_devices, self.machine)
         # Before Slurm, since a step of Slurm may start torchrun, whose processes inherit Slurm's variables.
-        if "TORCHELASTIC_RUN_ID" in env:
+        if is_by_torchrun(env):
             return self.by_variables()
         by_srun = is_slurm_step(env)
         tasks = first_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -12,6 +12,7 @@ import torch
 from callbacks.lib.threads import available_cores
 from datamodules.errors import UserError, spelled
 from recipes.runner.command import Command
+from recipes.runner.variables import cores_of_task
 
 Precision = Literal[
     "auto", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "16", "bf16", "32", "64", 16, 32, 64
@@ -162,10 +163,7 @@ def shared_cores(env: Mapping[str, str], processes: int, cores: int) -> int:
         >>> [shared_cores({}, processes, cores=8) for processes in (1, 3, 16)]
         [8, 2, 1]
     """
-    cores_of_task = env.get("SLURM_CPUS_PER_TASK", "")
-    if cores_of_task.isdigit():
-        return min(cores, int(cores_of_task))
-    return max(1, cores // processes)
+    return min(cores, cores_of_task(env) or max(1, cores // processes))
 
 
 def tune_allocator() -> bool:

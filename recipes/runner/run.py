@@ -48,7 +48,7 @@ from recipes.runner.errors import (
 from recipes.runner.experiment import Experiment, as_user_errors, build_experiment
 from recipes.runner.flags import Classes, Given, Request, read_request
 from recipes.runner.folder import record_failure, removed_if_unused, requeue_after_loss
-from recipes.runner.launch import Launch, check_shared_update, plan_processes, started_by_launcher
+from recipes.runner.launch import Launch, check_shared_update, plan_processes
 from recipes.runner.loggers import in_notebook
 from recipes.runner.machine import detect_machine, stop_gpu_search, tune_allocator
 from recipes.runner.report import RunResult, print_pairs, read_result
@@ -56,6 +56,7 @@ from recipes.runner.saved_run import process_age
 from recipes.runner.spec import Resolver, RunSpec
 from recipes.runner.start import program_name
 from recipes.runner.training import evaluate, evaluate_each_sample_once, restoring, train, verify
+from recipes.runner.variables import started_by_launcher
 from recipes.runner.verify import Interval
 from recipes.runner.worker import check_files, end_with_torchrun, join_run, leave_run, share
 
@@ -332,6 +333,7 @@ class Run:
         """
         configure_logging()
         with _failures_of_system(), threads_restored():
+            request = self.resolver.with_interval(request)
             trainer, options = self.resolver.processes(request)
             started = replace(self._typed, program=program_name()) if self._typed.in_program else self._typed
             launch = plan_processes(request.command, trainer, options, started)

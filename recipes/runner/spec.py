@@ -15,7 +15,7 @@ from recipes.runner.command import Command
 from recipes.runner.errors import relative_path
 from recipes.runner.flags import SCORING, Classes, FlagParser, Request, check_request, free_parameters, marks_of
 from recipes.runner.folder import ResumePoint, find_resume_point, resume_in, settle_folder
-from recipes.runner.launch import LaunchSettings, started_by_launcher
+from recipes.runner.launch import LaunchSettings
 from recipes.runner.machine import resolve_precision
 from recipes.runner.saved_run import SavedRun, note_unknown_settings, read_run, readable_checkpoints
 from recipes.runner.settings import (
@@ -28,6 +28,7 @@ from recipes.runner.settings import (
     same_setting,
     with_length,
 )
+from recipes.runner.variables import started_by_launcher
 from recipes.runner.verify import Interval, find_interval
 from recipes.weights import read_settings_beside
 
@@ -86,7 +87,14 @@ class Resolver:
         self.flags: frozenset[str] = frozenset() if typed.in_program else frozenset(self.parser.flags)
         """The settings that messages spell as flags."""
         self._marks = marks_of(self.parser)
-        self._interval: Interval | None = None
+
+    def with_interval(self, request: Request) -> Request:
+        """Return the request with the part of a run that verify trains again; other requests as they are.
+
+        Raises:
+            UserError: no part of the run can be trained again.
+        """
+        return replace(request, interval=self._find_interval(request)) if request.command == "verify" else request
 
     def processes(self, request: Request) -> tuple[TrainerSettings, LaunchSettings]:
         """Return the settings that say which processes a command needs; no checkpoint has others.
@@ -94,9 +102,8 @@ class Resolver:
         Raises:
             UserError: the command does not use one of its settings, or lacks one.
         """
-        if request.command == "verify":
-            self._interval = self._find_interval(request)
-            settings = self._settings_of_interval(request, self._interval)
+        if request.interval:
+            settings = self._settings_of_interval(request, request.interval)
         else:
             settings = self._merge(request)
             check_request(request, settings, self.classes)
@@ -114,10 +121,8 @@ class Resolver:
         Raises:
             UserError: a setting, a checkpoint or a combination of them is refused.
         """
-        if request.command == "verify":
-            interval = before.interval if before else self._interval
-            assert interval is not None, "`processes` has found the interval"
-            return self._spec_of_interval(request, interval)
+        if request.interval:
+            return self._spec_of_interval(request, request.interval)
         command = request.command
         given = request.given.settings
         settings = self._merge(request)

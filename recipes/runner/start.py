@@ -28,9 +28,9 @@ from callbacks.lib.signals import keep_until_imported
 from datamodules.lightning_package import VARIABLE, lightning_package
 from recipes.runner.command import COMMANDS, HELP_FLAGS, PRINT_CONFIG_FLAGS, help_text
 from recipes.runner.hints import read_help, read_trainer_parameters, unknown_flag
+from recipes.runner.variables import is_another_rank, names_a_rank
 from recipes.version import __version__
 
-_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 _NO_TRAINING = {"predict", "export", "list"}
 _DEVICES = re.compile(r"--devices[= ](\S+)")
 _AGENT = re.compile(r"--(num[-_]nodes|max[-_]restarts)\b")
@@ -56,7 +56,7 @@ def program_name() -> str:
 def _announce(args: Sequence[str]) -> None:
     """Print on rank 0 that the imports take seconds."""
     # Lightning is not imported yet, so that only flags and variables of the launchers tell the rank.
-    is_other_rank = _OTHER_NODE.search(" ".join(args)) or any(os.environ.get(name, "0") != "0" for name in _RANKS)
+    is_other_rank = _OTHER_NODE.search(" ".join(args)) or is_another_rank(os.environ)
     if is_other_rank or (HELP_FLAGS | PRINT_CONFIG_FLAGS).intersection(args):
         return
     # The standard output of these commands is read by other programs.
@@ -125,7 +125,7 @@ def _discard_last_warnings() -> None:
 
 def _will_start_processes(args: Sequence[str]) -> bool:
     """Return whether the command will start processes on this node, judged by its text only."""
-    if any(name in os.environ for name in _RANKS) or {*HELP_FLAGS, *_NO_TRAINING}.intersection(args):
+    if names_a_rank(os.environ) or {*HELP_FLAGS, *_NO_TRAINING}.intersection(args):
         return False
     command_line = " ".join(args)
     if _AGENT.search(command_line):

@@ -30,10 +30,9 @@ from datamodules.lightning import pl, rank_zero_only
 from datamodules.notes import warn
 from recipes.runner.errors import Failure, exit_now
 from recipes.runner.launch import LOOPBACK, Launch
+from recipes.runner.variables import is_by_torchrun, of_a_worker, store_prefix_of_torchrun
 
 _PACKAGES = ("recipes", "callbacks", "datamodules")
-# Variables that torch's agent sets for a worker.
-_OF_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 _T = TypeVar("_T")
 
 
@@ -62,7 +61,7 @@ def work(handed: Handed) -> None:
     Raises:
         SystemExit: the run has ended with a status other than 0.
     """
-    of_rank = {name: value for name, value in os.environ.items() if name.startswith(_OF_RANK)}
+    of_rank = of_a_worker(os.environ)
     # The fork server has the environment of its own start; the program needs that of the agent's command.
     os.environ.clear()
     os.environ.update(handed.environ | of_rank)
@@ -101,7 +100,7 @@ def _end_after(wait: Callable[[], None]) -> None:
 
 def end_with_torchrun() -> None:
     """End this process when its torchrun has gone: the next torchrun's processes would train beside it."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.name == "nt":
+    if not is_by_torchrun(os.environ) or os.name == "nt":
         return
     parent = os.getppid()
 
@@ -228,15 +227,14 @@ def compare_ranks(launch: Launch, classes: Iterable[type]) -> None:
 
 def _store_of_run(launch: Launch, timeout: float) -> dist.Store:
     """Open the store for the process group; each start of the processes has its own keys."""
-    prefix = launch.store_prefix
-    if not prefix and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        prefix = f"lightning_recipes/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        if launch.restarts and launch.num_nodes > 1:
-            warn(
-                "warning: with this torchrun no node can join later or again; for that, start it on every node with"
-                " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or use this program's own --num-nodes,"
-                " --node-rank, --master-addr and --max-restarts"
-            )
+    of_torchrun = "" if launch.store_prefix else store_prefix_of_torchrun(os.environ)
+    if of_torchrun and launch.restarts and launch.num_nodes > 1:
+        warn(
+            "warning: with this torchrun no node can join later or again; for that, start it on every node with"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or use this program's own --num-nodes,"
+            " --node-rank, --master-addr and --max-restarts"
+        )
+    prefix = launch.store_prefix or of_torchrun
     assert launch.address is not None
     assert launch.port is not None
     if prefix:

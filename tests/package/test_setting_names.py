@@ -27,7 +27,7 @@ ALLOWED = {
     ("recipes/resnet/feature_cache.py", "cache_gb="),
     ("recipes/runner/run.py", f"{FILLED}="),  # A call of fit().
     ("recipes/runner/flags.py", f"{FILLED}="),
-    ("recipes/runner/launch.py", f"{FILLED}="),  # An environment variable.
+    ("recipes/runner/variables.py", f"{FILLED}="),  # An environment variable.
     ("recipes/seq2seq/attention.py", "name="),  # HTML.
     ("datamodules/errors.py", f"{FILLED}="),  # `spelled` itself.
     ("datamodules/errors.py", f"`{FILLED}`"),

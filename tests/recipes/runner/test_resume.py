@@ -17,8 +17,9 @@ from recipes.mnist import MNISTClassifier
 from recipes.runner import folder as rule
 from recipes.runner import settings as merging
 from recipes.runner.flags import Classes, marks_of
-from recipes.runner.folder import ResumePoint, launch_name, locked, start_from
+from recipes.runner.folder import ResumePoint, locked, start_from
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
+from recipes.runner.variables import job_name
 from recipes.runner.worker import RankZeroFailed
 from tests.support.ranks import run_ranks
 
@@ -115,20 +116,20 @@ def test_the_size_of_an_update_is_read_where_it_is_known(tmp_path):
 
 def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
     slurm = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3", "ENVIRONMENT": "BATCH"}
-    assert launch_name({}) is None
-    assert launch_name(slurm) == "slurm-17"
-    assert launch_name(slurm | {"SLURM_STEP_ID": "2"}) == "slurm-17-step2"
-    assert launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0"}) is None, "nothing says that it is one"
+    assert job_name({}) is None
+    assert job_name(slurm) == "slurm-17"
+    assert job_name(slurm | {"SLURM_STEP_ID": "2"}) == "slurm-17-step2"
+    assert job_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0"}) is None, "nothing says that it is one"
     elastic = {"TORCHELASTIC_RUN_ID": "a/b", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    assert launch_name(elastic) == "elastic-a_b"
-    assert launch_name(elastic | {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
-    assert launch_name(elastic | {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "1"}) == "elastic-a_b"
-    alone = launch_name(elastic | {"TORCHELASTIC_RUN_ID": "none"})
+    assert job_name(elastic) == "elastic-a_b"
+    assert job_name(elastic | {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    assert job_name(elastic | {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "1"}) == "elastic-a_b"
+    alone = job_name(elastic | {"TORCHELASTIC_RUN_ID": "none"})
     assert alone is not None
     assert alone.endswith(f"-{os.getppid()}")
     drawn = elastic | {"TORCHELASTIC_RUN_ID": "0f9b1c2e-93f4-4a1c-b9c6-5f7c0f0a8d11"}
-    assert launch_name(drawn) == f"elastic-{drawn['TORCHELASTIC_RUN_ID']}"
-    assert launch_name(drawn | slurm) == launch_name(elastic | slurm) == "slurm-17"
+    assert job_name(drawn) == f"elastic-{drawn['TORCHELASTIC_RUN_ID']}"
+    assert job_name(drawn | slurm) == job_name(elastic | slurm) == "slurm-17"
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])

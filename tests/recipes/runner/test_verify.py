@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,9 +35,11 @@ def test_an_interval_is_trained_again_where_the_processes_start_again(trained: P
     classes = Classes(MNISTClassifier, MNISTDataModule)
     request = Request("verify", Given({}, {}), trained / "runs" / "quadrants" / "one")
     interval = find_interval(request.folder, readable_checkpoints(request.folder / "checkpoints"))
-    before = SimpleNamespace(interval=replace(interval, recipe="mnist", config={}))
+    request = replace(request, interval=replace(interval, recipe="mnist", config={}))
     resolver = Resolver(classes, Command("python -m recipes.mnist"))
-    assert resolver.resolve(request, before=before).interval == before.interval, "the worker has not looked for it"
+    before = resolver.resolve(request)
+    again = resolver.resolve(request, before=before)
+    assert before.interval == again.interval == request.interval, "the worker has not looked for it"
 
 
 def _copy(trained: Path, home: Path, name: str) -> Path:

@@ -1,0 +1,139 @@
+"""What torchrun, Slurm, a script or our agent says of this process in its environment variables.
+
+Two files of the package read such variables: this one, and `launch.py`, which plans with the ranks and sizes. Slurm's
+variables of a job are in `callbacks.lib.signals`, which requeues it. This module is imported before torch is, so it
+imports neither torch nor Lightning.
+"""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+
+from callbacks.lib.signals import is_batch_job
+from datamodules.errors import UserError, spelled
+
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+_OF_A_WORKER = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+# Steps from this number on are the batch script, the shell of salloc, and processes that ssh has started.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+def names_a_rank(env: Mapping[str, str]) -> bool:
+    """Return whether a launcher has said which rank this process is."""
+    return any(name in env for name in _RANKS)
+
+
+def is_another_rank(env: Mapping[str, str]) -> bool:
+    """Return whether a launcher has said that this process is another rank than 0."""
+    return any(env.get(name, "0") != "0" for name in _RANKS)
+
+
+def is_on_another_node(env: Mapping[str, str]) -> bool:
+    """Return whether this process is on another node than node 0."""
+    return env.get("NODE_RANK", "0") != "0"
+
+
+def of_a_worker(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torch's agent has set for one of its workers."""
+    return {name: value for name, value in env.items() if name.startswith(_OF_A_WORKER)}
+
+
+def first_number(env: Mapping[str, str], *names: str) -> int:
+    """Return the first of these variables of Slurm that is a number, or 0."""
+    numbers = [int(env[name]) for name in names if env.get(name, "").isdigit()]
+    return numbers[0] if numbers else 0
+
+
+def integer_of(env: Mapping[str, str], name: str) -> int | None:
+    """Return an integer from an environment variable that the user may have set.
+
+    Raises:
+        UserError: it is no whole number.
+    """
+    value = env.get(name, "").strip()
+    if value and not value.isdigit():
+        raise UserError(f"the environment says {name}={value}, which is not a whole number; unset or correct it")
+    return int(value) if value else None
+
+
+def is_slurm_step(env: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process as a task.
+
+    A batch script, a shell of salloc or ``srun --pty bash``, and programs that a user starts in them, are not tasks.
+    """
+    has_step = {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys()
+    is_special = first_number(env, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP
+    # A program in the shell of an srun inherits the variables of the shell's step, and the shell's terminal. A task
+    # that srun starts from this shell inherits SLURM_PTY_PORT, but not the terminal.
+    in_terminal = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
+    return has_step and not is_special and not ("SLURM_PTY_PORT" in env and in_terminal)
+
+
+def started_by_launcher(env: Mapping[str, str]) -> bool:
+    """Return whether torchrun, srun or a script has started this process as one of the ranks of a run."""
+    return "RANK" in env or is_slurm_step(env)
+
+
+def is_by_torchrun(env: Mapping[str, str]) -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in env
+
+
+def restarts_by_torch(env: Mapping[str, str]) -> tuple[int, int]:
+    """Return how often torchrun, or our agent, has restarted these processes, and how often it may."""
+    return first_number(env, "TORCHELASTIC_RESTART_COUNT"), first_number(env, "TORCHELASTIC_MAX_RESTARTS")
+
+
+def store_prefix_of_torchrun(env: Mapping[str, str]) -> str:
+    """Return a prefix for the keys of this start in the store of torchrun's agents; empty where none is shared."""
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return f"lightning_recipes/{restarts_by_torch(env)[0]}"
+
+
+def error_file_of_agent(env: Mapping[str, str]) -> str | None:
+    """Return the file in which a process tells its failure to the agent that has started it, ours or torchrun's."""
+    return env.get("TORCHELASTIC_ERROR_FILE")
+
+
+def cores_of_task(env: Mapping[str, str]) -> int | None:
+    """Return the cores that Slurm has given to each task; None where it has given no number."""
+    return first_number(env, "SLURM_CPUS_PER_TASK") or None
+
+
+def slurm_hosts(env: Mapping[str, str]) -> str:
+    """Return the hosts of this step in Slurm's notation; empty where Slurm does not say."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return next((env[name] for name in names if env.get(name)), "")
+
+
+def job_name(env: Mapping[str, str], name: str | None = None) -> str | None:
+    """Return a name of this job that restarts and requeues share, and other jobs do not; None without restarts.
+
+    Args:
+        name: the name of the run, used where torchrun restarts it on several nodes and nothing else names the job.
+
+    Raises:
+        UserError: the name is needed, and None.
+    """
+    # In an interactive job a user may run several programs.
+    if "SLURM_PROCID" in env and is_batch_job(env):
+        step = first_number(env, "SLURM_STEP_ID")
+        of_step = f"-step{step}" if 0 < step < _FIRST_SPECIAL_STEP else ""
+        return f"slurm-{env['SLURM_JOB_ID']}{of_step}"
+    run = env.get("TORCHELASTIC_RUN_ID")
+    if run is None or not any(restarts_by_torch(env)):
+        return None
+    if run != "none":
+        return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
+    if env.get("GROUP_WORLD_SIZE", "1") != "1":
+        if name is not None:
+            return name
+        raise UserError(
+            "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
+            f" every node, or pass {spelled('name', 'NAME')}"
+        )
+    # On one node the agent, which outlives its workers, identifies the job.
+    return f"elastic-{socket.gethostname()}-{os.getppid()}"
