@@ -10,7 +10,7 @@ from recipes.version import __version__
 
 def _print_list(program: str) -> None:
     print(f"usage: {program} RECIPE [fit|validate|test|predict|verify|export] [flags]")  # noqa: T201
-    print(f"       {program} list | --version\n")  # noqa: T201
+    print(f"       {program} list | goldens | --version\n")  # noqa: T201
     for name, summary in find_recipes().items():
         print(f"{name}: {summary}")  # noqa: T201
         print(f"  lightning-recipes {name} --help  or  python -m recipes.{name} --help")  # noqa: T201
@@ -31,9 +31,13 @@ def main() -> None:
     if name == "--version":
         print(f"lightning-recipes {__version__}")  # noqa: T201
         return
+    if name == "goldens":
+        from recipes.goldens import main as compare_goldens  # Imported here, since it imports torch.
+
+        sys.exit(compare_goldens(args[1:], program))
     recipes = find_recipes()
     if name not in recipes:
-        print(f"error: there is no recipe {name!r}; expected list, {', '.join(recipes)}", file=sys.stderr)  # noqa: T201
+        print(f"error: there is no recipe {name!r}; expected list, goldens, {', '.join(recipes)}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     del sys.argv[1]  # The recipe's own command line begins with a command or a flag.
     run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)

@@ -43,7 +43,7 @@ def test_the_list_imports_no_torch() -> None:
 def test_an_unknown_recipe_is_answered_in_one_line(console: str, tmp_path: Path) -> None:
     done = _call(console, "minst", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: there is no recipe 'minst'; expected list, mnist, resnet, seq2seq\n"
+    assert done.stderr == "error: there is no recipe 'minst'; expected list, goldens, mnist, resnet, seq2seq\n"
 
 
 def test_a_folder_recipes_in_the_current_folder_does_not_shadow_the_console_command(

@@ -42,7 +42,7 @@ LEVELS = (
     "recipes.classifier recipes.prediction recipes.export",
     "recipes.NAME",
     "recipes.runner",
-    "recipes",
+    "recipes recipes.goldens",
     "recipes.__main__ recipes.NAME.__main__",
 )
 """Rooms from the lowest to the highest: each may import from those below. ``callbacks.*`` are the modules beside the
