@@ -50,9 +50,11 @@ class Recipe(OneLightning, pl.LightningModule):
         momentum: momentum, if the optimiser has it.
         schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
             those that lead to it stay at the peak: one_cycle, linear, cosine.
-        schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': milestones
-            of multistep, by default at 50% and 75%; gamma of multistep and plateau, by default 0.1; patience of plateau
-            in validations, by default 2; min_lr, the rate at which a schedule ends or stops to fall.
+        schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': gamma, the
+            factor of each epoch of exponential, by default 0.95, of each milestone of multistep and of each plateau, by
+            default 0.1; milestones of multistep, by default at 50% and 75%, and of exponential, by default none, with
+            milestone_gamma, by default 0.1; patience of plateau in validations, by default 2; min_lr, the rate at which
+            a schedule ends or stops to fall.
         optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.

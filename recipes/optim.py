@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.errors import UserError, spelled
@@ -33,11 +33,14 @@ def optimizer_class(name: str) -> type[Optimizer]:
         classes = {
             key.lower(): value
             for key, value in vars(torch.optim).items()
-            if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+            if isinstance(value, type) and issubclass(value, Optimizer) and value not in (Optimizer, SparseAdam)
         }
         if name.lower() not in classes:
             names = ", ".join(sorted(classes))
-            raise UserError(f"no optimizer {name!r}; expected one of {names}, or the import path of a class of yours")
+            raise UserError(
+                f"no optimizer {name!r} for dense gradients; expected one of {names}, or the import path of a class of"
+                " yours"
+            )
         cls: Any = classes[name.lower()]
     else:
         module, _, attribute = name.rpartition(".")
@@ -58,9 +61,6 @@ def optimizer_class(name: str) -> type[Optimizer]:
             value=name,
             to_type=f"pass {spelled('ema')} with another optimizer",
         )
-    if issubclass(cls, LBFGS):
-        problem = "it evaluates the loss several times in an update"
-        raise UserError(problem, setting="optimizer", value=name, to_type="pass another one")
     if not _accepts(cls, "lr"):
         problem = "it has no parameter lr, which schedules and the warm-up multiply"
         raise UserError(problem, setting="optimizer", value=name)
@@ -84,10 +84,6 @@ def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
     if "." in name and name.rpartition(".")[0] not in sys.modules:
         return
     cls = optimizer_class(name)
-    if cls is torch.optim.SparseAdam:
-        raise UserError(
-            f"{spelled('optimizer', name)} updates sparse gradients, and these networks have dense ones; pass adam"
-        )
     names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _ARGUMENTS_WITH_FLAG]
     for key in arguments:
         if key in _ARGUMENTS_WITH_FLAG:
@@ -198,6 +194,8 @@ def optimizer_by_name(
         if any(group.get("weight_decay") for group in groups):
             warn("%s has no weight decay, so none is applied", cls.__name__)
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    if issubclass(cls, LBFGS):
+        groups = _one_group(groups, name)
     accepted = inspect.signature(cls).parameters
     options: dict[str, Any] = {"lr": lr}
     if "momentum" in accepted:
@@ -226,6 +224,26 @@ def optimizer_by_name(
 
     optimizer.register_load_state_dict_post_hook(keep_settings)
     return optimizer
+
+
+def _one_group(groups: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return one group with the parameters of all, for an optimizer that searches along one direction.
+
+    Raises:
+        UserError: the groups have different rates, or a weight is in channels_last, of which torch makes no vector.
+    """
+    rates = {group.get("lr") for group in groups}
+    if len(rates) > 1:
+        problem = "it has one rate for all layers"
+        to_type = f"leave out {spelled('head_lr_factor')} and {spelled('layer_lr_decay')}"
+        raise UserError(problem, setting="optimizer", value=name, to_type=to_type)
+    (rate,) = rates
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if not all(parameter.is_contiguous() for parameter in parameters):
+        problem = "torch's LBFGS cannot read weights in channels_last"
+        raise UserError(problem, setting="optimizer", value=name, to_type=f"pass {spelled('channels_last', False)}")
+    merged = {"params": parameters}
+    return [merged if rate is None else merged | {"lr": rate}]
 
 
 def learning_rate_scale(

@@ -22,16 +22,19 @@ from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import NATURAL, Range, check_ranges
 
-ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "plateau"]
+ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "exponential", "multistep", "plateau"]
 
 ENDS_AT_0 = ("one_cycle", "linear", "cosine")
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ENDS_AT_0, ("min_lr",)),
     "constant": (),
+    "exponential": ("gamma", "milestones", "milestone_gamma", "min_lr"),
     "multistep": ("milestones", "gamma", "min_lr"),
     "plateau": ("gamma", "patience", "min_lr"),
 }
 """The arguments of each schedule."""
+
+_EACH_EPOCH = Duration(1, "epochs")
 
 
 def curve(schedule: str, progress: float) -> float:
@@ -86,7 +89,8 @@ class ScheduleSettings:
         if unknown:
             problem = f"{self.schedule} has no {unknown[0]}; it takes {', '.join(accepted) or 'none'}"
             raise UserError(problem, setting="schedule_args")
-        ranges = {"gamma": Range(0, 1, above=True, below=True), "min_lr": Range(0, self.lr), "patience": NATURAL}
+        factors = Range(0, 1, above=True, below=True)
+        ranges = {"gamma": factors, "milestone_gamma": factors, "min_lr": Range(0, self.lr), "patience": NATURAL}
         check_ranges(**{name: (self.arguments[name], ranges[name]) for name in ranges if name in self.arguments})
         self.milestones  # noqa: B018 - parsed here, so that wrong milestones are refused before training
 
@@ -130,11 +134,19 @@ class ScheduleSettings:
         Raises:
             UserError: a milestone in epochs needs a loader with a length, or one in per cent needs a run with an end.
         """
-        if self.schedule == "multistep":
-            updates = sorted(duration_to_updates(time, trainer) for time in self.milestones)
-            return self.floored(float(self.arguments.get("gamma", 0.1) ** bisect_right(updates, update)))
+        if self.schedule in ("exponential", "multistep"):
+            return self.floored(self._stepwise(update, trainer))
         total = total_updates(trainer)
         return self.floored(1.0 if math.isinf(total) else curve(self.schedule, min(1.0, update / max(1.0, total))))
+
+    def _stepwise(self, update: int, trainer: pl.Trainer) -> float:
+        """Return the factor of a schedule that is a product of its steps, as torch chains schedulers."""
+        updates = sorted(duration_to_updates(time, trainer) for time in self.milestones)
+        passed = bisect_right(updates, update)
+        if self.schedule == "multistep":
+            return float(self.arguments.get("gamma", 0.1) ** passed)
+        epochs = update // max(1, duration_to_updates(_EACH_EPOCH, trainer))
+        return float(self.arguments.get("gamma", 0.95) ** epochs * self.arguments.get("milestone_gamma", 0.1) ** passed)
 
 
 class Plateau(ReduceLROnPlateau):

@@ -39,6 +39,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("constant", {}),
     ("linear", {}),
     ("cosine", {"min_lr": 0.01}),
+    ("exponential", {"gamma": 0.7, "milestones": "3 steps, 2 epochs", "milestone_gamma": 0.5, "min_lr": 0.002}),
     ("multistep", {"milestones": "3 steps, 1.5 epochs, 80%", "gamma": 0.2, "min_lr": 0.002}),
     ("plateau", {"gamma": 0.5, "patience": 0, "min_lr": 0.03}),
 ]
@@ -139,6 +140,14 @@ def rates_of(make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
         ),
         ("multistep", {}, lambda o: lr_scheduler.MultiStepLR(o, [12, 18], 0.1)),
         ("multistep", {"milestones": ["7 steps"], "min_lr": 0.04}, lambda o: lr_scheduler.MultiStepLR(o, [7], 0.4)),
+        ("exponential", {}, lambda o: lr_scheduler.MultiStepLR(o, [6, 12, 18], 0.95)),
+        (
+            "exponential",
+            {"gamma": 0.9, "milestones": [7, "2 epochs"], "milestone_gamma": 0.2},
+            lambda o: lr_scheduler.ChainedScheduler(
+                [lr_scheduler.MultiStepLR(o, [6, 12, 18], 0.9), lr_scheduler.MultiStepLR(o, [7, 12], 0.2)]
+            ),
+        ),
     ],
 )
 def test_the_rates_are_those_of_torchs_schedulers(name: str, settings: dict[str, Any], make: Any) -> None:
@@ -232,6 +241,17 @@ def test_a_recipes_optimiser_has_its_rate_momentum_and_arguments_in_every_group(
         assert (optimizer.defaults["nesterov"], optimizer.defaults["momentum"]) == (False, 0.5)
 
 
+def test_lbfgs_has_one_group_of_contiguous_weights_with_one_rate() -> None:
+    (group,) = build("lbfgs", arguments={"max_iter": 3}).param_groups
+    assert (group["lr"], group["max_iter"], [len(p) for p in group["params"]]) == (0.1, 3, [2, 2])
+    convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    with pytest.raises(UserError, match="cannot read weights in channels_last; pass channels_last=False"):
+        optimizer_by_name("lbfgs", [{"params": [*convolution.parameters()]}], lr=0.1)
+    layers = [{"params": [parameter], "lr": parameter.ndim} for parameter in nn.Linear(2, 2).parameters()]
+    with pytest.raises(UserError, match="it has one rate for all layers; leave out"):
+        optimizer_by_name("lbfgs", layers, lr=0.1)
+
+
 def test_a_recipe_without_configure_optimizers_is_told_what_to_write() -> None:
     class Forgetful(Line):
         configure_optimizers = Recipe.configure_optimizers
@@ -248,7 +268,7 @@ def test_a_recipe_without_configure_optimizers_is_told_what_to_write() -> None:
         ("adamw", {"params": []}, "`optimizer_args`: AdamW has no params"),
         ("adamw", {"betas": [2, 3]}, "optimizer='adamw': Invalid beta parameter at index 0: 2"),
         ("muon", {}, "Muon only supports 2D parameters whereas we found a parameter with size: torch.Size([2])"),
-        ("lbfgs", {}, "evaluates the loss several times in an update; pass another one"),
+        ("sparseadam", {}, "no optimizer 'sparseadam' for dense gradients; expected one of adadelta"),
         ("elsewhere.Lion", {}, "elsewhere is not imported; write `import elsewhere` before"),
         ("tests.support.optimizers.Any", {}, "it is no subclass of torch.optim.Optimizer"),
         ("tests.support.optimizers.Lion", {}, "tests.support.optimizers has no class Lion"),

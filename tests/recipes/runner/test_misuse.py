@@ -28,11 +28,6 @@ def test_a_constructor_that_takes_nothing_of_what_the_data_decide_is_refused(tmp
         fit(Narrow, dataset="digits", max_epochs=1, verbose=False, run_dir=tmp_path)
 
 
-def test_an_optimizer_of_sparse_gradients_is_refused():
-    with pytest.raises(UserError, match="optimizer='sparseadam' updates sparse gradients, and these networks"):
-        MNISTClassifier(optimizer="sparseadam")
-
-
 def test_a_checkpoint_of_another_recipe_is_refused_by_its_name(tmp_path: Path):
     trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
     data: Any = MNISTDataModule("digits")
