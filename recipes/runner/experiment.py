@@ -347,7 +347,7 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
     run = replace(spec.run, threads=threads)
     with as_user_errors(MisconfigurationException):
         # Before the recipe is built: SeedControl seeds the initial weights.
-        seeds = SeedControl(run.seed)
+        seeds = SeedControl(int(run.seed))
         data_options = spec.data
         recipe_options = spec.recipe
         data = classes.build_data(data_options)

@@ -56,7 +56,7 @@ from recipes.runner.saved_run import process_age
 from recipes.runner.spec import Resolver, RunSpec
 from recipes.runner.start import program_name
 from recipes.runner.training import evaluate, evaluate_each_sample_once, restoring, train, verify
-from recipes.runner.variables import started_by_launcher
+from recipes.runner.variables import started_by_launcher, without_local_rank
 from recipes.runner.verify import Interval
 from recipes.runner.worker import check_files, end_with_torchrun, join_run, leave_run, share
 
@@ -142,7 +142,7 @@ def run(
     end_with_torchrun()
     # The process is older than this call: its imports took seconds.
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
-    typed = Command(program_name(), sys.argv[1:] if args is None else args)
+    typed = Command(program_name(), without_local_rank(sys.argv[1:], os.environ) if args is None else args)
     with _ended_in_one_line():
         this_run = Run(Classes(recipe_class, data_class, callbacks), typed, started_at)
         failures = failures_reported(this_run.after_loss, this_run.after_error)

@@ -60,8 +60,8 @@ class Marks:
 
 
 def is_auto(value: Any) -> bool:
-    """Return whether a value is None or "auto", so that the run resolves it."""
-    return value is None or value == "auto"
+    """Return whether a value is None, "auto" or, for a seed, "random", so that the run resolves it."""
+    return value is None or value in ("auto", "random")
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,7 +438,7 @@ class RunSettings:
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
-        seed: seed of all random numbers.
+        seed: seed of all random numbers; random draws one, which the first line names and the run keeps.
         deterministic: stop at operations without a deterministic implementation.
         threads: of PyTorch in each process; on a processor the bits of a run depend on them, so a resume keeps them
             unless it is given others. By default OMP_NUM_THREADS, else the cores shared by the processes of a node.
@@ -462,7 +462,7 @@ class RunSettings:
     ckpt: OneCall[str | None] = None
     output: OneCall[str | None] = None
     format: OneCall[Literal["safetensors", "state-dict", "onnx"] | None] = None
-    seed: int = 1
+    seed: int | Literal["random"] = 1
     deterministic: Rare[Free[bool]] = False
     threads: int | None = None
     precision: Free[Precision] = "auto"
@@ -478,7 +478,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_ranges(
-            seed=(self.seed, Range(0, 2**63 - 1, whole=True)),
+            seed=(0 if self.seed == "random" else self.seed, Range(0, 2**63 - 1, whole=True)),
             save_top_k=(self.save_top_k, Range(-1, 2**31 - 1, whole=True)),
             threads=(self.threads, Range(1, 4096, whole=True)),
             global_batch_size=(self.global_batch_size, COUNT),

@@ -5,6 +5,7 @@
 """
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,9 @@ from recipes.runner.variables import started_by_launcher
 from recipes.runner.verify import Interval, find_interval
 from recipes.weights import read_settings_beside
 
+_SEEDS = 1_000_000_000
+"""The number of seeds from which one is drawn: each of them is short enough to be typed."""
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -47,7 +51,7 @@ class RunSpec:
         auto_settings: the settings that the first command of the run has left to the run.
         point: the folder and the checkpoint where the run starts or resumes.
         interval: the part of a run that verify trains again.
-        notes: a note on the precision for the run's first line.
+        notes: notes on the precision and a drawn seed, for the run's first line.
     """
 
     command: str
@@ -147,7 +151,7 @@ class Resolver:
         self.parser.check_required(settings, given)
         if command == "fit":
             self.parser.import_optimizer(settings, given)
-        return self._spec(command, settings, request, point)
+        return self._spec(command, settings, request, point, before=before)
 
     def in_folder(self, spec: RunSpec) -> RunSpec:
         """Return the record with the run's folder, which is made; a trial and other commands have none."""
@@ -163,16 +167,22 @@ class Resolver:
         request: Request,
         point: ResumePoint,
         interval: Interval | None = None,
+        before: RunSpec | None = None,
     ) -> RunSpec:
         if command == "predict":
             settings["devices"] = 1
         settings["precision"], reason = resolve_precision(settings["precision"], settings["accelerator"])
+        notes = f" ({reason})" if reason else ""
+        open_settings = tuple(name for name, value in self._config(settings).items() if is_auto(value))
+        if settings["seed"] == "random":
+            settings["seed"] = before.config["seed"] if before else secrets.randbelow(_SEEDS)
+            notes += f", seed {settings['seed']} (drawn)"
         config = self._config(settings)
         # The argument of verify is a folder.
         inputs = () if interval else request.given.inputs
         auto_settings = point.saved.auto_settings if point.saved else None
         if auto_settings is None:
-            auto_settings = tuple(name for name, value in config.items() if is_auto(value))
+            auto_settings = open_settings
         return RunSpec(
             command=command,
             recipe=self.parser.select(settings, "Recipe"),
@@ -184,7 +194,7 @@ class Resolver:
             auto_settings=tuple(auto_settings),
             point=point,
             interval=interval,
-            notes=f" ({reason})" if reason else "",
+            notes=notes,
         )
 
     def _merge(

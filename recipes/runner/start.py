@@ -28,7 +28,7 @@ from callbacks.lib.signals import keep_until_imported
 from datamodules.lightning_package import VARIABLE, lightning_package
 from recipes.runner.command import COMMANDS, HELP_FLAGS, PRINT_CONFIG_FLAGS, help_text
 from recipes.runner.hints import read_help, read_trainer_parameters, unknown_flag
-from recipes.runner.variables import is_another_rank, names_a_rank
+from recipes.runner.variables import is_another_rank, names_a_rank, without_local_rank
 from recipes.version import __version__
 
 _NO_TRAINING = {"predict", "export", "list"}
@@ -152,9 +152,10 @@ def quick_imports() -> Iterator[None]:
         return
     # Slurm's signal before a time limit: otherwise it would end the process, and no rank would ask for a requeue.
     keep_until_imported(SIGUSR1)
-    _answer_at_once(sys.argv[1:])
-    _announce(sys.argv[1:])
-    if _will_start_processes(sys.argv[1:]):
+    args = without_local_rank(sys.argv[1:], os.environ)
+    _answer_at_once(args)
+    _announce(args)
+    if _will_start_processes(args):
         spec = sys.modules["__main__"].__spec__
         start_fork_server([f"{spec.parent}.recipe"] if spec else [])
     # Otherwise a rank that loses rank 0 prints the C++ stack of its store.

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from callbacks.lib.signals import is_batch_job
 from datamodules.errors import UserError, spelled
@@ -18,6 +18,12 @@ _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 _OF_A_WORKER = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 # Steps from this number on are the batch script, the shell of salloc, and processes that ssh has started.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+def without_local_rank(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return the arguments without the ``--local-rank`` that ``python -m torch.distributed.launch`` adds to them."""
+    rank = env.get("LOCAL_RANK")
+    return [arg for arg in args if arg not in (f"--local-rank={rank}", f"--local_rank={rank}")]
 
 
 def names_a_rank(env: Mapping[str, str]) -> bool:
