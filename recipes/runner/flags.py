@@ -310,8 +310,10 @@ class FlagParser(ArgumentParser):
                 expects_config_file = False
                 files.append(arg)
                 continue
-            if re.match(r"-[A-Za-z]\w", arg):
-                raise UserError(f"flags begin with two dashes; did you mean -{arg}?")
+            # Programs that set text make one long dash of two hyphens.
+            without_dashes = re.match(r"(?:-|-?[–—−]+-?)([A-Za-z][\w-]+)", arg)
+            if without_dashes:
+                raise UserError(f"flags begin with two hyphens; did you mean --{without_dashes[1]}?")
             if not _is_flag(arg):
                 rewritten.append(arg)
                 continue

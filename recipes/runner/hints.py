@@ -295,38 +295,41 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "amp": ("precision bf16-mixed",),
     "base_lr": ("lr",),
     "bf16": ("precision bf16-mixed",),
-    "bn_momentum": (),
     "bs": ("batch_size",),
     "checkpoint": ("ckpt",),
     "ckpt_path": ("ckpt", "resume"),
+    "clip_grad_norm": ("gradient_clip_val",),
+    "cpu": ("accelerator cpu",),
+    "cuda": ("accelerator cuda",),
     "data": ("data_dir", "data_file"),
     "data_path": ("data_dir", "data_file"),
     "data_seed": ("seed",),
     "device": ("accelerator",),
+    "dist_url": ("master_addr",),
     "dry_run": ("fast_dev_run",),
     "early_stopping": ("patience",),
     "ema_decay": ("ema",),
     "epoch": ("max_epochs",),
     "epochs": ("max_epochs",),
-    "eval_only": (),
     "eval_strategy": ("check_val_every_n_epoch",),
-    "evaluate": (),
     "exp_name": ("name",),
     "fp16": ("precision 16-mixed",),
     "freeze": ("freeze_until",),
+    "gamma": ("schedule_args",),
+    "gpu": ("devices",),
     "gpus": ("devices",),
     "grad_accum_steps": ("accumulate",),
-    "grad_checkpointing": (),
     "grad_clip": ("gradient_clip_val",),
     "gradient_accumulation_steps": ("accumulate",),
-    "gradient_checkpointing": (),
     "img_size": ("image_size",),
     "imgsz": ("image_size",),
     "label_smooth": ("label_smoothing",),
     "learning_rate": ("lr",),
     "log_interval": ("log_every_n_steps",),
-    "loss_scale": (),
+    "lr_gamma": ("schedule_args",),
     "lr_scheduler": ("schedule",),
+    "lr_step_size": ("schedule_args",),
+    "lr_warmup_epochs": ('warmup "5 epochs"',),
     "lrf": ("schedule_args",),
     "max_grad_norm": ("gradient_clip_val",),
     "min_lr": ("schedule_args",),
@@ -334,6 +337,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model": ("arch", "network"),
     "model_ema": ("ema",),
     "nnodes": ("num_nodes",),
+    "no_accel": ("accelerator cpu",),
+    "no_cuda": ("accelerator cpu",),
     "nodes": ("num_nodes",),
     "nproc_per_node": ("devices",),
     "num_epochs": ("max_epochs",),
@@ -347,9 +352,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "output_dir": ("run_dir",),
     "per_device_train_batch_size": ("batch_size",),
     "pretrained": ("weights",),
+    "print_freq": ("log_every_n_steps",),
     "project": ("run_dir",),
     "random_seed": ("seed",),
-    "ratio": (),
     "resume_from_checkpoint": ("resume",),
     "run_name": ("name",),
     "save_dir": ("run_dir",),
@@ -358,18 +363,17 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "sched": ("schedule",),
     "scheduler": ("schedule",),
     "smoothing": ("label_smoothing",),
+    "start_epoch": ("resume",),
     "sync_batchnorm": ("sync_bn",),
     "tensorboard": ("logger tensorboard",),
-    "track_grad_norm": (),
+    "test_batch_size": ("eval_batch_size",),
     "train_batch_size": ("batch_size",),
     "train_dir": ("data_dir",),
     "train_src": ("source_file",),
     "val_batch_size": ("eval_batch_size",),
     "validation_split": ("val_fraction",),
-    "vflip": (),
     "wandb": ("logger wandb",),
     "warmup_epochs": ('warmup "5 epochs"',),
-    "warmup_lr": (),
     "warmup_ratio": ("warmup 5%",),
     "warmup_steps": ('warmup "500 steps"',),
     "wd": ("weight_decay",),
@@ -378,14 +382,14 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Settings of Lightning, timm, fastai, Hugging Face and torchrun, and our settings with the same effect.
 
-The first of ours that the recipe has is suggested. A name without a counterpart is listed so that no setting that
-merely looks like it is suggested.
+The first of ours that the recipe has is suggested.
 """
 
 
-def _is_flag_of_a_recipe(name: str) -> bool:
-    pages = (read_help(f"recipes.{recipe}") for recipe in find_recipes())
-    return any(page is not None and name in page.names() for page in pages)
+def _recipes_with(name: str) -> list[str]:
+    """Return the recipes that have a flag."""
+    pages = {recipe: read_help(f"recipes.{recipe}") for recipe in find_recipes()}
+    return [recipe for recipe, page in pages.items() if page is not None and name in page.names()]
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
@@ -405,13 +409,36 @@ def meant(name: str, names: Iterable[str]) -> str | None:
             if suggestion.partition(" ")[0] in candidates:
                 return suggestion
         return None
-    if _is_flag_of_a_recipe(normalised):  # A flag of another recipe is not misspelled.
+    if normalised in not_here() or _recipes_with(normalised):  # A flag of another recipe is not misspelled.
         return None
     # These look alike and mean the contrary.
     opposites = (normalised.replace("min_", "max_"), normalised.replace("max_", "min_"), f"un{normalised}")
     comparable = [candidate for candidate in candidates if candidate not in opposites]
     close = difflib.get_close_matches(normalised, comparable, n=1, cutoff=_CLOSE)
     return close[0] if close else None
+
+
+def not_here() -> dict[str, str]:
+    """Return names that are no settings here, and why; none of them is a misspelling."""
+    return {
+        "bn_momentum": "a network of yours sets it where it is built",
+        "drop_last": "the last micro-batch of an epoch may be smaller, and counts by its samples",
+        **dict.fromkeys(("eval_only", "evaluate", "test_only"), "test and validate are commands, which come first"),
+        **dict.fromkeys(
+            ("grad_checkpointing", "gradient_checkpointing"), f"a smaller {spelled('batch_size')} needs less memory too"
+        ),
+        "loss_scale": f"{spelled('precision', '16-mixed')} finds it while it trains",
+        "monitor": "the recipe names the score that chooses the best checkpoint, its attribute monitor",
+        "pin_memory": "loaders pin their batches where the run is on a GPU",
+        "quiet": f"{spelled('enable_progress_bar', False)} leaves out the progress",
+        "ratio": "crops of training have the shapes of Szegedy et al. (2015)",
+        "save_model": "each run saves its checkpoints",
+        "shuffle": f"each epoch has an order of its own, by {spelled('seed')}",
+        "track_grad_norm": "each run logs monitor/gradient_norm",
+        "verbose": "a run prints all that it has to say, and logs the rest into its folder",
+        "vflip": "a data module of yours flips them",
+        "warmup_lr": "the warm-up begins at a hundredth of the rate",
+    }
 
 
 def other_places() -> dict[str, str]:
@@ -482,6 +509,7 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
     """
     with spelling_as_flags(flags):
         instead = other_places().get(name)
+        reason = not_here().get(name)
     if FURTHER in flags and instead and name not in OTHER_NAMES:
         return f"there is no flag --{flag}: {instead}"
     names = valid_names(flags, trainer_parameters)
@@ -489,4 +517,8 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
     further = f"{FURTHER}.{name}"
     if further in names:
         hint = f"; did you mean --{further}?"
+    elif reason:
+        hint = f": {reason}"
+    elif not hint and name not in flags and _recipes_with(name):
+        hint = f"; it is a flag of {', '.join(_recipes_with(name))}"
     return f"there is no flag --{flag}{hint or '; --help-all lists the flags'}"

@@ -37,9 +37,16 @@ class Machine:
 
 
 def detect_machine(accelerator: Any = "auto") -> Machine:
-    """Return the devices of this machine that ``--accelerator`` selects."""
+    """Return the devices of this machine that ``--accelerator`` selects.
+
+    Raises:
+        UserError: the kind of device is not supported.
+    """
     name = accelerator if isinstance(accelerator, str) else type(accelerator).__name__.lower()
     name = name.removesuffix("accelerator")
+    if name in ("tpu", "xla"):
+        problem = "no recipe runs on TPUs; expected auto, cpu, gpu, cuda or mps"
+        raise UserError(problem, setting="accelerator", value=name)
     if name in ("gpu", "cuda", "auto") and torch.cuda.is_available():
         return Machine("cuda", torch.cuda.device_count())
     if name in ("gpu", "mps", "auto") and torch.backends.mps.is_available():

@@ -96,7 +96,9 @@ def test_a_switch_needs_no_value(parser, args, turning, tests):
         (["--power", "--turning"], "--power needs a value: FLOAT"),
         (["--power", "3", "--config", "--turning"], "--config needs a value: a file of settings"),
         (["--config", "power: 3"], "there is no file power: 3"),
-        (["-power", "3"], "flags begin with two dashes; did you mean --power?"),
+        (["-power", "3"], "flags begin with two hyphens; did you mean --power?"),
+        (["—power", "3"], "flags begin with two hyphens; did you mean --power?"),
+        (["–batch-size=3"], "flags begin with two hyphens; did you mean --batch-size?"),
         (["--power", "3", "test"], "'test' is neither a flag nor the value of one; a command such as test comes first"),
     ],
 )

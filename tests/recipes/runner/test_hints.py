@@ -7,7 +7,7 @@ import pytest
 
 from recipes import MNISTClassifier, Recipe, ResNetFineTuner, Seq2SeqTranslator
 from recipes.runner.flags import Classes
-from recipes.runner.hints import OTHER_NAMES, flag_meant, meant
+from recipes.runner.hints import OTHER_NAMES, flag_meant, meant, not_here, unknown_flag
 
 PAGE = Path(__file__).parents[3] / "docs/help/coming-from.md"
 OURS = {
@@ -67,3 +67,18 @@ def test_what_other_names_stand_for_are_flags():
     meanings = {text.partition(" ")[0] for texts in OTHER_NAMES.values() for text in texts}
     assert meanings - OURS == set()
     assert OTHER_NAMES.keys() & OURS == set(), "a flag of ours is no other name"
+    assert not_here().keys() & (OURS | OTHER_NAMES.keys()) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("freeze_until", "there is no flag --freeze-until; it is a flag of resnet"),
+        ("pin_memory", "there is no flag --pin-memory: loaders pin their batches where the run is on a GPU"),
+        ("quiet", "there is no flag --quiet: --no-enable-progress-bar leaves out the progress"),
+        ("no_accel", "there is no flag --no-accel; did you mean --accelerator cpu?"),
+    ],
+)
+def test_a_flag_of_another_recipe_or_of_none_is_answered_with_the_reason(name: str, error: str):
+    flags = Classes(MNISTClassifier, MNISTClassifier.data_class).parser().flags  # type: ignore[arg-type]
+    assert unknown_flag(name.replace("_", "-"), name, flags, []) == error
