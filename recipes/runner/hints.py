@@ -507,6 +507,9 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
         >>> unknown_flag("max-epoch", "max_epoch", ["lr", "max_epochs"], [])
         'there is no flag --max-epoch; did you mean --max-epochs?'
     """
+    as_typed = flag.replace("-", "_").lower()
+    if as_typed in OTHER_NAMES:  # Such as no_cuda, which is not the contrary of a switch.
+        name = as_typed
     with spelling_as_flags(flags):
         instead = other_places().get(name)
         reason = not_here().get(name)

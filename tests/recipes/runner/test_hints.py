@@ -76,9 +76,11 @@ def test_what_other_names_stand_for_are_flags():
         ("freeze_until", "there is no flag --freeze-until; it is a flag of resnet"),
         ("pin_memory", "there is no flag --pin-memory: loaders pin their batches where the run is on a GPU"),
         ("quiet", "there is no flag --quiet: --no-enable-progress-bar leaves out the progress"),
-        ("no_accel", "there is no flag --no-accel; did you mean --accelerator cpu?"),
+        ("cuda", "there is no flag --cuda; did you mean --accelerator cuda?"),
     ],
 )
 def test_a_flag_of_another_recipe_or_of_none_is_answered_with_the_reason(name: str, error: str):
     flags = Classes(MNISTClassifier, MNISTClassifier.data_class).parser().flags  # type: ignore[arg-type]
     assert unknown_flag(name.replace("_", "-"), name, flags, []) == error
+    no_cuda = "there is no flag --no-cuda; did you mean --accelerator cpu?"
+    assert unknown_flag("no-cuda", "cuda", flags, []) == no_cuda, "it is not the contrary of a switch"
