@@ -47,7 +47,8 @@ RUNS = {
     "photographs of a zip": f"{_PHOTOS.replace('photos', 'photos.zip')} --max-steps 3 --name zip",
     "photographs of a list": f"{_PHOTOS.replace('photos', 'photos.csv')} --max-steps 3 --augment light",
     "class folders, balanced, with parts held out": (
-        f"{_PHOTOS.replace('photos', 'photos/train')} --max-steps 3 --val-fraction 0.2 --test-fraction 0.1 --balance loss"
+        f"{_PHOTOS.replace('photos', 'photos/train')} --max-steps 3 --balance loss"
+        " --val-fraction 0.2 --test-fraction 0.1"
     ),
     "large photographs from a cache, mixed, with workers": (
         f"{_PHOTOS} --image-size 64 --max-epochs 2 --mixup 0.2 --cutmix 1 --num-workers 2 --cache-gb 1"
@@ -166,10 +167,10 @@ def _prepare(folder: Path) -> None:
                 Image.new("RGB", (40, 36), colour).save(place / f"{i}.png")
     Image.new("L", (28, 28), 9).save(folder / "digit.png")
     _prepare_arrays(folder)
+    images = sorted((folder / "photos").rglob("*.png"))
     with zipfile.ZipFile(folder / "photos.zip", "w") as archive:
-        for path in sorted((folder / "photos").rglob("*.png")):
+        for path in images:
             archive.write(path, path.relative_to(folder))
-    images = [path for path in sorted((folder / "photos").rglob("*.png"))]
     lines = [f"{path.relative_to(folder)},{path.parent.name},{path.parent.parent.name}" for path in images]
     (folder / "photos.csv").write_text("\n".join(["path,label,split", *lines]))
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
