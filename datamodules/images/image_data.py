@@ -323,6 +323,10 @@ class ImageDataModule(BaseDataModule):
         for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
             if part not in self._parts:
                 self._parts[part] = self._opened(part)
+        if stage == "fit":
+            names = self.class_names or [str(number) for number in range(self.num_classes)]
+            counts = self._training_labels.bincount(minlength=len(names)).tolist()
+            self._note(f"{self.title}: training on {describe_classes(names, counts)}")
 
     def _opened(self, part: str) -> Part:
         """Return a part of the data set, or what is held out for it."""
@@ -342,11 +346,7 @@ class ImageDataModule(BaseDataModule):
     @override
     def train_dataloader(self) -> Any:
         order = Order(self.batch_size, self.hparams.seed, self._shuffles)
-        loader = self.pipeline.train(self._parts["train"], order, self._process)
-        names = self.class_names or [str(number) for number in range(self.num_classes)]
-        counts = self._training_labels.bincount(minlength=len(names)).tolist()
-        self._note(f"{self.title}: training on {describe_classes(names, counts)}")
-        return loader
+        return self.pipeline.train(self._parts["train"], order, self._process)
 
     def _evaluation_loader(self, part: str) -> Any:
         """Return the loader of a part. An empty list makes Lightning skip it; a loader without samples would not."""
