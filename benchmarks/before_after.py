@@ -1,9 +1,10 @@
-"""Compares what a change has to leave as it was: the weights of six runs, and what 73 commands print.
+"""Compares what a change has to leave as it was: the weights of 19 runs, predictions, and what 73 commands print.
 
     python -m benchmarks.before_after --write before.json        # on the commit before the change
     python -m benchmarks.before_after --against before.json      # after it
 
-The commands are run in a folder with a little data. Times, sizes, process ids and folders in their output are left out.
+The commands are run in a folder with a little data of each form. Times, sizes, process ids and folders in their output
+are left out.
 """
 
 import argparse
@@ -14,9 +15,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from benchmarks.harness.processes import ROOT
@@ -26,6 +29,8 @@ __all__ = ["COMMANDS", "RUNS", "main"]
 _DIGITS = "python -m recipes.mnist --dataset digits --batch-size 64 --global-batch-size 128"
 _PHOTOS = "python -m recipes.resnet --data-dir photos --arch resnet18 --weights none --image-size 32 --batch-size 4"
 _PAIRS = "python -m recipes.seq2seq --data-file pairs.tsv --batch-size 8"
+_GRAY = "python -m recipes.mnist --batch-size 8 --max-steps 3"
+_HASH_ROWS = "--output rows.json; echo SHA-256 $(sha256sum < rows.json) && rm rows.json"
 _QUICK = "--max-steps 2 --no-enable-progress-bar"
 
 RUNS = {
@@ -38,8 +43,36 @@ RUNS = {
     ),
     "photographs on two": f"{_PHOTOS} --max-steps 3 --devices 2",
     "sentences on two": f"{_PAIRS} --max-steps 3 --devices 2",
+    # The forms of images, and the two pipelines: tensors in memory, and files.
+    "photographs of a zip": f"{_PHOTOS.replace('photos', 'photos.zip')} --max-steps 3 --name zip",
+    "photographs of a list": f"{_PHOTOS.replace('photos', 'photos.csv')} --max-steps 3 --augment light",
+    "class folders, balanced, with parts held out": (
+        f"{_PHOTOS.replace('photos', 'photos/train')} --max-steps 3 --balance loss"
+        " --val-fraction 0.2 --test-fraction 0.1"
+    ),
+    "large photographs from a cache, mixed, with workers": (
+        f"{_PHOTOS} --image-size 64 --max-epochs 2 --mixup 0.2 --cutmix 1 --num-workers 2 --cache-gb 1"
+    ),
+    "cached features": f"{_PHOTOS} --max-epochs 2 --augment none --freeze-until fc --bn eval --cache-features",
+    "colored arrays": f"{_PHOTOS.replace('photos', 'colors.npz')} --max-steps 3 --val-fraction 0.2",
+    "colored digits": "python -m recipes.resnet --dataset digits --arch resnet20 --max-steps 3",
+    "idx files": f"{_GRAY} --data-dir idx --name idx",
+    "clothes": f"{_GRAY} --data-dir idx --dataset fashion-mnist --val-fraction 0.2",
+    "drawings": f"{_GRAY} --data-dir drawings --val-fraction 0.2 --balance loss --name drawings",
+    "inverted drawings": f"{_GRAY} --data-dir drawings --invert --rotation 0 --scale 0 --shift 0",
+    "gray arrays": f"{_GRAY} --data-dir gray.npz --columns images=x,labels=y --flip",
+    "arrays of a program": "python program.py data=gray.npz",
+    # Predictions.
+    "predictions of photographs": (
+        f"python -m recipes.resnet predict --ckpt runs/resnet/zip/checkpoints/last.ckpt photos text.ckpt {_HASH_ROWS}"
+    ),
+    "predictions of drawings": (
+        f"python -m recipes.mnist predict --ckpt runs/mnist/drawings/checkpoints/last.ckpt drawings photos {_HASH_ROWS}"
+    ),
+    "predictions of a part": "python program.py predict=gray.npz",
+    "scores of the test part": f"python -m recipes.mnist test --ckpt runs/mnist/idx/checkpoints/last.ckpt {_HASH_ROWS}",
 }
-"""Runs whose weights are compared; the first three end with the same ones."""
+"""Runs whose weights are compared, in this order; the first three end with the same ones. Then what is predicted."""
 
 COMMANDS = (
     # Help and names.
@@ -81,16 +114,30 @@ COMMANDS = (
 """What people type, right and wrong, in this order: later commands use the runs of earlier ones."""
 
 _PROGRAM = """
+import hashlib
+import json
 import sys
+
+import numpy as np
 import yaml
-from recipes import fit
+
+from datamodules import MNISTDataModule
+from recipes import fit, predict
 
 if __name__ == "__main__":
     options = {"dataset": "digits", "max_steps": 2, "batch_size": 64}
     for arg in sys.argv[1:]:
         name, value = arg.split("=", 1)
         options[name] = yaml.safe_load(value)
-    print(fit("mnist", **options).weights_sha256)
+    part = options.pop("predict", None)
+    if str(options.get("data")).endswith(".npz"):
+        arrays = np.load(options["data"])
+        options |= {"data": (arrays["x"], arrays["y"]), "dataset": "custom"}
+    result = fit("mnist", **options)
+    print(result.weights_sha256)
+    if part:
+        rows = predict(result.model, MNISTDataModule("digits"))
+        print("SHA-256", hashlib.sha256(json.dumps(rows).encode()).hexdigest())
 """
 
 _LEFT_OUT = (
@@ -119,12 +166,41 @@ def _prepare(folder: Path) -> None:
                 colour = (15 * i + number, 200 if label == "a" else 40, 7 * i)
                 Image.new("RGB", (40, 36), colour).save(place / f"{i}.png")
     Image.new("L", (28, 28), 9).save(folder / "digit.png")
+    _prepare_arrays(folder)
+    images = sorted((folder / "photos").rglob("*.png"))
+    with zipfile.ZipFile(folder / "photos.zip", "w") as archive:
+        for path in images:
+            archive.write(path, path.relative_to(folder))
+    lines = [f"{path.relative_to(folder)},{path.parent.name},{path.parent.parent.name}" for path in images]
+    (folder / "photos.csv").write_text("\n".join(["path,label,split", *lines]))
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     pairs = [f"{a} {b}\t{b.upper()} {a.upper()}\n" for a in words for b in words]
     (folder / "pairs.tsv").write_text("".join(pairs))
     (folder / "text.ckpt").write_text("no checkpoint")
     (folder / "wrong.yaml").write_text("lerning_rate: 1\n")
     (folder / "program.py").write_text(_PROGRAM)
+
+
+def _prepare_arrays(folder: Path) -> None:
+    """Write MNIST's files, arrays, and drawings in class folders, some of them light on dark and of other sizes."""
+    random = np.random.default_rng(1)
+    (folder / "idx").mkdir()
+    for stem, number in (("train", 60), ("t10k", 30)):
+        pixels = random.integers(0, 256, (number, 28, 28), np.uint8)
+        header = b"\0\0\x08\x03" + np.array(pixels.shape, ">u4").tobytes()
+        (folder / f"idx/{stem}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
+        header = b"\0\0\x08\x01" + np.array([number], ">u4").tobytes()
+        (folder / f"idx/{stem}-labels-idx1-ubyte").write_bytes(header + bytes(i % 10 for i in range(number)))
+    labels = np.arange(40) % 3
+    np.savez(folder / "gray.npz", x=random.integers(0, 256, (40, 28, 28), np.uint8), y=labels)
+    np.savez(folder / "colors.npz", images=random.random((40, 3, 32, 32)), labels=np.array(["a", "b", "c"])[labels])
+    for number in range(150):
+        name = folder / f"drawings/{'012'[number % 7 % 3]}/{number}.png"
+        name.parent.mkdir(parents=True, exist_ok=True)
+        side = 28 if number % 2 else 40
+        pixels = np.full((side, side), 20 if number % 5 else 230, np.uint8)
+        pixels[6 : 8 + number % 16, 9:14] = random.integers(100, 140)
+        Image.fromarray(pixels).save(name)
 
 
 def _run(command: str, folder: Path) -> tuple[int, str]:
@@ -152,8 +228,8 @@ def measure(runs: bool, commands: bool) -> dict[str, Any]:
         folder = Path(temporary)
         _prepare(folder)
         for name, command in RUNS.items() if runs else ():
-            status, output = _run(f"{command} --no-enable-progress-bar", folder)
-            hashes = re.findall(r"SHA-256 (\w+)", output)
+            status, output = _run(command, folder)
+            hashes = re.findall(r"(?:SHA-256 |^)([0-9a-f]{64})", output, re.MULTILINE)
             found["runs"][name] = hashes[-1] if hashes and not status else f"ended with {status}"
             print(f"{name}: {found['runs'][name][:12]}", flush=True)
         for command in COMMANDS if commands else ():

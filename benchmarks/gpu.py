@@ -29,7 +29,7 @@ from benchmarks.harness.measurements import Column, Section, Spread, alternate
 from benchmarks.harness.terminal import interruptible
 from benchmarks.harness.tiny_recipes import ThinResNet
 from datamodules import TranslationDataModule
-from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.loaders import TranslationBatch
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
 from recipes.optim import optimizer_by_name, parameter_groups
 from recipes.seq2seq.network import target_positions

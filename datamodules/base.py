@@ -1,7 +1,7 @@
 """Base class of all data modules: the data contract, and access to rank, world size and device of the Trainer."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -10,6 +10,15 @@ from datamodules.contract import DataContract
 from datamodules.lightning import pl
 from datamodules.lightning_package import OneLightning
 from datamodules.notes import inform
+
+
+class Process(NamedTuple):
+    """Process that reads batches: its rank, its device, and the number of processes on its machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    on_machine: int = 1
 
 
 class BaseDataModule(OneLightning, pl.LightningDataModule, DataContract):
@@ -27,16 +36,12 @@ class BaseDataModule(OneLightning, pl.LightningDataModule, DataContract):
         return int(self.hparams.seed)
 
     @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer else 0
-
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer else 1
-
-    @property
-    def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+    def _process(self) -> Process:
+        trainer = self.trainer
+        if trainer is None:
+            return Process()
+        device = trainer.strategy.root_device
+        return Process(trainer.global_rank, trainer.world_size, device, max(1, trainer.num_devices))
 
     @property
     def _shuffles(self) -> bool:

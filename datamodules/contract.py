@@ -1,15 +1,16 @@
 """Defines the attributes and methods that recipes, callbacks and the command line use of a data module.
 
-A data module of this package inherits from `DataContract` and overrides what applies to it. `data_contract` adapts any
-other LightningDataModule: it uses the module's attributes and hyper-parameters of these names, and defaults otherwise.
+A data module that inherits from `DataContract` overrides what applies to it. `data_contract` returns the defaults for
+any other LightningDataModule, whatever its attributes are called.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from numbers import Integral
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast, get_type_hints
 
+import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from datamodules.errors import UserError
 
@@ -122,9 +123,35 @@ class DataContract(Protocol):
         """
         return ()
 
+    def numbered(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of an evaluation with the position of each sample, from 0, in place of its target.
+
+        Predictions for these batches name their samples, whose numbers and names `recipes.predict` looks up.
+        """
+        position = 0
+        for inputs, *_ in batches:
+            yield inputs, torch.arange(position, position + len(inputs))
+            position += len(inputs)
+
+    def numbered_batches(
+        self, part: str, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Return an iterator of (inputs, targets, sample numbers) of a part, on the device, equal in every epoch.
+
+        The ranks together get each sample once. The numbers are those of the part's loader, whose ``use_features`` puts
+        features in place of the samples.
+
+        Raises:
+            UserError: training samples differ from epoch to epoch, or the samples have no numbers.
+        """
+        raise UserError(f"{self.title} does not number its samples", to_type="pass an ImageFolderDataModule")
+
     @property
-    def unreadable_inputs(self) -> Mapping[int, str]:
-        """Reasons why inputs cannot be read, by index in `prediction_names`. Complete after prediction."""
+    def unreadable_inputs(self) -> Mapping[int, UserError]:
+        """Errors of inputs that cannot be read, by index in `prediction_names`. Complete after prediction.
+
+        The subject of an error is the name of its input, so that a table with the name needs the problem only.
+        """
         return {}
 
     @property
@@ -163,48 +190,15 @@ class DataContract(Protocol):
 
 
 class _Defaults(DataContract):
-    """Contract with all defaults."""
+    """Contract with all defaults, of a data module that does not inherit from it."""
 
+    def __init__(self, title: str) -> None:
+        self._title = title
 
-def _fits(name: str, value: object) -> bool:
-    """Return whether the attribute of another module has the contract's type: its `image_size` may be a pair."""
-    match name:
-        case "title" | "tokens_parameter" | "place_parameter":
-            return isinstance(value, str)
-        case "seed" | "num_classes" | "image_size":
-            return isinstance(value, Integral) and not isinstance(value, bool)
-        case "sizes" | "left_out" | "unreadable_inputs" | "unclear_inputs":
-            return isinstance(value, Mapping)
-        case "class_names" | "prediction_names":
-            return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
-        case "photographs" | "validates":
-            return isinstance(value, bool)
-        case _:  # A method of the same name may take other arguments, or do something else.
-            return False
-
-
-class _Foreign:
-    """Adapter for a data module that does not inherit from `DataContract`."""
-
-    def __init__(self, data: object) -> None:
-        self._data = data
-
-    def __getattr__(self, name: str) -> Any:
-        if not hasattr(DataContract, name):
-            raise AttributeError(f"{name} is no part of the data contract")
-        attribute = getattr(self._data, name, None)
-        if _fits(name, attribute):
-            return attribute
-        # Where `data` is a class and not an instance, `hparams` is the property object and no mapping.
-        hparams = getattr(self._data, "hparams", {})
-        if isinstance(hparams, Mapping) and _fits(name, hparams.get(name)):
-            return hparams[name]
-        if name == "title":
-            data_class = self._data if isinstance(self._data, type) else type(self._data)
-            return data_class.__name__
-        if name == "num_classes":
-            return len(self.class_names) or None
-        return getattr(_Defaults(), name)
+    @property
+    @override
+    def title(self) -> str:
+        return self._title
 
 
 def data_contract(data: object) -> DataContract:
@@ -213,14 +207,15 @@ def data_contract(data: object) -> DataContract:
     A data module class may be passed to read class attributes: ``tokens_parameter``, ``place_parameter``.
 
     Example:
-        >>> class Mine:
+        >>> class Mine(DataContract):
         ...     class_names = ("cat", "dog")
-        >>> mine = data_contract(Mine())
-        >>> mine.class_names, mine.num_classes, mine.validates, mine.title
-        (('cat', 'dog'), 2, True, 'Mine')
+        >>> class Stock:
+        ...     class_names = ("cat", "dog")
+        >>> data_contract(Mine()).class_names, data_contract(Stock()).class_names, data_contract(Stock()).title
+        (('cat', 'dog'), (), 'Stock')
     """
     data_class = data if isinstance(data, type) else type(data)
     # Not isinstance: before Python 3.12 it evaluates a Protocol's properties, which may list a folder.
     if DataContract in data_class.__mro__:
         return cast("DataContract", data)
-    return cast("DataContract", _Foreign(data))
+    return _Defaults("the data" if data is None else data_class.__name__)

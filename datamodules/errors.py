@@ -60,14 +60,15 @@ class UserError(ValueError):
     """Error that the user can correct before the run starts, in parameters, data or environment.
 
     The message says what was found, what was expected and what to pass instead: ``SETTING: problem; to_type``. Other
-    settings in it are spelled with `spelled`.
+    settings in it are spelled with `spelled`. An error of a file or an input begins with its name: ``SUBJECT problem``.
 
     Args:
-        problem: what was found and expected; the whole message where the error is of no single setting.
+        problem: what was found and expected; the whole message where the error is of no single setting or subject.
         setting: the name of the setting.
         value: its value.
         to_type: what to pass instead.
         commands: what to type instead; each stands on a line of its own.
+        subject: name of the file or the input that has the problem.
     """
 
     exit_status: ClassVar[int] = 2
@@ -80,13 +81,16 @@ class UserError(ValueError):
         value: Any = MISSING,
         to_type: str = "",
         commands: Sequence[str] = (),
+        subject: str = "",
     ) -> None:
         self.problem = problem
+        self.subject = subject
         self.setting = setting
         self.value = value
         self.to_type = to_type
         self.commands = tuple(commands)
-        text = f"{spelled(setting, value)}: {problem}" if setting else problem
+        text = f"{subject} {problem}" if subject else problem
+        text = f"{spelled(setting, value)}: {text}" if setting else text
         # The only argument of the exception: another process gets the text as it is, and the fields besides.
         super().__init__(f"{text}; {to_type}" if to_type else text)
 

@@ -16,7 +16,7 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.writing import atomic_write
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError, first_line, spelled
-from datamodules.images.normalise import Normalise
+from datamodules.images.augmentation import Normalise
 from recipes.base import Recipe
 from recipes.inputs import preprocessing
 from recipes.version import __version__, install_command

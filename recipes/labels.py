@@ -59,10 +59,6 @@ def _as_int64(labels: Tensor) -> Tensor:
     return labels if labels.is_floating_point() else labels.long()
 
 
-def _is_class(labels: Tensor, num_classes: int) -> Tensor:
-    return labels.clamp(0, num_classes - 1) == labels
-
-
 def is_at_hand(labels: Tensor) -> bool:
     """Return whether labels are in host memory; on a GPU, reading them waits for all queued work."""
     return labels.device.type == "cpu"
@@ -78,7 +74,7 @@ def as_classes(labels: Tensor, num_classes: int) -> Tensor:
     labels = labels.long()
     if is_at_hand(labels):
         return labels
-    return torch.where(_is_class(labels, num_classes), labels, IGNORED)
+    return torch.where(labels.clamp(0, num_classes - 1) == labels, labels, IGNORED)
 
 
 def mean_cross_entropy(
@@ -201,16 +197,7 @@ class LabelCheck:
             return
         labels = torch.cat(self._unchecked)
         self._unchecked = []
-        # Labels in range become 0, which is a class, so that the extremes are those of labels out of range.
-        outside = labels.masked_fill(_is_class(labels, self.num_classes) | (labels == IGNORED), 0)
-        low, high = torch.stack(outside.aminmax()).tolist()  # One transfer for both numbers.
-        if low < 0 or high >= self.num_classes:
-            larger = spelled("num_classes", high + 1)
-            advice = f"pass {larger} or correct" if high >= self.num_classes else "correct"
-            raise RunFailedError(
-                f"labels {low} to {high} of {self.part} batches were found, expected 0..{self.num_classes - 1};"
-                f" {advice} the labels ({IGNORED} leaves a sample out)"
-            )
+        check_labels(labels, self.num_classes, f"the last {self.part} batches", error=RunFailedError)
 
 
 class CheckLabels(pl.Callback):

@@ -1,21 +1,18 @@
 """Predict with a recipe: for inputs from Python, and as rows of a table."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.lightning import pl
 from datamodules.loading.loaders import sample_numbers
-from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.packed_sentences import TranslationBatch
 from recipes.base import Recipe
 from recipes.inputs import in_dtype, new_data_module
 
@@ -35,7 +32,7 @@ def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list
         The rows; if there is a note about any input, all rows have the column ``note``.
     """
     names = data.prediction_names
-    notes = {**data.unclear_inputs, **data.unreadable_inputs}
+    notes = {**data.unclear_inputs, **{number: error.problem for number, error in data.unreadable_inputs.items()}}
     rows = recipe.prediction_rows(outputs, names)
     if not notes:
         return rows
@@ -54,9 +51,8 @@ def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list
             rows_of_input = rows_of_name[position * count // len(numbers) : (position + 1) * count // len(numbers)]
             if not rows_of_input and number in notes:
                 rows_of_input = [columns | {recipe.prediction_columns[0]: name}]
-            note = notes.get(number)
             for row in rows_of_input:
-                completed.append(row | {"note": note.removeprefix(f"{name} ") if note else row.get("note")})
+                completed.append(row | {"note": notes.get(number) or row.get("note")})
     return completed
 
 
@@ -167,31 +163,11 @@ def _predict_part(recipe: Recipe, data: pl.LightningDataModule) -> list[dict[str
         loader = data.val_dataloader()
     if not loader:
         raise UserError(f"{contract.title} has neither a test nor a validation part to predict")
-    if isinstance(data, TranslationDataModule):
-        sentences: list[Tensor] = []
-        outputs = _outputs(recipe, data, _numbered_sentences(loader, sentences))
-        return recipe.prediction_rows(outputs, data.source_sentences(torch.cat(sentences)))
-    outputs = _outputs(recipe, data, _numbered_images(loader))
+    outputs = _outputs(recipe, data, contract.numbered(loader))
+    # After the last batch, since images that cannot be read have no number.
     numbers = sample_numbers(loader)
     assert numbers is not None
     names = contract.sample_names(part)
-    if names:
-        return recipe.prediction_rows(outputs, [str(names[number]) for number in numbers.tolist()])
-    return recipe.prediction_rows(outputs, [f"sample {number}" for number in numbers.tolist()])
-
-
-def _numbered_images(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the images of an evaluation with their positions in place of labels."""
-    position = 0
-    for images, *_ in loader:
-        yield images, torch.arange(position, position + len(images))
-        position += len(images)
-
-
-def _numbered_sentences(loader: Iterable[Any], numbers: list[Tensor]) -> Iterator[TranslationBatch]:
-    """Yield the sentences of an evaluation with their positions; append their numbers in the corpus."""
-    position = 0
-    for batch in loader:
-        numbers.append(batch.numbers)
-        yield batch._replace(numbers=torch.arange(position, position + len(batch.numbers)))
-        position += len(batch.numbers)
+    return recipe.prediction_rows(
+        outputs, [str(names[number]) if names else f"sample {number}" for number in numbers.tolist()]
+    )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from datamodules.translation.packed_sentences import PackedPairs
+from datamodules.translation.loaders import PackedPairs
 from datamodules.translation.text import EOS, SOS
 
 __all__ = ["ClassicTranslator", "PresentTranslator", "Translator"]

@@ -89,7 +89,8 @@ def our_loader(folder: Path, cache: Path | None, size: int = SIZE) -> Iterable[t
         cache_gb=2 if cache else 0,
     )
     data.setup("fit")
-    return data.train_dataloader()
+    loader: Iterable[tuple[Tensor, Tensor]] = data.train_dataloader()
+    return loader
 
 
 def decode_all(folder: Path) -> Callable[[], None]:

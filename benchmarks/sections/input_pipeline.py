@@ -32,8 +32,7 @@ from benchmarks.harness.measurements import (
     stopwatch,
 )
 from datamodules import MNISTDataModule
-from datamodules.images.idx import find_files, read_idx
-from datamodules.images.known_sets import DATASETS
+from datamodules.images.known_sets import DATASETS, find_files, read_idx
 
 __all__ = ["run"]
 
@@ -79,7 +78,8 @@ def our_loader(root: Path, augment: bool = True) -> Iterable[tuple[Tensor, Tenso
     augmentation: dict[str, Any] = {} if augment else {"shift": 0.0, "rotation": 0.0, "scale": 0.0}
     data = MNISTDataModule("mnist", str(root), BATCH_SIZE, val_fraction=0, download=False, **augmentation)
     data.setup("fit")
-    return data.train_dataloader()
+    loader: Iterable[tuple[Tensor, Tensor]] = data.train_dataloader()
+    return loader
 
 
 def stock_loader(root: Path, workers: int = 0, augment: bool = False) -> Iterable[tuple[Tensor, Tensor]]:

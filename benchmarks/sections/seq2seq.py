@@ -32,7 +32,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.sampling import epoch_order
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.loaders import TranslationBatch
 from recipes.runner.machine import resolve_precision
 from recipes.seq2seq.recipe import Seq2SeqTranslator, rate_of_run
 from recipes.seq2seq.scores import token_scores

@@ -17,8 +17,8 @@ from callbacks.lib.updates import flattened
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import CombinedLoader, pl, sized_len
 from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
+from datamodules.loading.loaders import ResumableLoader
 from datamodules.loading.numbered import NumberedDataLoader, batch_sampler_of, can_be_numbered
-from datamodules.loading.resumable import ResumableLoader
 from datamodules.loading.sampling import Division
 from datamodules.loading.updates import Update, UpdateLoader, join_updates
 

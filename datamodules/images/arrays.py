@@ -1,20 +1,25 @@
-"""Makes a data set of images and labels in memory: arrays, tensors and NumPy files."""
+"""Images from Python: data sets of arrays, tensors and NumPy files, and the images to predict."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images import proposals
-from datamodules.images.labels import IGNORED
-from datamodules.images.named_source import named_source
-from datamodules.images.source import ArrayImages, Samples, Source
+from datamodules.images.decoding import is_image
+from datamodules.images.labels import IGNORED, check_array
+from datamodules.images.source import ArrayImages, Samples, Source, named_source
+from datamodules.loading.file_table import files_below, list_folder
 from datamodules.loading.tables import parse_columns
+from datamodules.notes import warn
 
 _MOST_CLASSES = 100_000
 
@@ -129,21 +134,6 @@ def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
     return as_bytes(channels_last(pixels, source), source, least=0.25)
 
 
-def _labels(labels: Any, source: str, count: int) -> npt.NDArray[Any]:
-    """Convert labels to integers or strings of shape (n,)."""
-    values = as_array(labels, source)
-    if values.shape == (count, 1):
-        values = values[:, 0]
-    if values.shape != (count,):
-        raise UserError(f"{source} are of shape {values.shape}, expected one for each of {count:,} images, ({count},)")
-    if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
-        values = values.astype(str)
-    if values.dtype.kind not in "iuU":
-        advice = ": pass labels.astype(int)" if values.dtype.kind == "f" and (values == values.round()).all() else ""
-        raise UserError(f"{source} are {values.dtype}, expected class numbers from 0, or names{advice}")
-    return values
-
-
 def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", source: str = "") -> Source:
     """Make a data set of images and labels in memory.
 
@@ -162,7 +152,8 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
     unlabelled = 0
     for part, (images, raw_labels) in parts.items():
         pixels = _pixels(images, f"the {part} images{of}")
-        labels = _labels(raw_labels, f"the {part} labels{of}", len(pixels))
+        labels_from = f"the {part} labels{of}"
+        labels = check_array(as_array(raw_labels, labels_from), labels_from, len(pixels))
         has_label = labels != ("" if labels.dtype.kind == "U" else IGNORED)
         unlabelled += int((~has_label).sum())
         if not has_label.any():
@@ -250,3 +241,101 @@ def read_npz(path: Path, columns: str | None = None) -> Source:
     if unused:
         source.notes.append(f"{path}: not used: {', '.join(unused[:10])}")
     return source
+
+
+def _images_below(folder: str | Path) -> tuple[list[str], list[str]]:
+    """Return the sorted paths of the images in a folder and its subfolders, by their suffix, and of the other files."""
+    files = files_below(list_folder(Path(folder))[0])
+    return [file for file in files if is_image(file)], [file for file in files if not is_image(file)]
+
+
+@dataclass
+class GivenImages:
+    """Sequence of the images to predict, in the order of the input."""
+
+    names: list[str]
+    """File of each image, or its index, such as "images[3]"."""
+    contents: list[str | Image.Image]
+    """File of each image, or the image itself."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, row: int) -> str:
+        return self.names[row]
+
+    def read(self, row: int) -> str | Image.Image:
+        """Return the path of an image file, or an image in memory."""
+        return self.contents[row]
+
+
+def given_images(inputs: Any, colour: bool) -> GivenImages:
+    """Collect the images of a file, a folder with its subfolders, a PIL image, an array or a tensor, or of several.
+
+    Args:
+        inputs: one input or a list. Arrays hold integers from 0 to 255, or floats from 0 to 1, of shape
+            (height, width), (height, width, channels) or (channels, height, width), or several such images with a
+            first dimension more.
+        colour: whether an array of shape (3, height, width) is one image in colour, or three in grey.
+
+    Raises:
+        UserError: there is no image, or an input is not an image.
+
+    Example:
+        >>> import torch
+        >>> given_images([torch.zeros(2, 28, 28), "photo.png"], colour=False).names
+        ['images[0]', 'images[1]', 'photo.png']
+    """
+    items = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+    names: list[str] = []
+    notes: list[str] = []
+    contents: list[str | Image.Image] = []
+    for item in items:
+        if isinstance(item, (str, Path)):
+            files = [str(item)]
+            if os.path.isdir(item):  # noqa: PTH112 - Path.is_dir raises for long names.
+                files, other_files = _images_below(item)
+                if not files:
+                    only = f", only {proposals.describe_left_out(other_files)}" if other_files else ""
+                    notes.append(f"the folder {item} holds no images{only}")
+                elif other_files:
+                    count = f"{len(other_files):,} of {len(files) + len(other_files):,} files in the folder {item}"
+                    notes.append(
+                        f"{count} are left out, no images by their endings: {proposals.describe_left_out(other_files)}"
+                    )
+            names += files
+            contents += files
+            continue
+        images = [item]
+        if not isinstance(item, Image.Image):
+            images = list(_images_of(item, colour))
+        names += [f"images[{i}]" for i in range(len(names), len(names) + len(images))]
+        contents += images
+    if not names:
+        raise UserError(notes[0] if notes else "no image to predict; pass the names of image files or folders")
+    for note in notes:
+        warn(f"warning: {note}")
+    return GivenImages(names, contents)
+
+
+def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
+    """Return the images of an array or a tensor."""
+    expected = "expected a file, a folder, a PIL image, an array or a tensor"
+    if not isinstance(array, np.ndarray | Tensor):
+        raise UserError(f"images of {type(array).__name__} cannot be predicted; {expected}")
+    pixels = as_array(array, "the images")
+    shape = pixels.shape
+    if pixels.dtype.kind not in "buif" or pixels.ndim not in (2, 3, 4) or 0 in shape[1:]:
+        raise UserError(f"an array of {pixels.dtype} and shape {shape} holds no images; {expected}")
+    # The width of a photograph may be a square number by chance, that of a small gray image is not by rows of pixels.
+    side = side_of_rows(shape)
+    if not colour and side and shape[0] != shape[1]:
+        raise UserError(
+            f"an array of shape {shape} is {shape[0]:,} rows of {side} x {side} pixels, or images of another form; pass"
+            f" images.reshape(-1, {side}, {side}), or a PIL image"
+        )
+    # Three dimensions with channels are one image.
+    if pixels.ndim == 2 or (pixels.ndim == 3 and (shape[2] in (1, 3, 4) or (colour and shape[0] in (1, 3, 4)))):
+        pixels = pixels[None]
+    pixels = as_bytes(channels_last(pixels, "the images"), "the images")
+    return map(Image.fromarray, np.ascontiguousarray(pixels))

@@ -1,8 +1,14 @@
-"""Decodes image files of any format to uint8 tensors, equal in every process, or raises an error with the reason."""
+"""From a picture to uint8 pixels: decodes files of any format, equal in every process, and crops to the inputs' size.
 
+A picture that cannot be read raises an error with the reason.
+"""
+
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from io import BytesIO
@@ -15,8 +21,16 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.randomness import uniform
 
 Source = str | Path | bytes | Image.Image
+
+# Share of the short side that evaluation keeps. Small images are kept whole, since every pixel counts.
+_KEPT = 7 / 8
+# Least share of the area that a random crop takes. The usual 0.08 is for runs of a hundred epochs.
+_LEAST_AREA = 0.25
+_LEAST_AREA_SMALL = 0.64
+_TRIES = 10
 
 # Version of the rules in this file. A change of them that changes pixels has to raise it, since it is part of the names
 # of caches.
@@ -36,12 +50,12 @@ with suppress(ImportError):
 
 
 class UnreadableImage(UserError):
-    """Error of an image that cannot be decoded. The message names the image."""
+    """Error of an image that cannot be decoded. Its subject is the name of the image."""
 
 
 def unreadable(name: str, reason: str) -> UnreadableImage:
     """Return the error for an image, with the reason."""
-    return UnreadableImage(f"{name} cannot be read as an image: {reason}")
+    return UnreadableImage(f"cannot be read as an image: {reason}", subject=name)
 
 
 def ending(file: str | Path) -> str:
@@ -67,7 +81,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def _refuse_other_pixels(image: Image.Image) -> None:
-    """Raise an error for pixels of more than 8 bits or with a sign, for further bands, and for several pages.
+    """Raise a ValueError for pixels of more than 8 bits or with a sign, for further bands, and for several pages.
 
     An image that is scaled by its own range could not be compared with the other images of the set. Of colours with 16
     bits, Pillow would cut the lower bits off.
@@ -79,38 +93,42 @@ def _refuse_other_pixels(image: Image.Image) -> None:
         tags: Any = image.tag_v2  # type: ignore[attr-defined]
         bits = max(_numbers(tags.get(_BITS_PER_SAMPLE, 8)))
         if _SIGNED in _numbers(tags.get(_SAMPLE_FORMAT, 1)):
-            raise UnreadableImage("its pixels are signed; shift all images of the set to 0 to 255, and save them so")
+            raise ValueError("its pixels are signed; shift all images of the set to 0 to 255, and save them so")
         # Pillow reads three colours and transparency only, and would drop further bands.
         if tags.get(_SAMPLES_PER_PIXEL, 1) > len(image.getbands()) or image.mode == "RGBX":
-            raise UnreadableImage(
+            raise ValueError(
                 f"it has {tags.get(_SAMPLES_PER_PIXEL)} bands, expected 1 or 3; save those that are meant as an image"
             )
         pages = getattr(image, "n_frames", 1)
         if pages > 1:
-            raise UnreadableImage(f"it has {pages} pages; save the one that is meant, or each as a file")
+            raise ValueError(f"it has {pages} pages; save the one that is meant, or each as a file")
     elif image.format in ("JPEG2000", "PPM"):
         # Pillow scales deeper pixels of these formats to 8 bits, each image by its own header.
-        raise UnreadableImage(f"its format is {image.format}; save all images of the set as PNG, with 8 bits")
+        raise ValueError(f"its format is {image.format}; save all images of the set as PNG, with 8 bits")
     if bits > 8:
-        raise UnreadableImage(
+        raise ValueError(
             f"its pixels have more than 8 bits (mode {image.mode}); scale all images of the set by one number, and save"
             " them with 8 bits"
         )
 
 
+_JPEG_XL = "it is JPEG XL, which Pillow does not read; save it as PNG"
+_TIFF = "it is a TIFF of pixels that Pillow does not read, such as floats or many bands; save it with 8 bits"
+_OTHER_KINDS = (
+    (rb".{4}ftyp(heic|heix|mif1|hevc|heim)", "it is a HEIC photograph: pip install pillow-heif, or save it as JPEG"),
+    (rb"\xff\x0a|.{4}JXL ", _JPEG_XL),
+    (rb".{128}DICM", "it is DICOM; save the set with 8 bits, as PNG"),
+    (rb"\xff\xd8", "it is a JPEG that Pillow does not read, as of 12 bits, or damaged; save it with 8 bits"),
+    (rb"II\*\0|MM\0\*", _TIFF),
+    (rb".", "its content is not an image"),
+    (rb"", "the file is empty"),
+)
+"""Why Pillow cannot open a file, by a pattern of its first bytes."""
+
+
 def _other_kind(content: bytes) -> str:
-    """Return why Pillow cannot open a file, by the first bytes of the file."""
-    if content[4:8] == b"ftyp" and content[8:12] in (b"heic", b"heix", b"mif1", b"hevc", b"heim"):
-        return "it is a HEIC photograph: pip install pillow-heif, or save it as JPEG"
-    if content[:2] == b"\xff\x0a" or content[4:8] == b"JXL ":
-        return "it is JPEG XL, which Pillow does not read; save it as PNG"
-    if content[128:132] == b"DICM":
-        return "it is DICOM; save the set with 8 bits, as PNG"
-    if content[:2] == b"\xff\xd8":
-        return "it is a JPEG that Pillow does not read, as of 12 bits, or damaged; save it with 8 bits"
-    if content[:4] in (b"II*\0", b"MM\0*"):
-        return "it is a TIFF of pixels that Pillow does not read, such as floats or many bands; save it with 8 bits"
-    return "its content is not an image" if content else "the file is empty"
+    """Return why Pillow cannot open a file."""
+    return next(reason for start, reason in _OTHER_KINDS if re.match(start, content, re.DOTALL))
 
 
 def without_alpha(image: Image.Image) -> Image.Image:
@@ -254,3 +272,143 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
     if pixels.shape[1:] != (size[1], size[0]):
         pixels = resized(pixels, size[1], size[0])
     return _upright(pixels, orientation)
+
+
+def crop_pct(size: int) -> float:
+    """Return the share of the short side that evaluation keeps, for inputs of `size` pixels."""
+    return 1.0 if is_small(size) else _KEPT
+
+
+def _resized(image: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
+    """Crop an image and resize the crop to uint8 of shape (3, size, size)."""
+    crop = image[:, top : top + height, left : left + width]
+    if crop.shape[1:] == (size, size):
+        return crop
+    return resized(crop, size, size)
+
+
+def _side_kept(height: int, width: int, size: int) -> int:
+    """Return the side of the square, in pixels of the image, that evaluation keeps."""
+    return max(1, round(min(height, width) * crop_pct(size)))
+
+
+def centre_square(image: Tensor, size: int) -> Tensor:
+    """Crop the central square of an image and resize it, as for evaluation. Small images are enlarged.
+
+    The result is that of resizing the short side to 8/7 of `size` and cropping the centre, in one step. For inputs
+    below 64 pixels the whole short side is kept.
+
+    Args:
+        image: uint8 of shape (3, height, width).
+        size: side of the result, in pixels.
+
+    Returns:
+        uint8 of shape (3, size, size).
+    """
+    height, width = image.shape[-2:]
+    side = _side_kept(height, width, size)
+    return _resized(image, (height - side) // 2, (width - side) // 2, side, side, size)
+
+
+def _crop_start(draw: float, length: int, crop_length: int) -> int:
+    """Return where a crop begins along an axis, for a random number in [0, 1)."""
+    return min(int(draw * (length - crop_length + 1)), length - crop_length)
+
+
+def crop_box(height: int, width: int, least_area: float, draws: Sequence[float]) -> tuple[int, int, int, int]:
+    """Draw a random crop as torchvision's RandomResizedCrop does (Szegedy et al., 2015).
+
+    Args:
+        height: height of the image, in pixels.
+        width: width of the image, in pixels.
+        least_area: least share of the image's area; the greatest is 1.
+        draws: 22 numbers in [0, 1): the position, and ten tries of area and aspect ratio from 3/4 to 4/3. A fixed
+            number is drawn, so that one tensor holds the numbers of all samples.
+
+    Returns:
+        Top, left, height and width. If no try fits, the largest central crop with an aspect ratio within the limits.
+    """
+    least_ratio = math.log(3 / 4)
+    greatest_ratio = math.log(4 / 3)
+    for i in range(2, 2 + 2 * _TRIES, 2):
+        area = height * width * (least_area + draws[i] * (1 - least_area))
+        # Uniform in the logarithm, where 3/4 and 4/3 are equally far from 1.
+        ratio = math.exp(least_ratio + draws[i + 1] * (greatest_ratio - least_ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return _crop_start(draws[0], height, h), _crop_start(draws[1], width, w), h, w
+    w = min(width, max(1, round(height * 4 / 3)))
+    h = min(height, max(1, round(width * 4 / 3)))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@dataclass(frozen=True)
+class Crop:
+    """First half of a named augmentation, before `BatchAugmentation`: crops an image to the size of the inputs.
+
+    Args:
+        name: "none", and "light" for small images, crop the centre, as evaluation does. "light" for large images crops
+            a square of the same size at a random position. "standard" crops and resizes at random (`crop_box`).
+        size: side of the result, in pixels.
+        seed: seed of the run.
+    """
+
+    name: str
+    size: int
+    seed: int
+
+    @property
+    def is_centre(self) -> bool:
+        """Whether the crop is that of evaluation in every epoch."""
+        return self.name == "none" or (self.name == "light" and is_small(self.size))
+
+    def draws(self, numbers: Sequence[int], epoch: int) -> list[list[float]]:
+        """Return the random numbers of each sample in an epoch: 22 for a random crop, none for the centre."""
+        if self.is_centre or not numbers:
+            return [[] for _ in numbers]
+        index = torch.tensor(numbers, dtype=torch.int64)
+        draws: list[list[float]] = uniform(self.seed, "crop", epoch, index, 2 + 2 * _TRIES).tolist()
+        return draws
+
+    def __call__(self, image: Tensor, draws: Sequence[float]) -> Tensor:
+        """Crop an image with its random numbers: uint8 of shape (3, height, width) to (3, size, size)."""
+        if self.is_centre:
+            return centre_square(image, self.size)
+        height, width = image.shape[-2:]
+        if self.name == "light":
+            side = _side_kept(height, width, self.size)
+            top = _crop_start(draws[0], height, side)
+            left = _crop_start(draws[1], width, side)
+            return _resized(image, top, left, side, side, self.size)
+        least_area = _LEAST_AREA_SMALL if is_small(self.size) else _LEAST_AREA
+        box = crop_box(height, width, least_area, draws)
+        return _resized(image, *box, self.size)
+
+
+def side_to_decode(crop: str, size: int) -> int:
+    """Return the short side to which images are reduced when they are decoded, in pixels.
+
+    Evaluation and "light" keep a fixed share of the short side, so that their crops need no further resizing. With
+    "standard", the smallest crop, a quarter of the area, still has a pixel for each pixel of the input.
+    """
+    if crop == "standard":
+        return 2 * size
+    return round(size / crop_pct(size))
+
+
+def evaluation_pixels(source: Source, size: int, name: str = "") -> Tensor:
+    """Return the pixels of a picture as evaluation sees them: decoded, reduced, and the central square of it.
+
+    Args:
+        source: path of a file, content of a file, or an image in memory.
+        size: side of the network's inputs, in pixels.
+        name: name of the image, for messages; by default that of the file.
+
+    Returns:
+        uint8 of shape (3, size, size).
+
+    Raises:
+        UnreadableImage: see `load_image`.
+    """
+    return centre_square(load_image(source, side_to_decode("none", size), name), size)

@@ -1,110 +1,206 @@
-"""Base class of the image data modules: data set, split into parts, class weights, and images to predict."""
+"""Data module of images: a data set, its split into parts, and a pipeline from its images to batches."""
 
-from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.base import BaseDataModule
+from datamodules.base import BaseDataModule, Process
+from datamodules.contract import OneCall
 from datamodules.errors import UserError, spelled
-from datamodules.images.arrays import from_samples
-from datamodules.images.given_images import GivenImages, given_images
+from datamodules.images.arrays import GivenImages, given_images
+from datamodules.images.augmentation import Normalise
+from datamodules.images.finding import DataSet
 from datamodules.images.known_sets import ImageSet
-from datamodules.images.labels import balanced_class_weights, describe_classes, refuse_other_classes
-from datamodules.images.normalise import Normalise
-from datamodules.images.source import Samples, Source, split_by_class
-from datamodules.loading.file_table import FileTable
-from datamodules.notes import inform_if_slow, warn
+from datamodules.images.labels import balanced_class_weights, check_labels, describe_classes
+from datamodules.images.source import Source, held_out
+from datamodules.notes import inform, inform_if_slow
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation of each channel, of pixels from 0 to 1."""
+
+
+@dataclass
+class Part:
+    """Part of a data set as a pipeline has opened it.
+
+    Attributes:
+        images: what the loaders read, a tensor or files.
+        labels: their labels, int64 of shape (n,).
+        rows: numbers of the part's samples among them, int64 of shape (m,). Random numbers depend on these numbers.
+        names: file of each image; empty if they are not files.
+    """
+
+    images: Any
+    labels: Tensor
+    rows: Tensor
+    names: Sequence[str] = ()
+
+
+class Order(NamedTuple):
+    """Order of the training samples: a function of the seed and the epoch, in micro-batches."""
+
+    batch_size: int
+    seed: int
+    shuffle: bool
+
+
+class Pipeline(ABC):
+    """Interface of a pipeline from the images of a data set to batches: how they are read, augmented and normalized.
+
+    Args:
+        settings: arguments of the constructor, which become hyper-parameters of the data module.
+    """
+
+    sets: ClassVar[Mapping[str, ImageSet]]
+    """What is known of each data set in this pipeline's form, by name."""
+    own: ClassVar[str]
+    """Name of the user's images among them."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings: dict[str, Any] = settings
+        """The settings: in a data module its hyper-parameters, some of which are set after the constructor."""
+        self.data_set = DataSet(self.sets, self.own, self.own)
+        self.note: Callable[[str], None] = inform
+        """Function that logs a text once."""
+        self.unreadable: Mapping[int, UserError] = {}
+        """Errors of images to predict, by index."""
+        self.unclear: Mapping[int, str] = {}
+        """Remarks on images to predict, by index."""
+
+    @property
+    @abstractmethod
+    def image_size(self) -> int:
+        """Side of the network's inputs, in pixels. If it is not set, this reads the sizes of some images."""
+
+    @property
+    @abstractmethod
+    def statistics(self) -> Statistics:
+        """Statistics of the normalization."""
+
+    @abstractmethod
+    def resolve(self) -> dict[str, Any]:
+        """Return the values of all settings that may be None or "auto"."""
+
+    @abstractmethod
+    def open(self, part: str, published: str, rows: Tensor | None, process: Process) -> Part:
+        """Return a part: all samples of a published part, or its samples at `rows`, int64 of shape (m,)."""
+
+    @abstractmethod
+    def train(self, part: Part, order: Order, process: Process) -> Any:
+        """Return the loader of augmented batches, on the device of the process."""
+
+    @abstractmethod
+    def evaluate(self, part: Part, batch_size: int, process: Process) -> Any:
+        """Return a loader of each sample of a part once, without augmentation."""
+
+    @abstractmethod
+    def predict(self, images: GivenImages, batch_size: int, process: Process) -> Any:
+        """Return a loader of images to predict and their indices, without those that cannot be read."""
+
+    @property
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that prediction needs no data set."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Use the state of a checkpoint."""
+
+    def close(self) -> None:  # noqa: B027 - only some have worker processes
+        """Shut worker processes down."""
 
 
 class ImageDataModule(BaseDataModule):
-    """Data module of the images of a `Source`. Subclasses augment the images and build the loaders.
+    """Images of a source in the batches of a pipeline, exact on any number of devices.
 
-    If the source has no validation or test part, it is held out of the training part.
+    Parts that the source lacks are held out of its training part: the same for the same seed.
 
-    After `setup`, ``_parts`` holds the images and labels that the loaders of a part read, and ``_rows`` the numbers of
-    the part's samples among them.
+    Args:
+        source: the data set.
+        pipeline: `TensorPipeline` for small gray images in memory, or `FilePipeline` for images in color.
+        batch_size: samples on one device in one forward pass.
+        eval_batch_size: samples in one forward pass of validation, test and prediction.
+        val_fraction: share of each class held out for validation, where there is no such part.
+        test_fraction: share of each class held out for testing, where there is no such part.
+        balance: what makes up for classes of unequal size: weights in the training loss (loss), or nothing.
+        num_classes: number of classes, by default the data's.
+        seed: seed of the split, the shuffling and the augmentation.
+        predict_inputs: images, and folders of images, that `predict` reads.
+
+    Example:
+        >>> from datamodules import FilePipeline, bundled_digits, from_arrays
+        >>> images, labels = bundled_digits()
+        >>> data = ImageDataModule(from_arrays({"train": (images, labels)}), FilePipeline(image_size=8, augment="none"))
+        >>> data.setup("fit")
+        >>> next(iter(data.train_dataloader()))[0].shape
+        torch.Size([32, 3, 8, 8])
     """
 
-    _colour: ClassVar[bool]
-    """Whether an array of shape (3, height, width) is one image in colour, or three in grey."""
-    _sets: ClassVar[Mapping[str, ImageSet]]
-    _own: ClassVar[str]
-    """Value of `dataset` for the user's images."""
-    _own_forms: ClassVar[str]
-    """Other supported forms of the user's images than class folders, for an error message."""
-    _validated: ClassVar[tuple[str, ...]] = ("val",)
-    """Parts that the stage "validate" sets up."""
-
-    batch_size: int
-    dataset: str
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        source: Source | DataSet,
+        pipeline: Pipeline,
+        batch_size: int = 32,
+        eval_batch_size: int = 64,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.0,
+        balance: str = "none",
+        num_classes: int | None = None,
+        seed: int = 1,
+        predict_inputs: OneCall[Sequence[str] | None] = None,
+    ) -> None:
         super().__init__()
-        self._source: Source | None = None
-        # Data set, classes and statistics of a checkpoint. Prediction needs them without the data.
-        self._restored: dict[str, Any] = {}
-        self._parts: dict[str, tuple[Any, Tensor]] = {}
-        self._rows: dict[str, Tensor] = {}
-        self._names: dict[str, Sequence[str]] = {}
-        self._unreadable: Mapping[int, str] = {}
-        self._unclear: Mapping[int, str] = {}
-
-    def _check(
-        self, dataset: str, data_dir: str | None, balance: str, sizes: tuple[int, int], shares: tuple[float, float]
-    ) -> str | None:
-        """Check the parameters that all image data modules share, and return ``data_dir`` as a string."""
-        check_choice("dataset", dataset, ("auto", *self._sets))
         check_choice("balance", balance, ("none", "loss"))
         share = Range(0, 1, below=True)
-        check_ranges(val_fraction=(shares[0], share), test_fraction=(shares[1], share))
-        if sum(shares) >= 1:
+        check_ranges(
+            val_fraction=(val_fraction, share),
+            test_fraction=(test_fraction, share),
+            batch_size=(batch_size, COUNT),
+            eval_batch_size=(eval_batch_size, COUNT),
+            num_classes=(num_classes, COUNT),
+        )
+        if val_fraction + test_fraction >= 1:
             raise UserError(
                 f"{spelled('val_fraction')} and {spelled('test_fraction')} leave nothing to train on; pass 0.1 for each"
             )
-        check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
-        if dataset == "digits" and data_dir is not None:
-            raise UserError(
-                f"{spelled('dataset', dataset)} comes with this package, so {spelled('data_dir', str(data_dir))} would"
-                " not be read"
-            )
-        self.dataset = dataset
+        self.save_hyperparameters(
+            *("batch_size", "eval_batch_size", "val_fraction", "test_fraction", "balance", "seed", "predict_inputs")
+        )
         # An attribute besides the hyper-parameter, since Lightning's batch size finder sets it.
-        self.batch_size = sizes[0]
-        if data_dir is None:
-            return None
-        # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
-        return str(Path(data_dir).expanduser())
+        self.batch_size = batch_size
+        self.pipeline = pipeline
+        if isinstance(source, Source):
+            source = DataSet(pipeline.sets, pipeline.own, pipeline.own, source)
+        self.data_set = source
+        source.given_num_classes = num_classes
+        self._parts: dict[str, Part] = {}
+        # The hyper-parameters are the one copy of the settings.
+        self.hparams.update(pipeline.settings)
+        pipeline.settings = source.settings = self.hparams
+        pipeline.data_set = source
+        pipeline.note = self._note
 
-    @abstractmethod
-    def _find_source(self) -> Source:
-        """Return the data set of the parameters ``dataset`` and ``data_dir``."""
-
-    @abstractmethod
-    def _decide(self) -> None:
-        """Replace ``dataset="auto"`` by a data set, and log if it is a fallback."""
+    @property
+    def dataset(self) -> str:
+        """Name of the data set."""
+        return self.data_set.name
 
     @property
     def source(self) -> Source:
         """The data set. The first access lists the user's images and logs remarks on them."""
-        if self._source is None:
-            if self._is_own and self.hparams.data_dir is None:
-                raise UserError(
-                    f"{spelled('dataset', self._own)} needs {spelled('data_dir')}, a folder with a folder of images for"
-                    f" each class{self._own_forms}"
-                )
-            with inform_if_slow(f"listing the images in {self._folder} ..."):
-                self._source = self._find_source()
-            for note in self._source.notes:
-                warn(f"note: {note}")
-        return self._source
+        return self.data_set.source
+
+    @property
+    def info(self) -> ImageSet:
+        """Name, statistics and, once known, classes of the data set."""
+        return self.data_set.info
 
     @override
     def take_samples(self, samples: Any) -> None:
@@ -119,32 +215,8 @@ class ImageDataModule(BaseDataModule):
         Raises:
             UserError: types, shapes or values are not supported.
         """
-        self._source = samples if isinstance(samples, Source) else from_samples(samples)
-        self.dataset = self._own
-        self.hparams.update({"dataset": self._own})
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.hparams.data_dir or "data")
-
-    @property
-    def _is_own(self) -> bool:
-        """Whether the data set is the user's images."""
-        return self.dataset == self._own
-
-    @property
-    def info(self) -> ImageSet:
-        """Name, statistics and, once known, classes of the data set. "auto" counts as MNIST until it is decided."""
-        known = self._sets["mnist" if self.dataset == "auto" else self.dataset]
-        if self.dataset == self._own and self._source is not None:
-            return replace(known, title=self._source.title, classes=self._source.classes)
-        classes = tuple(self._restored.get("classes", ()))
-        return replace(known, classes=classes or known.classes)
-
-    @property
-    def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel, of pixels from 0 to 1, for the normalisation."""
-        return self.info.mean, self.info.std
+        self.data_set.take(samples)
+        self.hparams.update({"dataset": self.dataset})
 
     @property
     @override
@@ -154,52 +226,74 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def num_classes(self) -> int:
-        """Number of classes. For the user's images, this lists them."""
-        if self._is_own and not self._restored.get("classes"):
-            return len(self.source.classes)
-        return len(self.info.classes)
-
-    @property
-    @override
-    def photographs(self) -> bool:
-        return self.dataset != "digits"
+        """Number of classes: as given, or the data's. This lists the user's images."""
+        return self.data_set.num_classes
 
     @property
     @override
     def class_names(self) -> Sequence[str]:
-        """Names of the classes. Empty until the data set has been read."""
-        return self.info.classes
+        return self.data_set.class_names
+
+    @property
+    @override
+    def photographs(self) -> bool:
+        return self.info.photographs
+
+    @property
+    @override
+    def image_size(self) -> int:
+        """Side of the network's inputs, in pixels. If it is not set, this reads the sizes of some images."""
+        return self.pipeline.image_size
 
     @property
     @override
     def left_out(self) -> Mapping[str, int]:
         """Number of the user's files and rows that are not used, by reason."""
-        return self._source.left_out if self._source is not None else {}
+        return self.source.left_out if self.data_set.is_read else {}
 
     @property
     @override
     def sizes(self) -> dict[str, int]:
-        return {part: len(rows) for part, rows in self._rows.items()}
+        """Number of samples in each part that has been set up and is not empty: "train", "val", "test"."""
+        return {name: len(part.rows) for name, part in self._parts.items() if len(part.rows)}
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
         """Return the files of a part that has been set up. Empty for data sets that are not files of one image each."""
-        return self._names.get(part, ())
+        return self._parts[part].names if part in self._parts else ()
 
     @property
     @override
     def validates(self) -> bool:
         """Whether there is a validation part. For the user's images, this lists them."""
-        return bool(self.hparams.val_fraction) or "val" in self._published
+        return bool(self.hparams.val_fraction) or "val" in self.data_set.parts
 
     @property
-    def _published(self) -> Collection[str]:
-        """Parts that the data set itself has. For the user's images, this lists them."""
-        return self.source.parts if self._is_own else self.info.parts
+    @override
+    def class_weights(self) -> Tensor | None:
+        """Class weights of ``balance="loss"``, from the training samples. None otherwise, and before `setup`."""
+        if self.hparams.balance != "loss" or "train" not in self._parts:
+            return None
+        return balanced_class_weights(self._training_labels, self.num_classes)
 
-    @abstractmethod
-    def _choices(self) -> dict[str, Any]:
-        """Return the values of all parameters that may be None or "auto"."""
+    @property
+    def _training_labels(self) -> Tensor:
+        """Labels of the training samples, on the CPU."""
+        part = self._parts["train"]
+        return part.labels.cpu()[part.rows]
+
+    @override
+    def preprocessing(self) -> Normalise:
+        """Return the normalisation of uint8 images of shape (batch, channels, height, width) to float32."""
+        return Normalise(*self.pipeline.statistics)
+
+    def _from_rank_zero(self, number: int) -> int:
+        """Return the number of rank 0, on all ranks of the Trainer."""
+        if self.trainer is None:
+            return number
+        # The other ranks contribute 0, so that the sum is the number of rank 0.
+        contribution = torch.tensor(number if self.trainer.is_global_zero else 0, device=self._process.device)
+        return int(self.trainer.strategy.reduce(contribution, reduce_op="sum"))
 
     @override
     def resolve(self) -> dict[str, Any]:
@@ -210,112 +304,79 @@ class ImageDataModule(BaseDataModule):
         """
         if self.dataset == "auto":
             self.prepare_data()
-        self._decide()
-        return {name: value for name, value in self._choices().items() if self.hparams.get(name) in (None, "auto")}
+        self.data_set.decide(self._note, self._from_rank_zero)
+        values = {"dataset": self.dataset, **self.pipeline.resolve()}
+        return {name: value for name, value in values.items() if self.hparams.get(name, 0) in (None, "auto")}
 
-    def _split(self, labels: Tensor) -> dict[str, Tensor]:
-        """Split the training part and return the sample numbers of "train" and of each held-out part."""
-        fractions = {}
-        # The test part is held out first, so that another `val_fraction` does not change it.
-        for part in ("test", "val"):
-            share = self.hparams[f"{part}_fraction"]
-            if share and part not in self._published:
-                fractions[part] = share
-        return split_by_class(labels.cpu(), self.info.classes, fractions, self.hparams.seed)
-
-    @abstractmethod
-    def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:
-        """Set up a part: all samples of a published part, or the samples `rows` of the training part."""
+    @override
+    def prepare_data(self) -> None:
+        """Download missing files. Lightning calls this in one process per node."""
+        if self.trainer is None or self.trainer.state.fn != "predict":
+            self.data_set.prepare()
 
     @override
     def setup(self, stage: str) -> None:
         """Set up the parts for a stage: "fit", "validate" or "test". "predict" needs no part."""
         if stage == "predict":
             return
-        self._decide()
-        for part in {"fit": ("train", "val"), "validate": self._validated, "test": ("test",)}[stage]:
-            if part in self._parts:
-                continue
-            published = part if part in self._published else "train"
-            with inform_if_slow(f"{self.title}: reading the {published} part ..."):
-                samples = self.source.parts[published]
-            rows = None
-            if part == "train" or published != part:
-                rows = self._split(samples.labels).get(part, torch.arange(0))
-            if isinstance(samples.images, FileTable):
-                self._names[part] = samples.images
-            self._take(part, published, samples, rows)
+        self.data_set.decide(self._note, self._from_rank_zero)
+        for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
+            if part not in self._parts:
+                self._parts[part] = self._opened(part)
+        if stage == "fit":
+            names = self.class_names or [str(number) for number in range(self.num_classes)]
+            counts = self._training_labels.bincount(minlength=len(names)).tolist()
+            self._note(f"{self.title}: training on {describe_classes(names, counts)}")
 
-    @property
-    def _training_labels(self) -> Tensor | None:
-        """Labels of the training samples, on the CPU, or None before `setup`."""
-        if "train" not in self._parts:
-            return None
-        return self._parts["train"][1].cpu()[self._rows["train"]]
-
-    @property
-    @override
-    def class_weights(self) -> Tensor | None:
-        """Class weights of ``balance="loss"``, from the training samples. None otherwise, and before `setup`."""
-        labels = self._training_labels
-        if self.hparams.balance != "loss" or labels is None:
-            return None
-        return balanced_class_weights(labels, self.num_classes)
-
-    def _note_classes(self) -> None:
-        """Log the classes and their numbers of training samples."""
-        labels = self._training_labels
-        assert labels is not None
-        names = self.class_names or [str(number) for number in range(self.num_classes)]
-        counts = labels.bincount(minlength=len(names)).tolist()
-        self._note(f"{self.title}: training on {describe_classes(names, counts)}")
+    def _opened(self, part: str) -> Part:
+        """Return a part of the data set, or what is held out for it."""
+        published = part if part in self.data_set.parts else "train"
+        with inform_if_slow(f"{self.title}: reading the {published} part ..."):
+            labels = self.source.parts[published].labels
+        check_labels(labels, self.num_classes, self.source.labels_from.get(published, f"the {published} labels"))
+        rows = None
+        if part == "train" or published != part:
+            # The test part is held out first, so that another `val_fraction` does not change it.
+            missing = [name for name in ("test", "val") if name not in self.data_set.parts]
+            fractions = {name: self.hparams[f"{name}_fraction"] for name in missing}
+            split = held_out(labels, self.info.classes, fractions, self.hparams.seed, self.info.splits_by_class)
+            rows = split.get(part, torch.arange(0))
+        return self.pipeline.open(part, published, rows, self._process)
 
     @override
-    def preprocessing(self) -> Normalise:
-        """Return the normalisation of uint8 images of shape (batch, channels, height, width) to float32."""
-        return Normalise(*self.pixel_statistics)
+    def train_dataloader(self) -> Any:
+        order = Order(self.batch_size, self.hparams.seed, self._shuffles)
+        return self.pipeline.train(self._parts["train"], order, self._process)
 
-    def _training_order(self) -> dict[str, Any]:
-        """Return the arguments of the training loader that determine its order."""
-        return {
-            "rows": self._rows["train"],
-            "batch_size": self.batch_size,
-            "seed": self.hparams.seed,
-            "shuffle": self._shuffles,
-            **self._ranks,
-        }
-
-    @property
-    def _ranks(self) -> dict[str, Any]:
-        return {"rank": self._rank, "world_size": self._world_size}
-
-    @abstractmethod
-    def _evaluation_loader(self, part: str, **ranks: Any) -> Any:
-        """Return a loader of each sample of a part once."""
+    def _evaluation_loader(self, part: str) -> Any:
+        """Return the loader of a part. An empty list makes Lightning skip it; a loader without samples would not."""
+        if not len(self._parts[part].rows):
+            return []
+        return self.pipeline.evaluate(self._parts[part], self.hparams.eval_batch_size, self._process)
 
     @override
     def val_dataloader(self) -> Any:
         """Return the loader of the validation part, or an empty list if there is none."""
-        # An empty list makes Lightning skip validation. A loader without samples would not.
-        if not len(self._rows["val"]):
-            return []
-        return self._evaluation_loader("val", **self._ranks)
+        return self._evaluation_loader("val")
 
     @override
     def test_dataloader(self) -> Any:
         """Return the loader of the test part, or an empty list if there is none."""
-        if not len(self._rows["test"]):
-            return []
-        return self._evaluation_loader("test", **self._ranks)
+        return self._evaluation_loader("test")
+
+    @override
+    def predict_dataloader(self) -> Any:
+        """Return a loader of the ``predict_inputs`` and their indices in `prediction_names`."""
+        return self.pipeline.predict(self._given, self.hparams.eval_batch_size, self._process)
 
     @override
     def take_inputs(self, inputs: Any) -> None:
         """Set the images to predict, in the forms of `given_images`."""
-        self._given = given_images(inputs, colour=self._colour)
+        self._given = given_images(inputs, colour=len(self.info.mean) == 3)
 
     @cached_property
     def _given(self) -> GivenImages:
-        return given_images(self.hparams.predict_inputs or [], colour=self._colour)
+        return given_images(self.hparams.predict_inputs or [], colour=len(self.info.mean) == 3)
 
     @property
     @override
@@ -325,14 +386,36 @@ class ImageDataModule(BaseDataModule):
 
     @property
     @override
-    def unreadable_inputs(self) -> Mapping[int, str]:
-        return self._unreadable
+    def unreadable_inputs(self) -> Mapping[int, UserError]:
+        return self.pipeline.unreadable
 
     @property
     @override
     def unclear_inputs(self) -> Mapping[int, str]:
-        return self._unclear
+        return self.pipeline.unclear
 
-    def _refuse_other_classes(self, saved: Sequence[str], shown: int) -> None:
-        """Raise an error if a checkpoint has other classes than the data set."""
-        refuse_other_classes(saved, self.info.classes, shown)
+    @override
+    def teardown(self, stage: str) -> None:
+        """Shut worker processes down."""
+        self.pipeline.close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Shut worker processes down after an error or Ctrl-C."""
+        self.pipeline.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data set, its form, and the user's classes, so that a checkpoint is used with the same."""
+        classes = {"classes": list(self.info.classes)} if self.data_set.is_own else {}
+        return {"dataset": self.dataset, **classes, **self.pipeline.state}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        changed = self.data_set.restore(state_dict)
+        self.pipeline.restore(state_dict)
+        if changed:
+            # Lightning calls `setup` before it reads the checkpoint: the files on this machine have decided "auto".
+            self._parts.clear()
+            if self.trainer is not None and self.trainer.state.fn is not None:
+                self.setup(self.trainer.state.fn)

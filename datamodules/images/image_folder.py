@@ -1,30 +1,15 @@
 """Data module of images in class folders or tables, or of the bundled digits, for fine-tuning."""
 
-import weakref
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from datamodules.contract import Free, OneCall, Rare
-from datamodules.errors import UserError, spelled
-from datamodules.images import reading
-from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, describe_augmentation
-from datamodules.images.crop import Crop
-from datamodules.images.decoding import is_small
-from datamodules.images.finding import find_images
+from datamodules.images.file_pipeline import FilePipeline
+from datamodules.images.finding import DataSet, checked_place
 from datamodules.images.image_data import ImageDataModule
-from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, digits_source
-from datamodules.images.normalise import Normalise, check_statistics, normaliser
-from datamodules.images.reading import BatchReader
-from datamodules.images.source import Images, Samples, Source
-from datamodules.loading.file_table import FileTable
-from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
-from datamodules.notes import warn
-from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -70,11 +55,6 @@ class ImageFolderDataModule(ImageDataModule):
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
-    _colour: ClassVar = True
-    _sets: ClassVar = IMAGE_SETS
-    _own: ClassVar = "folder"
-    _own_forms: ClassVar = ", a .zip of it, or a table"
-
     def __init__(
         self,
         dataset: Literal["auto", "folder", "digits"] = "auto",
@@ -98,274 +78,35 @@ class ImageFolderDataModule(ImageDataModule):
         seed: int = 1,
         predict_inputs: OneCall[Sequence[str] | None] = None,
     ) -> None:
-        super().__init__()
-        check_choice("augment", augment, ("auto", *AUGMENTATIONS))
-        check_choice("on_corrupt", on_corrupt, ("error", "skip"))
-        data_dir = self._check(dataset, data_dir, balance, (batch_size, eval_batch_size), (val_fraction, test_fraction))
-        check_ranges(
-            image_size=(image_size, Range(8, 2**14, whole=True)),
-            mixup=(mixup, NOT_NEGATIVE),
-            cutmix=(cutmix, NOT_NEGATIVE),
-            num_workers=(num_workers, Range(0, 1024, whole=True)),
-            cache_gb=(cache_gb, Range(0, 2**20)),
-        )
-        pixel_mean = check_statistics("pixel_mean", pixel_mean, least=0)
-        pixel_std = check_statistics("pixel_std", pixel_std, least=1e-6)
-        predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
-        self.save_hyperparameters()
+        data_dir = checked_place(dataset, data_dir, FilePipeline.sets)
+        name = dataset
         if dataset == "auto":
-            self.dataset = "folder" if data_dir else "digits"
-        self._held: dict[str, Tensor | None] = {}
-        # Weak, so that a loader that is no longer used ends its workers, as when each epoch builds a new one.
-        self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
-
-    @property
-    @override
-    def sizes(self) -> dict[str, int]:
-        """Number of samples in each part that has been set up and is not empty: "train", "val", "test"."""
-        return {part: size for part, size in super().sizes.items() if size}
-
-    @property
-    @override
-    def image_size(self) -> int:
-        """Side of the network's inputs, in pixels. If it is not set, this reads the sizes of some images."""
-        known = self.hparams.image_size or self._restored.get("image_size")
-        return int(known or self._size_of_files or self.info.image_size)
-
-    @cached_property
-    def _size_of_files(self) -> int | None:
-        """Size that fits the user's images; None if they are large or not known yet."""
-        if not self._is_own or (self._source is None and self.hparams.data_dir is None):
-            return None
-        return reading.usual_size(self.source.parts["train"].images)
-
-    @property
-    def augment(self) -> str:
-        """Name of the augmentation of training images."""
-        name: str = self.hparams.augment
-        if name == "auto":
-            return "light" if is_small(self.image_size) else "standard"
-        return name
-
-    @property
-    def augments(self) -> bool:
-        """Whether the images differ from epoch to epoch."""
-        return self.augment != "none" or self._mixing
-
-    @property
-    def _mixing(self) -> bool:
-        return bool(self.hparams.mixup or self.hparams.cutmix)
-
-    @property
-    @override
-    def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel, of pixels from 0 to 1, for the normalisation."""
-        mean = self.hparams.pixel_mean
-        std = self.hparams.pixel_std
-        if mean is None or std is None:
-            known = self._restored.get("statistics") or self._statistics_of_files or (self.info.mean, self.info.std)
-            mean = mean or known[0]
-            std = std or known[1]
-        return tuple(mean), tuple(std)
-
-    @cached_property
-    def _statistics_of_files(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Statistics of the user's images if they are small, since published weights are not made for such images."""
-        if self._restored or not self._is_own or not is_small(self.image_size):
-            return None
-        return reading.pixel_statistics(self.source.parts["train"].images, self.image_size)
+            name = "folder" if data_dir else "digits"
+        pipeline = FilePipeline(
+            image_size, augment, mixup, cutmix, num_workers, cache_gb, pixel_mean, pixel_std, on_corrupt
+        )
+        # As they are saved in a checkpoint.
+        pixel_mean, pixel_std = pipeline.settings["pixel_mean"], pipeline.settings["pixel_std"]
+        predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
+        super().__init__(
+            DataSet(FilePipeline.sets, FilePipeline.own, name),
+            pipeline,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            val_fraction=val_fraction,
+            test_fraction=test_fraction,
+            balance=balance,
+            seed=seed,
+            predict_inputs=predict_inputs,
+        )
+        self.save_hyperparameters()
 
     @override
-    def _choices(self) -> dict[str, Any]:
-        """Return data set, image size, augmentation and pixel statistics. This reads some of the user's images."""
-        mean, std = self.pixel_statistics
-        self._note_choices()
-        names = {"dataset": self.dataset, "image_size": self.image_size, "augment": self.augment}
-        return {**names, "pixel_mean": list(mean), "pixel_std": list(std)}
-
-    def _note_choices(self) -> None:
-        """Log the settings that were chosen by the data."""
-        options = self.hparams
-        chosen = []
-        if options.image_size is None:
-            why = " as the files have" if self.dataset == "folder" and self._size_of_files else ""
-            chosen.append(f"images of {self.image_size} pixels{why}")
-        if options.augment == "auto":
-            chosen.append(f"augment={self.augment!r} ({describe_augmentation(self.augment, self.info.flip)})")
-        mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
-        whose = "their"
-        if options.pixel_mean is not None:
-            whose = "the"
-        if self.pixel_statistics[0] == IMAGENET_MEAN:
-            whose = "ImageNet's"
-        chosen.append(f"pixels normalised by {whose} mean ({mean})")
-        self._note(f"{self.title}: {', '.join(chosen)}")
-
-    @override
-    def _decide(self) -> None:
-        if self.dataset == "digits" and self.hparams.dataset == "auto":
-            self._note(
-                f"no {spelled('data_dir')}: using the 1,797 bundled digits as small colour images; pass"
-                f" {spelled('data_dir', 'FOLDER')} for your own",
-                warn,
-            )
-
-    def _normaliser(self, device: torch.device) -> Normalise:
-        return normaliser(*self.pixel_statistics, device)
-
-    def normalise(self, images: Tensor) -> Tensor:
-        """Normalise uint8 images of shape (batch, 3, height, width) to float32 with about mean 0 and std 1."""
-        normalised: Tensor = self._normaliser(images.device)(images)
-        return normalised
-
     def numbered_batches(
         self, part: str, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (normalised images, labels, sample numbers) of a part on the device, without augmentation.
-
-        The ranks together get each sample once. Sample numbers are those of the part's loader.
-        """
-        loader = self._evaluation_loader(part, rank=rank, world_size=world_size)
-        try:
-            for batch in loader.loaded_batches():
-                images = self.normalise(batch.inputs.to(self._device, non_blocking=True))
-                targets, rows = (ints.to(self._device, non_blocking=True) for ints in (batch.targets, batch.rows))
-                yield images, targets, rows
-        finally:
-            loader.close()
-            self._loaders.discard(loader)
-
-    @property
-    def _processes_here(self) -> int:
-        return max(1, self.trainer.num_devices) if self.trainer else 1
-
-    @override
-    def _find_source(self) -> Source:
-        if self.dataset == "digits":
-            return digits_source(colour=True)
-        options = self.hparams
-        return find_images(options.data_dir, options.layout, options.columns, options.on_corrupt)
-
-    @override
-    def _take(self, part: str, published: str, samples: Samples, rows: Tensor | None) -> None:
-        images, labels = samples
-        if rows is not None:
-            images = images.select(rows)
-            labels = labels[rows]
-        if isinstance(images, FileTable):
-            self._names[part] = images
-        self._parts[part] = self._open(images, self.augment if part == "train" else "none"), labels
-        # Samples are numbered within their part. Their random numbers depend on these numbers.
-        self._rows[part] = torch.arange(len(labels))
-
-    def _open(self, images: Images, crop: str) -> reading.ImageFiles:
-        return reading.open_images(images, crop, self.image_size, int(self.hparams.cache_gb * 2**30))
-
-    @override
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "fit":
-            self._note_classes()
-        if stage != "predict" and self._size_of_files and self.hparams.image_size is None:
-            self._note_choices()
-
-    def _reader(self, part: str, augment: str) -> BatchReader:
-        """Return the reader of a part. Small images are kept in memory, at one size, on the device."""
-        images, targets = self._parts[part]
-        crop = Crop(augment, self.image_size, self.hparams.seed)
-        if part != "predict" and crop.is_centre:
-            # Tried once per part, also if the images cannot be kept: it reads all of them.
-            if part not in self._held:
-                held = reading.held_in_memory(images, crop, self._processes_here)
-                self._held[part] = None if held is None else held.to(self._device)
-            if (held := self._held[part]) is not None:
-                images = held
-        return BatchReader(images, targets, crop)
-
-    def _options(self, reader: BatchReader) -> dict[str, Any]:
-        workers = self.hparams.num_workers
-        if reader.is_in_memory:
-            workers = 0
-        elif workers is None:
-            # Starting a process takes longer than decoding the digits.
-            beside_gpu = self.photographs and self._device.type != "cpu"
-            workers = reading.usual_workers(self._processes_here) if beside_gpu else 0
-        return {"num_workers": workers, "pin_memory": self._device.type == "cuda", "device": self._device}
-
-    def _augmentation(self, name: str) -> BatchAugmentation:
-        return BatchAugmentation(name, self.image_size, self.hparams.seed, self.info.flip, self._normaliser)
-
-    @override
-    def train_dataloader(self) -> WorkerTrainLoader:
-        options, reader = self.hparams, self._reader("train", self.augment)
-        loader = WorkerTrainLoader(
-            reader,
-            **self._training_order(),
-            skip_unreadable=options.on_corrupt == "skip",
-            transform=self._augmentation(self.augment),
-            names=self.sample_names("train"),
-            mix=Mixing(options.mixup, options.cutmix, self.num_classes, options.seed) if self._mixing else None,
-            **self._options(reader),
-        )
-        self._loaders.add(loader)
-        return loader
-
-    @override
-    def _evaluation_loader(self, part: str, **ranks: Any) -> WorkerEvaluationLoader:
-        reader = self._reader(part, "none")
-        predicts = part == "predict"
-        loader = WorkerEvaluationLoader(
-            reader,
-            torch.arange(len(reader.targets)),
-            self.hparams.eval_batch_size,
-            skip_unreadable=predicts or self.hparams.on_corrupt == "skip",
-            transform=self._augmentation("none"),
-            **self._options(reader),
-            **ranks,
-        )
-        self._loaders.add(loader)
-        return loader
-
-    @override
-    def predict_dataloader(self) -> WorkerEvaluationLoader:
-        """Return a loader of the images in ``predict_inputs`` and their numbers, without unreadable images."""
-        # Not in `setup`: the checkpoint, which Lightning reads after it, may hold the size of the images.
-        self._parts["predict"] = self._open(self._given, "none"), torch.arange(len(self._given))
-        loader = self._evaluation_loader("predict", **self._ranks)
-        # The table of predictions has a row for each of them.
-        loader.warn_unreadable = False
-        self._unreadable = loader.unreadable
-        return loader
-
-    @override
-    def teardown(self, stage: str) -> None:
-        """Shut the worker processes down."""
-        for loader in list(self._loaders):
-            loader.close()
-        self._loaders.clear()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Shut the worker processes down after an error or Ctrl-C."""
-        self.teardown("fit")
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """Return data set, classes, image size and statistics, so that no checkpoint is used on other classes."""
-        mean, std = self.pixel_statistics
-        names = {"dataset": self.dataset, "classes": list(self.info.classes)}
-        return {**names, "image_size": self.image_size, "statistics": [list(mean), list(std)]}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["dataset"]
-        check_choice("dataset", saved, tuple(self._sets))
-        self._restored = dict(state_dict)
-        if self._source is None:
-            # Prediction reads no data set. Class names and image size are then those of the checkpoint.
-            self.dataset = saved
-            return
-        if saved != self.dataset:
-            parameter = spelled("dataset", saved) if saved != "folder" else spelled("data_dir", "FOLDER")
-            raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {parameter}")
-        self._refuse_other_classes(state_dict["classes"], shown=8)
+        pipeline = self.pipeline
+        assert isinstance(pipeline, FilePipeline)
+        pipeline.check_unaugmented()
+        process = self._process._replace(rank=rank, world_size=world_size)
+        return pipeline.numbered_batches(self._parts[part], self.hparams.eval_batch_size, process)

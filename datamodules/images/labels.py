@@ -6,7 +6,9 @@ no sample.
 
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -97,22 +99,45 @@ def describe_classes(names: Sequence[str], counts: Sequence[int]) -> str:
     return f"{len(names):,} classes: {', '.join(phrases)}"
 
 
-def refuse_other_classes(saved: Sequence[str], here: Sequence[str], shown: int) -> None:
-    """Check that a checkpoint has the same classes as the data set. An error names the first `shown` of both.
+def check_same_classes(saved: Sequence[str], here: Sequence[str]) -> None:
+    """Check that a checkpoint has the same classes as the data set. An error names the first ten of both.
 
     Raises:
         UserError: the classes differ.
     """
 
     def describe(names: Sequence[str]) -> str:
-        listed = ", ".join(names[:shown])
-        return f"{listed}, ... ({len(names)} in all)" if len(names) > shown else listed
+        listed = ", ".join(names[:10])
+        return f"{listed}, ... ({len(names)} in all)" if len(names) > 10 else listed
 
     if tuple(saved) != tuple(here):
         raise UserError(
             f"the checkpoint was trained on the classes {describe(saved)}, found {describe(here)}; pass the"
             f" {spelled('data_dir')} that it was trained on"
         )
+
+
+def check_array(values: npt.NDArray[Any], source: str, count: int) -> npt.NDArray[Any]:
+    """Check labels in an array, and return them as integers or strings of shape (n,).
+
+    Args:
+        values: labels of shape (n,) or (n, 1).
+        source: name of the labels, for the message.
+        count: number of images.
+
+    Raises:
+        UserError: the labels have another shape or type; the message says what to pass.
+    """
+    if values.shape == (count, 1):
+        values = values[:, 0]
+    if values.shape != (count,):
+        raise UserError(f"{source} are of shape {values.shape}, expected one for each of {count:,} images, ({count},)")
+    if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
+        values = values.astype(str)
+    if values.dtype.kind not in "iuU":
+        advice = ": pass labels.astype(int)" if values.dtype.kind == "f" and (values == values.round()).all() else ""
+        raise UserError(f"{source} are {values.dtype}, expected class numbers from 0, or names{advice}")
+    return values
 
 
 def check_form(

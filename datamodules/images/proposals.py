@@ -13,8 +13,7 @@ from datamodules.errors import UserError, spelled
 from datamodules.images.decoding import ending, is_image
 from datamodules.images.source import PART_WORDS
 from datamodules.loading.file_table import Folder, files_below, list_folder
-from datamodules.loading.tables import FORM, SEPARATOR_NAMES, TABLE_SUFFIXES, Table
-from datamodules.loading.text_files import iter_lines, text_suffix
+from datamodules.loading.tables import FORM, SEPARATOR_NAMES, TABLE_SUFFIXES, Table, iter_lines, text_suffix
 
 RECOGNIZED = ("{split}/{class}/*", "{class}/*")
 EXPECTED = "expected CLASS/IMAGE or train/CLASS/IMAGE, and val and test so"
@@ -47,6 +46,15 @@ def are_no_classes(folders: Sequence[Folder]) -> bool:
         if any("_mask" in stem and stem.partition("_mask")[0] in stems for stem in stems):
             return True
     return False
+
+
+def describe_left_out(files: Sequence[str]) -> str:
+    """Describe files that are not images, as in "2 .xyz, 1 without an ending, such as a/1.xyz", up to six suffixes."""
+    counts = Counter(ending(file) or "without an ending" for file in files)
+    phrases = [f"{count:,} {suffix}" for suffix, count in counts.most_common(6)]
+    if len(counts) > 6:
+        phrases.append(f"{len(counts) - 6:,} other endings")
+    return f"{', '.join(phrases)}, such as {files[0]}"
 
 
 def _first_levels(top: Folder) -> str:

@@ -13,13 +13,10 @@ import torch
 from datamodules.errors import UserError, spelled
 from datamodules.images import proposals
 from datamodules.images.decoding import is_image
-from datamodules.images.folders import part_folders
 from datamodules.images.labels import same_name
-from datamodules.images.named_source import named_source
-from datamodules.images.source import PART_FOLDERS, PART_WORDS, PARTS, BytesImages, Source
+from datamodules.images.source import PART_FOLDERS, PART_WORDS, PARTS, BytesImages, Source, named_source, part_folders
 from datamodules.loading.file_table import FileTable, Folder, files_below
-from datamodules.loading.tables import TABLE_SUFFIXES, Table, parse_columns, read_table
-from datamodules.loading.text_files import decoded_lines, text_suffix
+from datamodules.loading.tables import TABLE_SUFFIXES, Table, decoded_lines, parse_columns, read_table, text_suffix
 
 OnFaults = Literal["error", "skip"] | None
 

@@ -24,9 +24,8 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from datamodules.loading.foreign import TORCH_SAMPLERS
+from datamodules.loading.loaders import InOrder, Requests, ResumableLoader, Spans, fingerprint
 from datamodules.loading.randomness import derive_seed, derive_seed_at, seed_generators
-from datamodules.loading.requests import Requests
-from datamodules.loading.resumable import InOrder, ResumableLoader, Spans, fingerprint
 from datamodules.loading.sampling import epoch_order
 from datamodules.loading.updates import PassesThrough
 

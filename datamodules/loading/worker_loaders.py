@@ -17,9 +17,7 @@ from torch.utils.data._utils import signal_handling
 from typing_extensions import override
 
 from datamodules.errors import RunFailedError, UserError, spelled
-from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
-from datamodules.loading.requests import Requests
-from datamodules.loading.resumable import Spans
+from datamodules.loading.loaders import EvaluationSampling, Requests, Spans, TrainSampling, Transform
 
 log = logging.getLogger("lightning_recipes")
 
@@ -46,8 +44,8 @@ class LoadedBatch(NamedTuple):
     targets: Tensor
     rows: Tensor
     """Numbers of the samples, in the order of the request."""
-    unreadable: Sequence[tuple[int, str]]
-    """Number and error message of each sample that could not be read."""
+    unreadable: Sequence[tuple[int, UserError]]
+    """Number and error of each sample that could not be read."""
 
 
 class SampleReader(Protocol):
@@ -112,7 +110,7 @@ class _Workers:
     """Mixin that yields batches of a reader, in this process or in workers, or of precomputed features."""
 
     warn_unreadable = True
-    """Whether to log each sample that cannot be read. `unreadable` holds their messages by number."""
+    """Whether to log each sample that cannot be read. `unreadable` holds their errors by number."""
 
     def _set_reader(
         self,
@@ -134,7 +132,7 @@ class _Workers:
         self.num_workers = min(num_workers, batches)
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
         self.transform, self.device, self.mix = transform, device, mix
-        self.unreadable: dict[int, str] = {}
+        self.unreadable: dict[int, UserError] = {}
         self._requests: Requests[BatchRequest] = Requests()
         self._loader: DataLoader[LoadedBatch] | None = None
         self._features: tuple[Tensor, Tensor] | None = None
@@ -209,8 +207,8 @@ class _Workers:
     def _load_batches(self, requests: list[BatchRequest], count: int) -> Iterator[LoadedBatch]:
         """Yield the reader's batches, and handle unreadable samples of a set of `count` samples."""
         for batch in self._in_workers(requests) if self.num_workers else map(self.reader.__getitem__, requests):
-            for row, message in batch.unreadable:
-                self._handle_unreadable(row, message, count)
+            for row, error in batch.unreadable:
+                self._handle_unreadable(row, error, count)
             yield batch
 
     def _in_workers(self, requests: list[BatchRequest]) -> Iterator[LoadedBatch]:
@@ -281,22 +279,21 @@ class _Workers:
             process.kill()
         self.close()
 
-    def _handle_unreadable(self, row: int, message: str, count: int) -> None:
+    def _handle_unreadable(self, row: int, error: UserError, count: int) -> None:
         if not self.skip_unreadable:
             self.close()
             raise UserError(
-                f"{message}; replace or remove the file, or pass {spelled('on_corrupt', 'skip')} to leave such files"
-                " out"
+                f"{error}; replace or remove the file, or pass {spelled('on_corrupt', 'skip')} to leave such files out"
             )
         if row in self.unreadable:
             return
-        self.unreadable[row] = message
+        self.unreadable[row] = error
         if self.warn_unreadable:
             # Logged on any rank, since only this rank reads the sample.
-            log.warning("warning: %s; it is left out", message, extra={"any_rank": True})
+            log.warning("warning: %s; it is left out", error, extra={"any_rank": True})
         if len(self.unreadable) == count:
             self.close()
-            raise UserError(f"none of the {count:,} images can be read; {message}")
+            raise UserError(f"none of the {count:,} images can be read; {error}")
 
 
 class WorkerTrainLoader(_Workers, TrainSampling):

@@ -12,20 +12,22 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.text_files import Faults
-from datamodules.translation.given_sentences import LONGEST_INPUT
-from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, pack
-from datamodules.translation.parallel_corpus import SentencePairs
-from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, encode_tokens, train_subwords
+from datamodules.loading.tables import Faults
+from datamodules.translation.loaders import PackedPairs, PackedSentences, pack
+from datamodules.translation.parallel_corpus import LONGEST_INPUT, SentencePairs
 from datamodules.translation.text import (
     EOS,
     INVISIBLE,
     SOS,
     SPECIAL_TOKENS,
+    AnyVocabulary,
     Normalisation,
+    SubwordVocabulary,
     Vocabulary,
     build_vocabulary,
+    encode_tokens,
     normalise_lines,
+    train_subwords,
 )
 
 TUTORIAL_PREFIXES = (

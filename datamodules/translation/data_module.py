@@ -1,6 +1,6 @@
 """Data module of sentence pairs for translation: reading, filters, split without leaks, vocabularies, loaders."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,20 +15,37 @@ from datamodules.loading.tables import parse_columns
 from datamodules.notes import inform, inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
-from datamodules.translation.given_sentences import GivenSentence, given_sentence, read_inputs
-from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
-from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
+from datamodules.translation.loaders import (
+    PackedPairs,
+    PackedSentences,
+    SentenceEvaluationLoader,
+    SentenceTrainLoader,
+    TranslationBatch,
+    pack,
+)
 from datamodules.translation.parallel_corpus import (
     BUNDLED_TITLE,
     USES,
+    GivenSentence,
     Pair,
     SentencePairs,
     bundled_pairs,
+    given_sentence,
     read_aligned,
+    read_inputs,
     read_pairs,
 )
-from datamodules.translation.subwords import AnyVocabulary, SubwordKind, encode_tokens, vocabulary_from_state
-from datamodules.translation.text import EOS, SOS, Normalisation, normalise, normalise_lines
+from datamodules.translation.text import (
+    EOS,
+    SOS,
+    AnyVocabulary,
+    Normalisation,
+    SubwordKind,
+    encode_tokens,
+    normalise,
+    normalise_lines,
+    vocabulary_from_state,
+)
 
 Files = list[str] | str | None
 
@@ -219,9 +236,6 @@ class TranslationDataModule(BaseDataModule):
         pairs, source, target = (_listed(self.hparams[name]) for name in _FILES[part])
         return pairs, source, target
 
-    def _has_files(self, part: str) -> bool:
-        return any(self._files(part))
-
     def _title(self, part: str) -> str:
         names = [Path(name).name for names in self._files(part) for name in names]
         return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4) if names else BUNDLED_TITLE
@@ -229,7 +243,7 @@ class TranslationDataModule(BaseDataModule):
     def _fraction(self, part: str) -> float:
         """Return the share of the training files' source sentences that is held out for a part."""
         fraction: float | None = self.hparams[f"{part}_fraction"]
-        default = 0.0 if self._has_files(part) else _FRACTIONS[part]
+        default = 0.0 if any(self._files(part)) else _FRACTIONS[part]
         return default if fraction is None else float(fraction)
 
     @property
@@ -251,7 +265,7 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def validates(self) -> bool:
-        return self._has_files("val") or self._fraction("val") > 0
+        return any(self._files("val")) or self._fraction("val") > 0
 
     @property
     def rows(self) -> dict[str, Tensor]:
@@ -286,7 +300,7 @@ class TranslationDataModule(BaseDataModule):
         if self._corpus is None:
             options = self.hparams
             keep = CorpusFilter(self.normalisation, options.max_length, options.prefixes, options.on_bad_lines)
-            parts = [part for part in _FILES if part == "train" or self._has_files(part)]
+            parts = [part for part in _FILES if part == "train" or any(self._files(part))]
             titles = {part: self._title(part) for part in parts}
             shares = self._fraction("val"), self._fraction("test")
             with inform_if_slow(f"reading {titles['train']} ..."):
@@ -347,8 +361,7 @@ class TranslationDataModule(BaseDataModule):
             corpus.rows["train"],
             self.batch_size,
             options.seed,
-            self._rank,
-            self._world_size,
+            *self._process[:2],
             options.max_tokens,
             shuffle=self._shuffles,
         )
@@ -362,7 +375,7 @@ class TranslationDataModule(BaseDataModule):
         rows, size = self.rows[part], self.hparams.eval_batch_size
         if not len(rows):
             return []
-        return SentenceEvaluationLoader(self.encoded_pairs, rows, size, self._rank, self._world_size)
+        return SentenceEvaluationLoader(self.encoded_pairs, rows, size, *self._process[:2])
 
     @override
     def val_dataloader(self) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
@@ -373,6 +386,20 @@ class TranslationDataModule(BaseDataModule):
     def test_dataloader(self) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
         """Return the loader of the test part, or an empty list if there is none."""
         return self._evaluation_loader("test")
+
+    @override
+    def sample_names(self, part: str) -> Sequence[str]:
+        """Return the normalised source sentences of a part by the numbers of its pairs; others are empty."""
+        rows = self.rows[part]
+        sentences = dict(zip(rows.tolist(), self.source_sentences(rows), strict=True))
+        return [sentences.get(row, "") for row in range(len(self._load().source))]
+
+    @override
+    def numbered(self, batches: Iterable[Any]) -> Iterator[Any]:
+        position = 0
+        for batch in batches:
+            yield batch._replace(numbers=torch.arange(position, position + len(batch.numbers)))
+            position += len(batch.numbers)
 
     @override
     def take_inputs(self, inputs: Any) -> None:
@@ -402,7 +429,7 @@ class TranslationDataModule(BaseDataModule):
 
     @property
     @override
-    def unreadable_inputs(self) -> Mapping[int, str]:
+    def unreadable_inputs(self) -> Mapping[int, UserError]:
         return {i: sentence.problem for i, sentence in enumerate(self._inputs or ()) if sentence.problem}
 
     @property
@@ -422,13 +449,13 @@ class TranslationDataModule(BaseDataModule):
         if not rows:
             first = self._sentences_to_predict()[0]
             empty = f"nothing is left of the sentence {first.text!r} in {self.normalisation} normalisation"
-            raise UserError(first.problem or f"{empty}; leave such sentences out")
+            raise first.problem or UserError(f"{empty}; leave such sentences out")
         source, tokens = pack(sentences)
         count = len(sentences)
         target = PackedSentences(torch.tensor([SOS, EOS]).repeat(count).int(), torch.arange(count + 1) * 2)
         pairs = PackedPairs(source.retokenized(encode_tokens(self.source_vocabulary, tokens)), target)
         size = self.hparams.eval_batch_size
-        return SentenceEvaluationLoader(pairs, torch.tensor(rows), size, self._rank, self._world_size, bucket=False)
+        return SentenceEvaluationLoader(pairs, torch.tensor(rows), size, *self._process[:2], bucket=False)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -1,15 +1,34 @@
-"""Reads sentence pairs from files with a pair in each line or from aligned files, and collects faulty lines."""
+"""Reads sentence pairs, from files with a pair in each line or from aligned files, and the sentences to translate.
 
+Faulty lines are collected.
+"""
+
+import io
 import lzma
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.tables import FORM, NAMED, SEPARATOR_NAMES, Table, has_header, parse_columns, read_table
-from datamodules.loading.text_files import NOT_UTF8, Faults, iter_lines, text_suffix
+from datamodules.loading.tables import (
+    FORM,
+    NAMED,
+    NOT_UTF8,
+    SEPARATOR_NAMES,
+    Faults,
+    Table,
+    decoded_lines,
+    has_header,
+    iter_lines,
+    parse_columns,
+    read_table,
+    text_suffix,
+)
+from datamodules.notes import warn
 
 USES = ("source", "target")
 """What `columns` declares for files of pairs."""
@@ -184,24 +203,6 @@ def read_pairs(path: Path, columns: str | None = None) -> SentencePairs:
     return pairs
 
 
-def _aligned(
-    sources: Sequence[str | None], targets: Sequence[str | None], source_name: str, target_name: str
-) -> SentencePairs:
-    """Pair the lines of two files."""
-    if len(sources) != len(targets):
-        raise UserError(
-            f"{source_name} has {len(sources):,} lines and {target_name} {len(targets):,}, so their lines do not belong"
-            " together; pass two files of which each line is the translation of the other's"
-        )
-    pairs = SentencePairs(f"{source_name} and {target_name}")
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True), 1):
-        if source is None or target is None:
-            pairs.faults.add(NOT_UTF8, [number])
-        else:
-            pairs.add(number, source, target)
-    return pairs
-
-
 def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
     """Read two aligned files, in which line i of one is the translation of line i of the other.
 
@@ -211,7 +212,18 @@ def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
     """
     sources = list(iter_lines(source_path))
     targets = list(iter_lines(target_path))
-    return _aligned(sources, targets, str(source_path), str(target_path))
+    if len(sources) != len(targets):
+        raise UserError(
+            f"{source_path} has {len(sources):,} lines and {target_path} {len(targets):,}, so their lines do not belong"
+            " together; pass two files of which each line is the translation of the other's"
+        )
+    pairs = SentencePairs(f"{source_path} and {target_path}")
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True), 1):
+        if source is None or target is None:
+            pairs.faults.add(NOT_UTF8, [number])
+        else:
+            pairs.add(number, source, target)
+    return pairs
 
 
 @lru_cache(maxsize=1)
@@ -220,3 +232,85 @@ def bundled_pairs() -> tuple[tuple[str, str], ...]:
     lines = lzma.decompress(Path(__file__).with_name("bundled_pairs.txt.xz").read_bytes()).decode().splitlines()
     pairs = [line.split("\t") for line in lines]
     return tuple((french, english) for french, english in pairs)
+
+
+LONGEST_INPUT = 100_000
+"""Greatest length of a sentence to validate, test or predict on, in bytes of UTF-8."""
+
+
+class GivenSentence(NamedTuple):
+    """Sentence to translate, or the problem of an input without one.
+
+    Args:
+        where: name of the input for messages: the sentence, or its line and file.
+        text: the sentence, or "".
+        problem: why there is no sentence.
+    """
+
+    where: str
+    text: str
+    problem: UserError | None = None
+
+
+def given_sentence(where: str, text: str) -> GivenSentence:
+    """Check a sentence and return it, or the problem if it cannot be translated."""
+    if "\0" in text:
+        return GivenSentence(where, "", UserError("holds a NUL character; correct it", subject=where))
+    size = len(text.encode(errors="replace"))
+    if size > LONGEST_INPUT:
+        problem = f"has {size:,} bytes, more than {LONGEST_INPUT:,}; split it"
+        return GivenSentence(where, "", UserError(problem, subject=where[:60]))
+    return GivenSentence(where, text)
+
+
+def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[GivenSentence]:
+    """Yield a sentence, or its problem, for each line."""
+    for number, line in enumerate(lines, 1):
+        line_name = f"line {number} of {where}"
+        if line is None:
+            problem = UserError("is not in UTF-8; save the file as UTF-8", subject=line_name)
+            yield GivenSentence(line_name, "", problem)
+        elif is_markup(line.strip()):
+            problem = UserError("is markup; write what is between the tags", subject=line_name)
+            yield GivenSentence(line_name, "", problem)
+        else:
+            yield given_sentence(line_name, line.strip())
+
+
+def _sentences_of_file(path: Path) -> list[GivenSentence]:
+    """Return the sentences of a file, or the file as one input with a problem if it cannot be read."""
+    try:
+        return list(_sentences_of_lines(str(path), iter_lines(path)))
+    except UserError as error:
+        return [GivenSentence(str(path), "", error)]
+
+
+def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
+    """Read the sentences to translate. Blank lines of files are kept, so that outputs match the lines of the input.
+
+    Args:
+        inputs: sentences; "-" for standard input; "@FILE"; names of .txt files, or of any existing file.
+
+    Raises:
+        UserError: there is no sentence.
+    """
+    sentences: list[GivenSentence] = []
+    for text in inputs:
+        is_listed = text.startswith("@") or (text.endswith(".txt") and " " not in text)
+        # Path.exists raises an error for texts that are longer than a file name may be.
+        exists = os.path.exists(text)  # noqa: PTH110
+        if text == "-":
+            # Read as bytes, since text mode decodes by the locale, which may turn another encoding into wrong letters.
+            stream = io.BytesIO(sys.stdin.buffer.read())
+            sentences += _sentences_of_lines("standard input", decoded_lines(stream, "standard input"))
+        elif is_listed or exists:
+            file_sentences = _sentences_of_file(Path(text.removeprefix("@")).expanduser())
+            # A word to translate may be the name of a file by chance.
+            if not is_listed and os.path.isfile(text):  # noqa: PTH113
+                warn(f"note: {text} is a file: its {len(file_sentences):,} lines are translated")
+            sentences += file_sentences
+        else:
+            sentences.append(given_sentence(text, text))
+    if not sentences:
+        raise UserError('no sentence to translate; type some behind the options, as "je suis fatigué .", @FILE, or -')
+    return sentences

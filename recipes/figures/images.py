@@ -26,7 +26,7 @@ def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
     Args:
         images: inputs of a network, of shape (n, channels, height, width).
         normalise: the normalisation to undo, with the ``mean`` and ``std`` of the channels as in
-            `datamodules.images.normalise.Normalise`. Without it, the range of all values is stretched to that of
+            `datamodules.images.augmentation.Normalise`. Without it, the range of all values is stretched to that of
             bytes, unless `images` are bytes.
 
     Returns:

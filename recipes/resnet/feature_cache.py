@@ -3,6 +3,7 @@
 Frozen layers need no backward pass. The cache also saves their forward pass, and reading the images, in every epoch.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from callbacks.lib.freezing import evaluating
 from callbacks.lib.lightning_internals import callbacks_of
 from datamodules.contract import data_contract
 from datamodules.errors import UserError, spelled
-from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.lightning import pl
 from datamodules.notes import inform, warn
 
@@ -117,18 +117,27 @@ def gather_rows(rows: Tensor) -> Tensor:
     return torch.cat([rows_of_rank[: int(count)] for rows_of_rank, count in zip(gathered, counts)])
 
 
-def _images_of(trainer: pl.Trainer) -> ImageFolderDataModule:
-    data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, ImageFolderDataModule):
-        raise UserError(f"{spelled('cache_features')} needs an ImageFolderDataModule, whose images are numbered")
-    return data
+def _batches(trainer: pl.Trainer, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Return an iterator of this rank's (images, labels, sample numbers) of a part, equal in every epoch.
+
+    Raises:
+        UserError: the data have no such batches.
+    """
+    data = data_contract(getattr(trainer, "datamodule", None))
+    try:
+        return data.numbered_batches(part, trainer.global_rank, trainer.world_size)
+    except UserError as error:
+        raise UserError(
+            f"cached features need the same images in every epoch, and {error.problem}",
+            to_type=f"{error.to_type}, or leave {spelled('cache_features')} out",
+        ) from error
 
 
 class FeatureCache(pl.Callback):
     """Callback that computes the head's inputs once, and trains and validates on them, while the rest is frozen.
 
-    The module has ``network`` and ``cached_head``, as `ResNetFineTuner`; the data is an `ImageFolderDataModule`. Every
-    epoch has to see the same images, so augmentation is refused. Features have the precision of the run, and the ranks
+    The module has ``network`` and ``cached_head``, as `ResNetFineTuner`; the data module ``numbered_batches``. Every
+    epoch has to see the same images, so augmentation is rejected. Features have the precision of the run, and the ranks
     share the work. Results equal those without the cache up to rounding. Images are read in each epoch if layers before
     the head train, or if the features do not fit into the data's ``cache_gb``.
 
@@ -151,11 +160,7 @@ class FeatureCache(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if _images_of(trainer).augments:
-            raise UserError(
-                "cached features need the same images in every epoch, and these are augmented; pass"
-                f" {spelled('augment', 'none')}, or leave {spelled('cache_features')} out"
-            )
+        _batches(trainer, "train")
         for callback in callbacks_of(trainer):
             if isinstance(callback, FreezeLayers):
                 for name, when in (callback.unfreeze or {}).items():
@@ -197,7 +202,7 @@ class FeatureCache(pl.Callback):
         self.on_train_end(trainer, pl_module)
 
     def _decide(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        data = _images_of(trainer)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         images = random_images(pl_module.network, pl_module.example_input_array)
         head, reason = head_to_train(pl_module.network, images)
         if not head:
@@ -228,7 +233,7 @@ class FeatureCache(pl.Callback):
     def _compute(self, trainer: pl.Trainer, pl_module: Any, part: str, head: str) -> tuple[Tensor, Tensor]:
         features = []
         numbers = []
-        for images, _, rows in _images_of(trainer).numbered_batches(part, trainer.global_rank, trainer.world_size):
+        for images, _, rows in _batches(trainer, part):
             features.append(self._features(trainer, pl_module, head, images))
             numbers.append(rows)
         return gather_rows(torch.cat(features)), gather_rows(torch.cat(numbers))

@@ -21,8 +21,7 @@ from callbacks.freezing import FreezeLayers
 from datamodules import ImageFolderDataModule
 from datamodules.contract import Free, data_contract
 from datamodules.errors import UserError, spelled
-from datamodules.images.crop import crop_pct
-from datamodules.images.decoding import is_small
+from datamodules.images.decoding import crop_pct, is_small
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges

@@ -184,9 +184,14 @@ class _Class:
         raise NotInSourceError(self.node.name)
 
     def rare(self) -> set[str]:
-        """Return the parameters, also of base classes, that are marked with `Rare`."""
+        """Return the parameters, also of base classes that get them in ``**kwargs``, that are marked with `Rare`."""
         (label,) = _module("datamodules.contract")["Rare"].__metadata__
-        parameters = [parameter for cls in self.bases() for parameter in cls.own_parameters()]
+        parameters: list[Parameter] = []
+        for cls in self.bases():
+            parameters += cls.own_parameters()
+            constructor = cls.constructor()
+            if constructor is not None and not constructor.args.kwarg:
+                break
         return {p.name for p in parameters if label in getattr(p.annotation, "__metadata__", ())}
 
     def texts(self) -> dict[str, str]:

@@ -13,9 +13,8 @@ from typing_extensions import override
 from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
-from datamodules.translation.packed_sentences import TranslationBatch
-from datamodules.translation.subwords import AnyVocabulary
-from datamodules.translation.text import EOS, PAD, SOS
+from datamodules.translation.loaders import TranslationBatch
+from datamodules.translation.text import EOS, PAD, SOS, AnyVocabulary
 from recipes.figures.drawing import PALETTE, Figure, colour_style
 from recipes.figures.plots import attention_plot
 from recipes.prediction import predict

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.packed_sentences import TranslationBatch
-from datamodules.translation.subwords import AnyVocabulary
-from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK
+from datamodules.translation.loaders import TranslationBatch
+from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, AnyVocabulary
 
 from .network import TranslationNetwork
 

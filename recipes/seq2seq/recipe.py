@@ -25,9 +25,8 @@ from datamodules.contract import Free, OneCall, data_contract
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
-from datamodules.translation.packed_sentences import TranslationBatch
-from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
-from datamodules.translation.text import PAD, Normalisation
+from datamodules.translation.loaders import TranslationBatch
+from datamodules.translation.text import PAD, Normalisation, SubwordVocabulary, vocabulary_from_state
 from recipes.base import Recipe
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule

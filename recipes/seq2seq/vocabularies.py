@@ -7,8 +7,7 @@ from typing import Any
 
 from datamodules.errors import UserError, spelled
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.subwords import SubwordVocabulary
-from datamodules.translation.text import Normalisation
+from datamodules.translation.text import Normalisation, SubwordVocabulary
 from recipes.weights import read_beside, skip_patterns
 
 from .decoding import Vocabularies

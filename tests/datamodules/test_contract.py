@@ -2,7 +2,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule
+from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
 from datamodules.contract import DataContract, Free, OneCall, Rare, data_contract, marked_parameters
 
 MEMBERS = [name for name in vars(DataContract) if not name.startswith("_")]
@@ -18,15 +18,18 @@ class Stock(pl.LightningDataModule):
 
 
 class Telling(Stock):
-    """Its number of classes is a hyper-parameter, and their names are an attribute; other names mean other things."""
+    """It has attributes and hyper-parameters of the contract's names, which may mean anything."""
 
     class_names = ("ant", "bee", "wasp")
-    image_size = (8, 8)
-    sizes = (0.8, 0.2)
+    image_size = 8
 
-    def __init__(self, num_classes: int = 3, seed: int | None = None) -> None:
+    def __init__(self, num_classes: int = 3, seed: int = 7) -> None:
         super().__init__()
         self.save_hyperparameters()
+
+
+class Declared(Telling, DataContract):
+    """It says that they are the contract's."""
 
 
 def test_a_stock_data_module_gets_the_defaults():
@@ -37,15 +40,19 @@ def test_a_stock_data_module_gets_the_defaults():
     assert stock.resolve() == {}
     assert stock.tokens_parameter is None
     assert data_contract(None).num_classes is None
-    with pytest.raises(AttributeError, match="no part of the data contract"):
-        _ = stock.train_dataloader
+    assert not hasattr(stock, "train_dataloader")
 
 
-def test_attributes_and_hyper_parameters_count_where_they_mean_what_the_contract_does():
+def test_attributes_count_where_the_contract_is_inherited():
     telling = data_contract(Telling())
-    assert (telling.num_classes, telling.class_names, telling.seed) == (3, ("ant", "bee", "wasp"), 0)
-    assert (telling.image_size, telling.sizes) == (None, {})
-    assert data_contract(Telling(seed=7)).seed == 7
+    assert (telling.num_classes, telling.class_names, telling.seed, telling.image_size) == (None, (), 0, None)
+    declared = data_contract(Declared())
+    assert (declared.class_names, declared.image_size, declared.title) == (("ant", "bee", "wasp"), 8, "Declared")
+
+
+def test_data_without_numbers_has_no_numbered_batches():
+    with pytest.raises(UserError, match="Stock does not number its samples; pass an ImageFolderDataModule"):
+        data_contract(Stock()).numbered_batches("train")
 
 
 @pytest.mark.parametrize("data_class", [MNISTDataModule, ImageFolderDataModule, TranslationDataModule])

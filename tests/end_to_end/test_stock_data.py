@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from datamodules.contract import data_contract
+from datamodules.contract import DataContract, data_contract
 from recipes.prediction import all_rows
 from tests.support.command_lines import typed
 from tests.support.minimal_recipe import Line
@@ -62,7 +62,7 @@ def test_what_the_data_module_lacks_is_said_in_words(trained):
 
 
 def test_a_recipe_without_a_table_of_its_own_prints_the_networks_outputs():
-    class Named(pl.LightningDataModule):
+    class Named(pl.LightningDataModule, DataContract):
         prediction_names = ("a.txt",)
 
     nameless, named = data_contract(None), data_contract(Named())

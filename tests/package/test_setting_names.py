@@ -18,9 +18,9 @@ ALLOWED = {
     ("datamodules/lightning_package.py", f"{FILLED}="),
     ("callbacks/lib/loaded_updates.py", "`batch_size`"),  # An attribute of any loader.
     ("callbacks/warmup_lr.py", "scale="),  # An argument of WarmupLR, which is no flag.
-    ("datamodules/images/image_folder.py", "augment="),  # What a run says of itself, whoever asks.
-    ("datamodules/images/mnist.py", f"{FILLED}="),
-    ("datamodules/images/idx.py", f"{FILLED}="),  # USE=COLUMN, of the value of `columns`.
+    ("datamodules/images/file_pipeline.py", "augment="),  # What a run says of itself, whoever asks.
+    ("datamodules/images/tensor_pipeline.py", f"{FILLED}="),
+    ("datamodules/images/known_sets.py", f"{FILLED}="),  # USE=COLUMN, of the value of `columns`.
     ("datamodules/images/proposals.py", f"{FILLED}="),
     ("datamodules/translation/parallel_corpus.py", f"{FILLED}="),
     ("datamodules/translation/corpus.py", "max_length="),

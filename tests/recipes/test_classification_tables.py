@@ -93,10 +93,11 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
     data = MNISTDataModule("custom", str(tmp_path / "train"), val_fraction=0.5, eval_batch_size=4)
     recipe = Bright(num_classes=2)
     quiet_trainer().validate(recipe, data, verbose=False)
-    images, labels = data._parts["train"]
+    part = data._parts["val"]
+    images, labels = part.images, part.labels
     expected = {}
-    for row in data._rows["val"].tolist():
-        name = data.sample_names("train")[row]
+    for row in part.rows.tolist():
+        name = data.sample_names("val")[row]
         assert Path(name).parent.name == ("dark", "light")[labels[row]]
         if (images[row].float().mean() / 255 > 0.1307) != labels[row]:
             expected[name] = Path(name).parent.name
@@ -107,9 +108,9 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
     recipe = Bright(num_classes=10)
     recipe.network = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     quiet_trainer().validate(recipe, digits, verbose=False)
-    labels = digits._parts["train"][1]
+    labels = digits._parts["val"].labels
     rows = tables_of(recipe.trainer)["val_mistakes.csv"].rows
-    assert {row["sample"] for row in rows} < set(digits._rows["val"].tolist())
+    assert {row["sample"] for row in rows} < set(digits._parts["val"].rows.tolist())
     assert all(row["true"] == str(int(labels[row["sample"]])) for row in rows)
 
 
@@ -120,7 +121,7 @@ def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path
     recipe = Bright(num_classes=2)
     data = ImageFolderDataModule("folder", str(tmp_path), image_size=8)
     quiet_trainer().validate(recipe, data, verbose=False)
-    assert isinstance(data._held["val"], Tensor), "they are held in memory"
+    assert data.val_dataloader().reader.is_in_memory
     table = tables_of(recipe.trainer)["val_mistakes.csv"]
     write_rows(tmp_path / "val.csv", table.rows, table.columns)
     lines = (tmp_path / "val.csv").read_bytes().splitlines()[1:]

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
-from datamodules.images.given_images import given_images
+from datamodules.images.arrays import given_images
 from datamodules.images.known_sets import load_digits
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
 from recipes.inputs import new_data_module, preprocessing
@@ -48,7 +48,7 @@ def test_the_preprocessing_of_a_checkpoint_is_that_of_its_data_to_the_bit(digits
     inputs = torch.cat([batch for batch, _ in data.test_dataloader()])
     prepare = preprocessing(recipe)
     assert prepare is not None
-    assert torch.equal(prepare(data._parts["test"][0]), inputs)
+    assert torch.equal(prepare(data._parts["test"].images), inputs)
 
 
 def test_without_data_the_preprocessing_is_unknown_and_nothing_is_predicted():
@@ -202,7 +202,7 @@ def test_a_resnet_predicts_images_of_any_form(tmp_path: Path):
     assert rows[1]["note"] == "cannot be read as an image: its content is not an image"
     assert rows[0]["probability"] == pytest.approx(rows[2]["probability"]) == pytest.approx(rows[3]["probability"])
     recipe.saved_data[1]["statistics"] = [[0.1] * 3, [0.9] * 3]
-    assert new_data_module(recipe).pixel_statistics == ((0.1,) * 3, (0.9,) * 3), "of the run, not of what lies here"
+    assert new_data_module(recipe).pipeline.statistics == ((0.1,) * 3, (0.9,) * 3), "of the run, not of what lies here"
 
 
 def test_a_translator_predicts_sentences_and_reads_text_files(tmp_path: Path):

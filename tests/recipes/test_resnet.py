@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from callbacks.seed_control import SeedControl
@@ -382,3 +383,21 @@ def test_augmented_images_are_not_cached_as_features(stripes, pretrained, tmp_pa
     assert status == 2
     assert "pass --augment none" in err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"augment": "light"}, "in every epoch, and these are augmented; pass augment='none', or leave"),
+        ({"augment": "none", "mixup": 0.2}, "in every epoch, and these are augmented; pass mixup=0, or leave"),
+        (None, "in every epoch, and the data does not number its samples; pass an ImageFolderDataModule, or leave"),
+    ],
+)
+def test_features_are_cached_of_images_that_stay_the_same(stripes, data, reason):
+    recipe = ResNetFineTuner(num_classes=2, weights="none", image_size=SIZE, cache_features=True, freeze_until="fc")
+    images = TensorDataset(torch.zeros(2, 3, SIZE, SIZE), torch.tensor([0, 1]))
+    loaders = {"train_dataloaders": DataLoader(images)}
+    if data is not None:
+        loaders = {"datamodule": ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, **data)}
+    with pytest.raises(UserError, match=reason):
+        quiet_trainer().fit(recipe, **loaders)

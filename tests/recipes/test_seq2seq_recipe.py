@@ -15,7 +15,7 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.loaders import TranslationBatch
 from datamodules.translation.text import UNK, Vocabulary
 from recipes.export import export
 from recipes.prediction import all_rows, predict

@@ -89,7 +89,7 @@ MEANT: dict[str, tuple[str, Callable[[Wait], bool]]] = {
     "callbacks/finite_weights.py:first_not_finite": (TRAINING, at_logs),
     "callbacks/lib/targets.py:warn_of_ignored_targets": (TRAINING, in_the_first_batch),
     # Mean and deviation go to the device.
-    "datamodules/images/normalise.py:normaliser": (TRAINING, in_the_first_batch),
+    "datamodules/images/augmentation.py:normaliser": (TRAINING, in_the_first_batch),
     # A search ends when its sentences end, and translations become text.
     "recipes/seq2seq/decoding.py:beam_search": (VALIDATION, bool),
     "recipes/seq2seq/recipe.py:_evaluation_step": (VALIDATION, bool),

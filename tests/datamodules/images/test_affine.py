@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datamodules.images.affine import RandomAffine, affine_matrices, warp
+from datamodules.images.augmentation import RandomAffine, affine_matrices, warp
 
 IDENTITY = torch.tensor([[1.0, 0, 0, 0, 1, 0]])
 AUGMENT = RandomAffine(seed=1, shift=2, rotation=10, scale=0.1)

@@ -12,11 +12,11 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.images.arrays import from_arrays
+from datamodules.images.arrays import from_arrays, given_images
 from datamodules.images.finding import find_images
 from datamodules.images.known_sets import load_digits
-from datamodules.images.mnist_form import read_digits, read_set
 from datamodules.images.source import Source
+from datamodules.images.tensor_pipeline import read_digits
 
 Digits = tuple[np.ndarray, np.ndarray]
 PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
@@ -39,7 +39,7 @@ def write_tree(folder: Path, images: np.ndarray, labels: np.ndarray, suffix: str
 def _read(tree: Source, invert: bool = False) -> tuple[Tensor, Tensor]:
     """The images to train on in MNIST's form, and their labels."""
     images, labels = tree.parts["train"]
-    return read_set(images, invert).images, labels
+    return read_digits(images, invert).pixels, labels
 
 
 def _given(images: Any, labels: Any, test: tuple[Any, Any] | None = None, **options: Any) -> MNISTDataModule:
@@ -53,9 +53,8 @@ def _set_up(data: MNISTDataModule) -> dict[str, set[tuple[bytes, int]]]:
     data.setup("fit")
     data.setup("test")
     held = {}
-    for part, rows in data._rows.items():
-        images, labels = data._parts.get(part) or data._parts["train"]
-        held[part] = {(images[row].numpy().tobytes(), int(labels[row])) for row in rows}
+    for name, part in data._parts.items():
+        held[name] = {(part.images[row].numpy().tobytes(), int(part.labels[row])) for row in part.rows}
     return held
 
 
@@ -109,7 +108,7 @@ def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(tmp_path:
         data = MNISTDataModule(data_dir=str(tmp_path / f"{name}.npz"), columns=columns, val_fraction=0, **PLAIN)
         _set_up(data)
         sizes[name] = data.sizes
-    assert sizes["ours"] == {"train": 60, "val": 0, "test": 60}
+    assert sizes["ours"] == {"train": 60, "test": 60}
     assert sizes["medical"] == {"train": 50, "val": 10, "test": 60}
     assert data.validates
 
@@ -122,7 +121,8 @@ def test_images_of_any_size_take_mnists_form_as_in_predict(tmp_path: Path, digit
         image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
     found, found_labels = _read(find_images(tmp_path), invert=True)
     files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
-    assert torch.equal(found, read_digits([large[number] for number in files], invert=True).pixels[:, 0])
+    predicted = read_digits(given_images([large[number] for number in files], colour=False), invert=True)
+    assert torch.equal(found, predicted.pixels)
     assert found_labels.tolist() == [0] * 10 + [1] * 10
     assert found[:, 0].max() < 64
     dark, _ = _read(from_arrays({"train": (255 - images, labels)}, "dark"), invert=True)
@@ -139,8 +139,8 @@ def test_small_images_are_enlarged(digits: Digits):
         found, _ = _read(from_arrays({"train": (given, digits[1])}, "small"), invert)
         assert found[:, :4].max() == found[:, :, 24:].max() == 0
         assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
-        predicted = read_digits([Image.fromarray(pixels) for pixels in given], invert)
-        assert torch.equal(predicted.pixels[:, 0], found), "predict sees what was trained on"
+        predicted = read_digits(given_images(given, colour=False), invert)
+        assert torch.equal(predicted.pixels, found), "predict sees what was trained on"
 
 
 def test_a_checkpoint_keeps_whether_its_images_are_inverted(tmp_path: Path, digits: Digits, caplog: Any):

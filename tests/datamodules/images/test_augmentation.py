@@ -14,14 +14,13 @@ from datamodules.images.augmentation import (
     AUGMENTATIONS,
     BatchAugmentation,
     Mixing,
+    Normalise,
     _beta_quantiles,
     adjust_colours,
     shift_and_flip,
 )
-from datamodules.images.crop import Crop, centre_square, crop_box
-from datamodules.images.decoding import resized
-from datamodules.images.normalise import Normalise
-from datamodules.images.reading import BatchReader
+from datamodules.images.decoding import Crop, centre_square, crop_box, resized
+from datamodules.images.file_pipeline import BatchReader
 from datamodules.loading.worker_loaders import BatchRequest
 
 RANDOM = [name for name in AUGMENTATIONS if name != "none"]

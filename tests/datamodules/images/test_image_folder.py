@@ -15,12 +15,13 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from datamodules.base import Process
 from datamodules.errors import UserError
+from datamodules.images.augmentation import normaliser
 from datamodules.images.decoding import UnreadableImage, load_image
 from datamodules.images.image_folder import ImageFolderDataModule
-from datamodules.images.mnist_form import gray_image
-from datamodules.images.normalise import normaliser
 from datamodules.images.source import split_by_class
+from datamodules.images.tensor_pipeline import gray_image
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -113,7 +114,6 @@ def test_numbered_batches_are_the_images_of_evaluation_with_their_numbers(tree):
     images, targets, numbers = (torch.cat(pieces) for pieces in zip(*parts[0], *parts[1], strict=True))
     assert sorted(numbers.tolist()) == list(range(13))
     loader = data.train_dataloader()
-    assert not data.augments
     # The same images in the same numbering as in training without augmentation: features may stand in for them.
     loader.use_features(images, numbers)
     features = list(loader)
@@ -149,7 +149,7 @@ def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
     def parts(**options: Any) -> dict[str, list[str]]:
         data = _data(folder, val_fraction=0.2, **options)
         data.setup("test")
-        return {part: list(images.files) for part, (images, targets) in data._parts.items() if len(targets)}
+        return {name: list(part.names) for name, part in data._parts.items() if len(part.rows)}
 
     found = parts(test_fraction=0.1)
     assert len(set(sum(found.values(), []))) == 30
@@ -334,11 +334,11 @@ def test_a_cache_that_validation_filled_serves_training(tree):
     data, expected = _data(tree, cache_gb=1), _batches(_data(tree, cache_gb=0))
     normaliser.cache_clear()
     with torch.inference_mode():
-        list(data.numbered_batches("train"))
+        list(data.pipeline.numbered_batches(data._parts["train"], 3, Process()))
     assert _equal(_batches(data), expected)
     # What asks for the gradient of images goes through the statistics, too.
     pixels = expected[0][0].float().requires_grad_()
-    data.normalise(pixels).sum().backward()
+    data.preprocessing()(pixels).sum().backward()
     assert pixels.grad is not None
 
 
@@ -350,7 +350,7 @@ def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
     assert data.num_classes == 10
     data.setup("fit")
     data.setup("test")
-    assert (data.dataset, data.image_size, data.augments) == ("digits", 32, True)
+    assert (data.dataset, data.image_size, data.pipeline.augment) == ("digits", 32, "light")
     assert data.sizes == {"train": 1295, "val": 142, "test": 360}
     assert _messages(notes) == [
         "no `data_dir`: using the 1,797 bundled digits as small colour images; pass data_dir='FOLDER' for your own"
@@ -360,7 +360,6 @@ def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
     assert images.dtype == torch.float32
     assert data.train_dataloader().num_workers == 0
     assert len(data.val_dataloader().reader.targets.unique()) == 10
-    assert not ImageFolderDataModule(dataset="digits", augment="none").augments
 
 
 def test_what_was_left_open_is_resolved_to_what_is_used(tmp_path: Path, tree, notes):
@@ -393,13 +392,13 @@ def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_au
 
 def test_statistics_that_are_given_are_used_and_a_checkpoint_keeps_those_of_its_run(tree):
     mine = _data(tree, image_size=32)
-    assert mine.pixel_statistics[0] != (0.5, 0.5, 0.5), "they were looked at before"
+    assert mine.pipeline.statistics[0] != (0.5, 0.5, 0.5), "they were looked at before"
     mine.hparams.update(pixel_mean=[0.5, 0.5, 0.5], pixel_std=[0.25, 0.25, 0.25])
     white = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)
-    assert torch.equal(mine.normalise(white), torch.full((1, 3, 4, 4), 2.0))
+    assert torch.equal(mine.preprocessing()(white), torch.full((1, 3, 4, 4), 2.0))
     again = ImageFolderDataModule()
     again.load_state_dict(mine.state_dict())
-    assert torch.equal(again.normalise(white), mine.normalise(white))
+    assert torch.equal(again.preprocessing()(white), mine.preprocessing()(white))
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0}, {"augment": "none"}])
@@ -407,7 +406,7 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
     expected = _data(tree, image_size=32, **options)
     reader = expected.train_dataloader().reader
     assert reader.is_in_memory
-    monkeypatch.setattr("datamodules.images.reading._MOST_IN_MEMORY", 0)
+    monkeypatch.setattr("datamodules.images.file_pipeline._MOST_IN_MEMORY", 0)
     for num_workers in (0, 2):
         data = _data(tree, image_size=32, num_workers=num_workers, **options)
         assert not data.train_dataloader().reader.is_in_memory

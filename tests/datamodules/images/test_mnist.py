@@ -15,8 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.images.idx import find_files
-from datamodules.images.known_sets import DATASETS, load_digits
+from datamodules.base import Process
+from datamodules.images.image_data import Order, Part
+from datamodules.images.known_sets import DATASETS, find_files, load_digits
 from datamodules.loading.sampling import epoch_order, split_indices
 from tests.support.tables import quiet_trainer
 
@@ -163,10 +164,10 @@ def test_a_label_that_is_no_class_is_refused_with_file_and_row(tiny: Path):
 def test_only_what_the_stage_needs_is_read(tiny: Path):
     for file in FILES[2:]:
         (tiny / f"{file}.gz").write_text("<html>")
-    for stage in ("fit", "validate"):
+    for stage, sizes in (("fit", {"train": 40, "val": 10}), ("validate", {"val": 10})):
         data = _data(tiny)
         data.setup(stage)
-        assert data.sizes == {"train": 40, "val": 10}
+        assert data.sizes == sizes
     with pytest.raises(UserError, match="t10k-images"):
         _data(tiny).setup("test")
     write_set(tiny)
@@ -194,7 +195,7 @@ def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
     for fraction, expected in ((0.001, 1), (0.2, 10), (0.0, 0)):
         data = _data(tiny, val_fraction=fraction)
         data.setup("fit")
-        assert data.sizes == {"train": 50 - expected, "val": expected}
+        assert data.sizes == {"train": 50 - expected, **({"val": expected} if expected else {})}
 
 
 # Batches
@@ -234,8 +235,8 @@ def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny
     clothing.train_dataloader()
     assert "Fashion-MNIST: training on 10 classes: T-shirt/top (3), Trouser (4), " in caplog.text
     assert "Fashion-MNIST: augmented by shift=0, rotation=0.0, scale=0.0, flip=True" in caplog.text
-    clothing._parts["train"] = (images, clothing._parts["train"][1][:20])
-    seen = clothing._training_transform()(images, torch.arange(20), 0)
+    part = Part(images, torch.zeros(20, dtype=torch.int64), torch.arange(20))
+    (seen, _), *_ = clothing.pipeline.train(part, Order(20, 1, shuffle=False), Process())
     plain = clothing.preprocessing()(images)
     flips = torch.tensor([not torch.allclose(a, b, atol=1e-3) for a, b in zip(seen, plain)]).view(-1, 1, 1, 1)
     assert flips.any()
@@ -438,7 +439,7 @@ def test_a_checkpoint_of_another_set_than_the_one_named_is_refused(tiny: Path, t
     mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
     with pytest.raises(UserError, match="dataset='kmnist': expected one of mnist, fashion-mnist"):
         MNISTDataModule().load_state_dict({"dataset": "kmnist"})
-    with pytest.raises(UserError, match="trained on mnist, found dataset='digits'; pass dataset='mnist'"):
+    with pytest.raises(UserError, match="trained on mnist, found digits; pass dataset='mnist'"):
         data = MNISTDataModule(dataset="digits")
         quiet_trainer().test(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
 
@@ -450,8 +451,9 @@ def test_the_real_files_are_what_torchvision_reads(shared_data: Path):
     data = MNISTDataModule("mnist", str(shared_data / "mnist"), val_fraction=0, download=False)
     data.setup("fit")
     data.setup("test")
-    assert data.sizes == {"train": 60_000, "val": 0, "test": 10_000}
-    images, labels = data._parts["train"]
+    assert data.sizes == {"train": 60_000, "test": 10_000}
+    part = data._parts["train"]
+    images, labels = part.images, part.labels
     pixels = images.double() / 255
     assert abs(float(pixels.mean()) - data.info.mean[0]) < 5e-5
     assert abs(float(pixels.std()) - data.info.std[0]) < 5e-5

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,7 +7,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.mnist_form import as_mnist, gray_image, read_digits
+from datamodules.images.arrays import GivenImages, given_images
+from datamodules.images.tensor_pipeline import Digits, as_mnist, gray_image, read_digits
 
 
 def _seven(height: int = 120, width: int = 90) -> np.ndarray:
@@ -22,6 +24,10 @@ def _seven(height: int = 120, width: int = 90) -> np.ndarray:
 def _form(image: Image.Image | np.ndarray, invert: bool = False) -> Tensor:
     opened = image if isinstance(image, Image.Image) else Image.fromarray(image)
     return as_mnist(gray_image(opened, invert=invert)).float()
+
+
+def _read(images: Any, invert: bool = False) -> Digits:
+    return read_digits(given_images(images, colour=False), invert)
 
 
 EXPECTED = _form(_seven())
@@ -68,8 +74,8 @@ def test_the_cameras_orientation_is_respected(tmp_path: Path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees clockwise to show
     Image.fromarray(_seven()).transpose(Image.Transpose.ROTATE_90).save(tmp_path / "photo.png", exif=exif)
-    (found,) = read_digits([str(tmp_path / "photo.png")]).pixels
-    assert (found[0].float() - EXPECTED).abs().max() < 8
+    (found,) = _read([str(tmp_path / "photo.png")]).pixels
+    assert (found.float() - EXPECTED).abs().max() < 8
 
 
 def test_an_image_of_mnists_own_form_is_left_alone():
@@ -77,8 +83,8 @@ def test_an_image_of_mnists_own_form_is_left_alone():
     ready[3:9, 5:8] = 200
     assert torch.equal(as_mnist(ready), ready)
     assert torch.equal(as_mnist(255 - ready), 255 - ready)
-    inverted = read_digits([Image.fromarray(255 - ready.numpy())], invert=True)
-    assert torch.equal(inverted.pixels[0, 0], ready)
+    inverted = _read([Image.fromarray(255 - ready.numpy())], invert=True)
+    assert torch.equal(inverted.pixels[0], ready)
     assert inverted.borders.tolist() == [0.0]
 
 
@@ -86,12 +92,12 @@ def test_an_image_of_mnists_own_form_is_left_alone():
 @pytest.mark.parametrize("shade", [0, 128, 255])
 def test_a_blank_image_is_called_that_and_a_line_is_not(size: tuple[int, int], shade: int):
     image = Image.new("L", size, shade)
-    blank = read_digits([image])
-    assert (len(blank.pixels), blank.unclear) == (0, {0: "unclear: the image is blank"})
+    assert _read([image]).blank.tolist() == [True]
     if max(size) > 28:
         image.putpixel((0, size[1] // 2), 255 - shade // 2)
         image.putpixel((0, 0), (shade + 100) % 256)
         assert as_mnist(gray_image(image)).max() == 255
+        assert _read([image]).blank.tolist() == [False]
 
 
 def test_files_come_in_their_order_and_each_that_cannot_be_read_is_named(tmp_path: Path):
@@ -102,11 +108,14 @@ def test_files_come_in_their_order_and_each_that_cannot_be_read_is_named(tmp_pat
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "folder.png").mkdir()
     names = ["text.png", "cut.png", "empty.png", "folder.png", "nothing.png"]
-    found = read_digits([str(good), *(str(tmp_path / name) for name in names), str(good)])
+    files = [str(good), *(str(tmp_path / name) for name in names), str(good)]
+    found = read_digits(GivenImages(files, [*files]))
     assert found.numbers.tolist() == [0, 6]
-    assert found.pixels.shape == (2, 1, 28, 28)
-    assert torch.equal(found.pixels[0, 0].float(), EXPECTED)
+    assert found.pixels.shape == (2, 28, 28)
+    assert torch.equal(found.pixels[0].float(), EXPECTED)
     assert list(found.unreadable) == [1, 2, 3, 4, 5]
-    for name, message in zip(names, found.unreadable.values(), strict=True):
-        assert message.startswith(f"{tmp_path / name} cannot be read as an image: ")
-    assert found.unreadable[5].endswith("No such file or directory")
+    for name, error in zip(names, found.unreadable.values(), strict=True):
+        assert error.subject == str(tmp_path / name)
+        assert error.problem.startswith("cannot be read as an image: ")
+        assert str(error) == f"{error.subject} {error.problem}"
+    assert str(found.unreadable[5]).endswith("No such file or directory")

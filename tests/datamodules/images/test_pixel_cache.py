@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from datamodules.images.decoding import load_image
+from datamodules.images.file_pipeline import ImageFiles
 from datamodules.images.pixel_cache import PixelCache, delete_unused
-from datamodules.images.reading import ImageFiles
 from datamodules.loading.file_table import FileTable
 from tests.datamodules.images.test_image_folder import write_class
 
@@ -37,7 +37,7 @@ def _count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         decoded.append(name)
         return load_image(*arguments, name=name, **options)
 
-    monkeypatch.setattr("datamodules.images.reading.load_image", spy)
+    monkeypatch.setattr("datamodules.images.file_pipeline.load_image", spy)
     return decoded
 
 

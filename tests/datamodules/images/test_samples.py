@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from datamodules import UserError
-from datamodules.images.arrays import from_arrays, from_samples, read_npz
-from datamodules.images.given_images import given_images
+from datamodules.images.arrays import from_arrays, from_samples, given_images, read_npz
 
 IMAGES = np.random.default_rng(1).integers(0, 256, (12, 28, 28), dtype=np.uint8)
 LABELS = np.arange(12) % 3

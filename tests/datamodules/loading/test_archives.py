@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
+from datamodules.images.file_pipeline import ImageFiles
 from datamodules.images.finding import find_images
 from datamodules.images.pixel_cache import PixelCache
-from datamodules.images.reading import ImageFiles
 from datamodules.images.source import Source
 
 LONG = "a long name " * 20 + ".png"
@@ -88,7 +88,7 @@ def test_decoded_images_that_are_kept_are_those_of_the_archive_as_it_is(photos, 
     images = ImageFiles(files, 20, cache)
     before = [images[row].clone() for row in range(20)]
     with monkeypatch.context() as patch:
-        patch.setattr("datamodules.images.reading.load_image", None)
+        patch.setattr("datamodules.images.file_pipeline.load_image", None)
         assert all(torch.equal(images[row], image) for row, image in enumerate(before))
     first, second = (photos / f"train/ant/{number}.png" for number in (0, 1))
     content = first.read_bytes()

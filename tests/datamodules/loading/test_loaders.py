@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading import resumable
-from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader, fingerprint
 from datamodules.loading.sampling import epoch_order
 
 N = 23
@@ -198,10 +197,10 @@ def test_data_that_another_machine_computes_with_other_rounding_are_the_same():
 
 
 def test_of_large_tensors_some_rows_count(monkeypatch):
-    monkeypatch.setattr(resumable, "_MOST", 16)
+    monkeypatch.setattr("datamodules.loading.loaders._MOST", 16)
     numbers = torch.arange(6).view(3, 2)
     first, second = numbers.clone(), numbers.clone()
     first[0, 0], second[1, 0] = 9, 9
-    found = [resumable.fingerprint([each]) for each in (numbers, first, second)]
+    found = [fingerprint([each]) for each in (numbers, first, second)]
     assert found[0] != found[1]
     assert found[0] == found[2]

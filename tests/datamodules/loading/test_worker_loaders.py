@@ -34,7 +34,9 @@ class Numbers:
         time.sleep(self.delay)
         rows = [row for row in request.rows if row not in self.unreadable]
         inputs = torch.tensor([[row, request.epoch, os.getpid()] for row in rows]).reshape(-1, 3)
-        bad = [(row, f"{row}.jpg cannot be read") for row in request.rows if row in self.unreadable]
+        bad = [
+            (row, UserError("cannot be read", subject=f"{row}.jpg")) for row in request.rows if row in self.unreadable
+        ]
         return LoadedBatch(inputs, TARGETS[rows], torch.tensor(rows, dtype=torch.int64), bad)
 
 

@@ -13,12 +13,15 @@ from datamodules.errors import UserError
 from datamodules.loading.randomness import random_bits
 from datamodules.loading.sampling import epoch_order
 from datamodules.translation.loaders import (
+    PackedPairs,
+    PackedSentences,
     SentenceEvaluationLoader,
     SentenceTrainLoader,
+    TranslationBatch,
     batches_within_memory,
+    pack,
     shuffle_units,
 )
-from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
 
 N = 53
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.packed_sentences import PackedSentences
-from datamodules.translation.subwords import train_subwords
-from datamodules.translation.text import EOS, UNK, normalise
+from datamodules.translation.loaders import PackedSentences
+from datamodules.translation.text import EOS, UNK, normalise, train_subwords
 
 WORDS = {"Der": 9, "Mann,": 5, "Männer": 4, "Mannschaft": 3, "don't": 2, "3.14": 2, "你好世界": 1}
 TEXTS = [

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
-from datamodules.translation.subwords import encode_tokens
 from datamodules.translation.text import (
     EOS,
     PAD,
@@ -16,6 +15,7 @@ from datamodules.translation.text import (
     UNK,
     Vocabulary,
     build_vocabulary,
+    encode_tokens,
     normalise,
     normalise_lines,
 )

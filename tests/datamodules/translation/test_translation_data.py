@@ -446,7 +446,8 @@ def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: p
     data = _words("missing.tsv", predict_inputs=["-"])
     data.load_state_dict(_data(tmp_path).state_dict())
     assert data.prediction_names == ["un", "line 2 of standard input"]
-    assert data.unreadable_inputs == {1: "line 2 of standard input is not in UTF-8; save the file as UTF-8"}
+    (error,) = data.unreadable_inputs.values()
+    assert (error.subject, error.problem) == ("line 2 of standard input", "is not in UTF-8; save the file as UTF-8")
 
 
 def test_a_checkpoints_vocabularies_and_normalisation_replace_those_of_the_corpus(tmp_path: Path) -> None:

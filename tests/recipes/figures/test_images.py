@@ -3,8 +3,8 @@
 import torch
 from PIL import Image
 
+from datamodules.images.augmentation import Normalise
 from datamodules.images.mnist import MNISTDataModule
-from datamodules.images.normalise import Normalise
 from recipes.figures.images import ImageGrid, displayed
 from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, training_grid
 from recipes.mnist import MNISTClassifier
