@@ -1,19 +1,23 @@
 """Predict with a recipe: for inputs from Python, and as rows of a table."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.lightning import pl
 from datamodules.loading.loaders import sample_numbers
 from recipes.base import Recipe
+from recipes.finding import recipe_class
 from recipes.inputs import in_dtype, new_data_module
 
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -84,7 +88,7 @@ def prediction_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 @torch.inference_mode()
-def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
+def predict(recipe: Any, inputs: Any) -> list[dict[str, Any]]:
     """Predict as the predict command does, on the device of a recipe.
 
     The recipe needs the settings by which its data were prepared: from the checkpoint that it was loaded from, or from
@@ -92,7 +96,7 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
     in bf16-true or 64-true, `load_from_checkpoint` returns a recipe in float32, which predicts in float32.
 
     Args:
-        recipe: the recipe.
+        recipe: a recipe, the result of `recipes.fit`, or the path of a checkpoint.
         inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays or
             tensors, or a list of them; sentences as text. Or a data module: its test part, else its validation part,
             is predicted; of a module without inputs to predict, what its ``predict_dataloader()`` yields.
@@ -101,13 +105,15 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
         The rows that the command writes into its ``--output``, one or more for each input.
 
     Raises:
-        UserError: no input can be read, or the recipe does not know how the data were prepared.
+        UserError: no input can be read, there is no such checkpoint, or the recipe does not know how the data were
+            prepared.
 
     Example:
         >>> model = MNISTClassifier.load_from_checkpoint("best.ckpt")  # doctest: +SKIP
         >>> [row["class"] for row in predict(model, ["3.png", "photographs/"])]  # doctest: +SKIP
         ['3', '7', '1']
     """
+    recipe = _recipe_of(recipe)
     if isinstance(inputs, pl.LightningDataModule):
         return _predict_part(recipe, inputs)
     data = new_data_module(recipe)
@@ -127,6 +133,25 @@ def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
     finally:
         data.teardown("predict")
     return all_rows(recipe, outputs, contract)
+
+
+def _recipe_of(given: Any) -> Recipe:
+    """Return the recipe that `predict` has been given itself, in the result of a run, or as a checkpoint."""
+    if isinstance(given, str | os.PathLike):
+        path = Path(given)
+        if not path.is_file():
+            raise UserError(f"there is no checkpoint {path}; pass one such as runs/mnist/NAME/checkpoints/best.ckpt")
+        names = load_plain(path).get("recipes", [])
+        if not names:
+            raise UserError(f"{path} is no checkpoint of a recipe")
+        return recipe_class(names[0]).load_from_checkpoint(path)
+    recipe = getattr(given, "model", given)
+    if not isinstance(recipe, Recipe):
+        raise UserError(
+            f"predict() takes a recipe, the result of fit() or the path of a checkpoint, and was given a"
+            f" {type(given).__name__}"
+        )
+    return recipe
 
 
 def _outputs(recipe: Recipe, data: pl.LightningDataModule, batches: Iterable[Any]) -> list[Any]:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from signal import SIGINT
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 
@@ -144,7 +145,7 @@ def run(
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
     typed = Command(program_name(), without_local_rank(sys.argv[1:], os.environ) if args is None else args)
     with _ended_in_one_line():
-        this_run = Run(Classes(recipe_class, data_class, callbacks), typed, started_at)
+        this_run = Run(Classes(recipe_class, data_class, _MakeCallbacks(callbacks)), typed, started_at)
         failures = failures_reported(this_run.after_loss, this_run.after_error)
         with spelling_as_flags(this_run.resolver.flags), ending_on_signals(*SIGNALS), failures:
             request = read_request(this_run.resolver.parser, recipe_class, typed.args)
@@ -404,6 +405,9 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
     if data is None:
         return recipe.data_class, {}, None
     if isinstance(data, str | os.PathLike):
+        named = signature(recipe.data_class).parameters.get("dataset")
+        if named and data in get_args(named.annotation) and not Path(data).exists():
+            raise UserError(f"data is a path, and {data!r} names a data set; pass {spelled('dataset', data)}")
         return recipe.data_class, {data_contract(recipe.data_class).place_parameter: os.fspath(data)}, None
     return recipe.data_class, {}, data
 
@@ -412,12 +416,17 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
 class _MakeCallbacks:
     """Makes the callbacks of a Trainer; other processes can receive it."""
 
-    callbacks: Sequence[Callback] | Callable[[], Sequence[Callback]]
+    callbacks: Sequence[Callback] | Callable[[], Sequence[Callback] | Callback]
 
     def __call__(self) -> Sequence[Callback]:
         made = self.callbacks() if callable(self.callbacks) else self.callbacks
+        made = [made] if isinstance(made, Callback) else made
         for callback in made:
             check_package(lightning_package(), callback)
+            if isinstance(callback, type) and issubclass(callback, Callback):
+                raise UserError(f"callbacks has the class {callback.__name__}; pass an object, {callback.__name__}()")
+            if not isinstance(callback, Callback):
+                raise UserError(f"callbacks has {callback!r}; expected objects of lightning.pytorch.Callback")
         return made
 
 
@@ -491,9 +500,15 @@ def fit(
     for value in (data, callbacks):
         check_package(lightning_package(), value)
     recipe_type = recipe_class(recipe) if isinstance(recipe, str) else recipe
-    data_source, arguments, samples = _data_of(recipe_type, data)
     if isinstance(recipe, Recipe):
         raise UserError(f"fit() builds the recipe: pass the class, {type(recipe).__name__}, and its settings by name")
+    if not (isinstance(recipe_type, type) and issubclass(recipe_type, Recipe)):
+        kind = getattr(recipe, "__name__", type(recipe).__name__)
+        raise UserError(
+            f"fit() takes the name of a recipe or a subclass of recipes.Recipe, and was given {kind}; train any other"
+            " LightningModule by a Trainer with the callbacks of this library"
+        )
+    data_source, arguments, samples = _data_of(recipe_type, data)
     if isinstance(data_source, type) and not issubclass(data_source, pl.LightningDataModule):
         raise UserError(f"data={data_source.__name__}: expected a LightningDataModule or its class, a path, or samples")
     unsupported = _SETTINGS_OF_OTHER_COMMANDS & settings.keys()

@@ -1,14 +1,17 @@
 """What users get wrong with a recipe is answered in one line that says what to write."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
+from callbacks import SyncBN
 from datamodules import MNISTDataModule, UserError
-from recipes import MNISTClassifier, ResNetFineTuner, fit
+from recipes import MNISTClassifier, ResNetFineTuner, fit, predict
 from recipes.runner.machine import resolve_precision
 from tests.support.tables import quiet_trainer
 
@@ -75,3 +78,41 @@ def test_what_is_no_class_and_no_data_is_named():
         fit("mnist", int)
     with pytest.raises(UserError, match=r"no parameter benchmark; did you mean trainer=\{'benchmark': ...\}\?"):
         fit("mnist", benchmark=True)
+
+
+class Foreign(pl.LightningModule):
+    """Not a recipe."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        (Foreign, {}, "fit() takes the name of a recipe or a subclass of recipes.Recipe, and was given Foreign"),
+        (Foreign(), {}, "and was given Foreign; train any other LightningModule by a Trainer"),
+        (3, {}, "and was given int"),
+        ("mnist", {"callbacks": ["x"]}, "callbacks has 'x'; expected objects of lightning.pytorch.Callback"),
+        ("mnist", {"callbacks": [SyncBN]}, "callbacks has the class SyncBN; pass an object, SyncBN()"),
+        ("mnist", {"data": "digits"}, "data is a path, and 'digits' names a data set; pass dataset='digits'"),
+    ],
+)
+def test_what_fit_does_not_take_is_refused_in_one_line(recipe: Any, options: Any, message: str, tmp_path: Path):
+    dataset = {} if "data" in options else {"dataset": "digits"}
+    with pytest.raises(UserError, match=re.escape(message)):
+        fit(recipe, max_steps=1, verbose=False, run_dir=tmp_path, **dataset, **options)
+
+
+def test_predict_takes_a_result_and_a_path_and_nothing_else(tmp_path: Path):
+    result = fit("mnist", dataset="digits", max_steps=1, verbose=False, run_dir=tmp_path)
+    images = [torch.zeros(28, 28, dtype=torch.uint8)]
+    rows = predict(result.model, images)
+    assert (
+        predict(result, images) == predict(result.checkpoint, images) == predict(str(result.checkpoint), images) == rows
+    )
+    with pytest.raises(UserError, match="there is no checkpoint mnist; pass one such as runs/mnist/NAME"):
+        predict("mnist", images)
+    with pytest.raises(UserError, match="or the path of a checkpoint, and was given a Foreign"):
+        predict(Foreign(), images)
+    weights = tmp_path / "weights.pt"
+    torch.save({"state_dict": {}}, weights)
+    with pytest.raises(UserError, match=f"{weights} is no checkpoint of a recipe"):
+        predict(weights, images)
