@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from callbacks.lib.decisions import check_decision
 from callbacks.lib.evaluation_loop import SharedEvaluationLoop, share_evaluations
-from callbacks.lib.hook_calls import HookCalls
+from callbacks.lib.hook_calls import StockCalls, epoch_calls
 from callbacks.lib.lightning_internals import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates, check_interval, numbered_loaders, wrap_training_loaders
 from callbacks.lib.threads import RunThreads
@@ -48,8 +48,9 @@ class UpdateLoop(_TrainingEpochLoop):
         self.results = UpdateResults(stock.trainer)
         self._results = self.results
         self.val_loop = SharedEvaluationLoop(stock.val_loop)
-        self.calls = HookCalls(self.trainer)
-        self.step = UpdateStep(self.trainer, self.calls)
+        self.calls = StockCalls(self.trainer)
+        """The caller of the hooks of the running epoch."""
+        self.step = UpdateStep(self.trainer)
         self.threads = RunThreads(self.trainer)
         self.source: Any = self.trainer.fit_loop._data_source
         self.prepare_loaders: Callable[[Any], Any] | None = None
@@ -57,6 +58,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self.watches_sigterm = True
         """Whether Lightning broadcasts a received SIGTERM to all ranks in each update."""
         self.loaded = LoadedUpdates(self.trainer)
+        self._is_automatic = False
         self._stop_requested = False
         self._plateaus_stepped = False
         self._validates = False
@@ -111,7 +113,8 @@ class UpdateLoop(_TrainingEpochLoop):
         else:
             self.loaded.restart_iterators(data_fetcher)
         super().on_run_start(data_fetcher)
-        self.calls.begin_epoch()
+        self.calls = self.step.calls = epoch_calls(self.trainer)
+        self._is_automatic = self.calls.module.automatic_optimization
         self.results.begin_epoch()
         self.step.skips_backward = self.automatic_optimization._skip_backward
         configs = self.trainer.lr_scheduler_configs
@@ -175,7 +178,7 @@ class UpdateLoop(_TrainingEpochLoop):
         progress.increment_processed()
         if self._has_schedules:
             if self.calls.module.automatic_optimization and not self.step.is_skipped:
-                self.calls.scheduler_steps(batch_idx + 1, self.scheduler_progress)
+                self.calls.step_schedulers(batch_idx + 1, self.scheduler_progress)
             if self.epoch_is_over:
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stops:
@@ -222,7 +225,7 @@ class UpdateLoop(_TrainingEpochLoop):
     @override
     def global_step(self) -> int:
         # Callbacks read this several times in an update. Under automatic optimization one counter holds the number.
-        if self.calls.is_lean:
+        if self._is_automatic:
             return self.automatic_optimization.optim_progress.optimizer.step.total.completed
         return super().global_step
 
@@ -325,7 +328,7 @@ class UpdateLoop(_TrainingEpochLoop):
             loader.divide_updates(None)
         self.results.reset()
         self.step.release()
-        self.calls.is_lean = False
+        self._is_automatic = False
         self._stop_requested = False
         self.loaded.inspect_loaders(None)
 

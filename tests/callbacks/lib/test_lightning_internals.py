@@ -130,7 +130,7 @@ STEP = {
     _LoggerConnector: ("on_batch_start", "on_batch_end", "update_train_step_metrics"),
     _ResultCollection: ("log", "update_metrics", "reset"),
 }
-"""The methods that `UpdateLoop`, `HookCalls` and `UpdateResults` replace, and those that they build on."""
+"""The methods that `UpdateLoop`, `LeanCalls` and `UpdateResults` replace, and those that they build on."""
 
 
 def test_the_step_of_this_lightning_is_the_one_that_is_replaced() -> None:
