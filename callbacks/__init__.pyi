@@ -2,7 +2,6 @@ from .bn_recalibration import BNRecalibration as BNRecalibration
 from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
 from .checkpointing.verified_io import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO
-from .finite_weights import FiniteWeights as FiniteWeights
 from .freezing import FreezeLayers as FreezeLayers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation
 from .lib.batch_norm import OrderedStatistics as OrderedStatistics
@@ -15,11 +14,13 @@ from .run_progress import RunProgress as RunProgress
 from .seed_control import SeedControl as SeedControl
 from .seed_control import micro_batch_seed as micro_batch_seed
 from .seed_control import seed_generators as seed_generators
+from .step_metrics import FiniteWeights as FiniteWeights
+from .step_metrics import StepMetrics as StepMetrics
+from .step_metrics import TrainingMonitor as TrainingMonitor
+from .step_metrics import TrainLoss as TrainLoss
 from .sync_bn import SyncBN as SyncBN
 from .sync_bn import restore_batchnorm as restore_batchnorm
 from .sync_bn import sync_batchnorm as sync_batchnorm
-from .train_loss import TrainLoss as TrainLoss
-from .training_monitor import TrainingMonitor as TrainingMonitor
 from .update_loop import UpdateLoop as UpdateLoop
 from .update_loop import install_update_loop as install_update_loop
 from .warmup_lr import RateFactor as RateFactor

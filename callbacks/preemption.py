@@ -28,7 +28,7 @@ from callbacks.lib.lightning_internals import (
     callbacks_of,
     collective_timeout,
     keep_signal_handlers,
-    save_last,
+    save_newest,
     surround_callbacks,
 )
 from callbacks.lib.one_lightning import OneLightningCallback
@@ -94,15 +94,7 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     last = Path(checkpoint.last_model_path)
     if trainer.is_global_zero and last.is_symlink():
         last.unlink()  # With save_last="link" a write would overwrite the checkpoint behind the link.
-    keeps_last = checkpoint.save_last
-    saves_weights_only = checkpoint.save_weights_only
-    checkpoint.save_last = True
-    checkpoint.save_weights_only = False
-    try:
-        save_last(checkpoint, trainer)
-    finally:
-        checkpoint.save_last = keeps_last
-        checkpoint.save_weights_only = saves_weights_only
+    save_newest(checkpoint, trainer)
     return None if checkpoint.last_model_path in _failures(trainer) else checkpoint.last_model_path
 
 

@@ -18,7 +18,7 @@ from callbacks.lib.pace import Pace, batches_left, format_seconds, limited_by_ti
 from callbacks.lib.status_line import StatusLine, columns
 from callbacks.lib.targets import micro_batch_outputs
 from callbacks.preemption import evaluation_batches
-from callbacks.train_loss import TrainLoss
+from callbacks.step_metrics import StepMetrics
 from datamodules.lightning import ProgressBar, pl
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
 
@@ -103,7 +103,7 @@ class RunProgress(OneLightningCallback, ProgressBar):
         self._next_log = math.inf
         self._evaluated = 0
         self._pace = Pace()
-        self._train_loss: TrainLoss | None = None
+        self._metrics: StepMetrics | None = None
         self._first_batch = 0
         self._epoch_began = 0.0
         self._targets: tuple[float, float] | None = None
@@ -148,8 +148,8 @@ class RunProgress(OneLightningCallback, ProgressBar):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        losses = [callback for callback in callbacks_of(trainer) if isinstance(callback, TrainLoss)]
-        self._train_loss = losses[0] if losses else None
+        metrics = [callback for callback in callbacks_of(trainer) if isinstance(callback, StepMetrics)]
+        self._metrics = next((callback for callback in metrics if callback.targets is not None), None)
         self._pace = Pace()
         self._targets = None
         self._first_batch = trainer.fit_loop.total_batch_idx + 1
@@ -196,11 +196,11 @@ class RunProgress(OneLightningCallback, ProgressBar):
         """Return the mean loss of the epoch so far, and targets or updates per second, as text."""
         seconds = self._pace.per_batch()
         rate = f"{1 / seconds:,.1f} {unit}{'es' if unit == 'batch' else 's'}/s" if seconds > 0 else ""
-        if self._train_loss is None:
+        if self._metrics is None:
             return format_metrics(trainer.callback_metrics), rate
-        loss, targets = self._train_loss.running()
+        loss, targets = self._metrics.running()
         if not targets:
-            # `TrainLoss` is called after this callback, so it does not hold the first batch of an epoch yet.
+            # `StepMetrics` is called after this callback, so it does not hold the first batch of an epoch yet.
             losses = []
             for output in micro_batch_outputs(outputs):
                 if output.get("loss") is not None:
@@ -212,7 +212,7 @@ class RunProgress(OneLightningCallback, ProgressBar):
         first_targets, first_time = self._targets
         if targets > first_targets:
             per_second = trainer.world_size * (targets - first_targets) / (now - first_time)
-            rate = f"{per_second:,.0f} {self._train_loss.targets}/s"
+            rate = f"{per_second:,.0f} {self._metrics.targets}/s"
         return f"loss {loss:.4f}" if math.isfinite(loss) else "", rate
 
     @override
@@ -225,9 +225,9 @@ class RunProgress(OneLightningCallback, ProgressBar):
         for name, value in metrics.items():
             if name.endswith("_epoch"):
                 means[name.removesuffix("_epoch")] = value
-        if self._train_loss is not None and not any(name.startswith("train/loss") for name in metrics):
-            # In an epoch that max_steps has cut, `TrainLoss` has logged no mean.
-            loss, targets = self._train_loss.running()
+        if self._metrics is not None and not any(name.startswith("train/loss") for name in metrics):
+            # In an epoch that max_steps has cut, `StepMetrics` has logged no mean.
+            loss, targets = self._metrics.running()
             if targets:
                 means["train/loss"] = loss
         self.line.clear()

@@ -44,7 +44,14 @@ def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callbac
     """Put one callback before all others and one after them; return a function to undo it."""
     original = callbacks_of(trainer)
     set_callbacks(trainer, [first, *(callback for callback in original if callback is not last), last])
-    return lambda: set_callbacks(trainer, original)
+
+    def undo() -> None:
+        # Other callbacks may have come and gone since.
+        current = callbacks_of(trainer)
+        added = [callback for callback in current if callback not in (*original, first)]
+        set_callbacks(trainer, [*(callback for callback in original if callback in current), *added])
+
+    return undo
 
 
 def is_idle(owner: Any, name: str, stock: type) -> bool:
@@ -261,9 +268,19 @@ def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
     checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
 
 
-def save_untrained(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Save before the first update, which Lightning would skip as already saved."""
-    checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+def save_newest(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
+    """Save the whole state as ``last.ckpt`` now, whatever the callback keeps; its own saves do not count this one."""
+    keeps_last = checkpoint.save_last
+    saves_weights_only = checkpoint.save_weights_only
+    saved_step = checkpoint._last_global_step_saved
+    checkpoint.save_last = True
+    checkpoint.save_weights_only = False
+    try:
+        save_last(checkpoint, trainer)
+    finally:
+        checkpoint.save_last = keeps_last
+        checkpoint.save_weights_only = saves_weights_only
+        checkpoint._last_global_step_saved = saved_step
 
 
 def save_now_unless_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
