@@ -364,7 +364,7 @@ class StepMetrics(OneLightningCallback):
         speed: dict[str, float] = {}
         if trainer.is_last_batch:
             means |= self.losses.means(totals[1], "_epoch")
-            self.losses.sums[1] = 0
+            self.losses.sums[1].zero_()
             if self.losses.has_losses and not means:
                 raise RunFailedError(
                     f"epoch {trainer.current_epoch + 1} had no target: every `count` was 0, as where all labels are"
@@ -377,7 +377,7 @@ class StepMetrics(OneLightningCallback):
                 seconds = max(1e-9, time.monotonic() - self._since)
                 speed[f"train/{self.targets}_per_second"] = totals[0][1] / seconds
             self._since = time.monotonic()
-            self.losses.sums[0] = 0
+            self.losses.sums[0].zero_()
             for index, rate in enumerate(self.rates):
                 rates |= rates_by_name(rate.optimizer.param_groups, rate.used, f"lr{index or ''}")
             self._update = updates

@@ -148,7 +148,7 @@ class UpdateLoop(_TrainingEpochLoop):
         if self.step.seeds is None:
             self.step.watch_generators()
         # A loader without numbers draws the order of the epoch with its first batch: that keeps the epoch's seed.
-        elif batch_idx > 0 or self.loaded.division is not None:
+        elif self.loaded.draws and (batch_idx > 0 or self.loaded.division is not None):
             self.step.seeds.seed_loading(trainer, number)
         self.loaded.keep_position(data_fetcher)
         item, _, _ = next(data_fetcher)
@@ -162,7 +162,7 @@ class UpdateLoop(_TrainingEpochLoop):
         results.batch_size = update.samples[0]  # By which `log` weights the mean of an epoch.
         outputs: Any = None
         stops = False
-        if all(batch is None for batch in update.batches):
+        if first_batch is None and all(batch is None for batch in update.batches):
             warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...", stacklevel=2)
         else:
             with self._logs_of(update):

@@ -160,14 +160,17 @@ def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job
 
 
 class LapClock(pl.Callback):
-    """Callback that records the end of each step of a Trainer."""
+    """Callback that records each step of a Trainer's optimizer.
+
+    By a hook of the optimizer, since foreign code in a hook of the Trainer would be seeded in each update.
+    """
 
     def __init__(self, laps: Laps) -> None:
         self.laps = laps
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self.laps.end_step()
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self.laps.end_step())
 
 
 class Plain(pl.LightningModule):

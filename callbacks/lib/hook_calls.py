@@ -84,12 +84,14 @@ _PROJECT = tuple(_as_prefix(Path(__file__).parents[2] / name) for name in ("call
 
 
 def _file_of(function: Any) -> str:
-    """Return the file with the code of a function; "" for a callable without code in Python."""
-    code = getattr(function, "__code__", None)
+    """Return the file with the code of a function or callable object; "" for one without code in Python."""
+    if not callable(function):
+        return ""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return "" if code is None else str(code.co_filename)
 
 
-def _is_foreign(function: Any) -> bool:
+def is_foreign(function: Any) -> bool:
     """Whether a function may draw random numbers: it is neither Lightning's nor of this project, which draw none."""
     return not _file_of(function).startswith((_LIGHTNING, *_PROJECT))
 
@@ -154,17 +156,17 @@ class StockCalls:
         gradients and the weights, and after the update.
         """
         module = self.module
-        names = {name for name, hooks in self.hooked.items() if any(_is_foreign(hook) for _, hook in hooks)}
-        names |= {name for name in self.module_hooks if _is_foreign(getattr(module, name))}
-        names |= {name for name in (*_UPDATE, *_CLIPPING, *_TRANSFERS) if _is_foreign(getattr(module, name))}
+        names = {name for name, hooks in self.hooked.items() if any(is_foreign(hook) for _, hook in hooks)}
+        names |= {name for name in self.module_hooks if is_foreign(getattr(module, name))}
+        names |= {name for name in (*_UPDATE, *_CLIPPING, *_TRANSFERS) if is_foreign(getattr(module, name))}
         data = self.trainer.datamodule
         if data is not None:
-            names |= {name for name in _TRANSFERS if _is_foreign(getattr(data, name))}
+            names |= {name for name in _TRANSFERS if is_foreign(getattr(data, name))}
         self.draws_in_transfer = not names.isdisjoint((*_TRANSFERS, "on_train_batch_start"))
         self.draws_in_step = "optimizer_step" in names or not all(map(is_torchs, self.optimizers))
         is_hooked = not names.isdisjoint(("on_after_backward", "on_before_optimizer_step", *_CLIPPING))
         self.draws_after_gradients = self.draws_in_step or is_hooked
-        self.draws_at_end = "on_train_batch_end" in names or any(map(_is_foreign, self.after_update))
+        self.draws_at_end = "on_train_batch_end" in names or any(map(is_foreign, self.after_update))
 
     # Hooks
 

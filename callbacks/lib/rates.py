@@ -4,6 +4,7 @@ lr(update) = base x batch scale x warm-up(update) x curve(update). A scheduler t
 the previous rate, is wrong after a resume, a skipped step or a change of the run's length.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -95,9 +96,16 @@ class UpdateSchedule(LRScheduler):
     def _before_step(self, *_: Any) -> None:
         trainer = attached_trainer(self._module)
         # Lightning's Tuner replaces this scheduler with its own, while this hook stays registered.
-        if trainer is not None and any(config.scheduler is self for config in trainer.lr_scheduler_configs):
-            self.set_rates(updates_made(trainer))
-            self.used = self._last_lr
+        if trainer is None or all(config.scheduler is not self for config in trainer.lr_scheduler_configs):
+            return
+        updates = updates_made(trainer)
+        # `step` has set them after the last update of the epoch, unless other code has changed them since. The length
+        # of the run may change between two epochs.
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        is_set = updates == self.last_epoch and all(map(operator.is_, rates, self._last_lr))
+        if not is_set or trainer.fit_loop.batch_idx <= 0:
+            self.set_rates(updates)
+        self.used = self._last_lr
 
     @override
     def step(self, epoch: int | None = None) -> None:

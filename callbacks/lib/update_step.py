@@ -193,7 +193,11 @@ class UpdateStep:
         if not self.calls.module.automatic_optimization:
             return self._make_manually(update, batch_idx)
         outputs: list[dict[str, Any]] = []
-        closure = partial(self._compute_gradients, update, batch_idx, outputs)
+
+        def closure() -> Tensor | None:
+            with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+                return self._compute_gradients(update, batch_idx, outputs)
+
         if self.skips_backward:
             closure()  # Forward passes alone, which update the BatchNorm statistics.
         else:
@@ -217,7 +221,6 @@ class UpdateStep:
             return outputs[0] if outputs[0]["loss"] is not None else {}
         return joined_outputs(outputs, update.is_stand_in)
 
-    @torch.enable_grad()
     def _compute_gradients(self, update: Update[Any], batch_idx: int, outputs: list[dict[str, Any]]) -> Tensor | None:
         """Compute the mean gradient over all targets of an update into ``.grad``; the closure of the optimizer.
 
@@ -478,9 +481,8 @@ class UpdateStep:
             result = ClosureResult.from_training_step_output(output)
             return result.closure_loss, result.asdict()
         # Cloned, since a GradScaler may scale the loss in place.
-        values = {"loss": loss.detach().clone()}
-        if type(output) is dict:
-            values |= {name: value for name, value in output.items() if name != "loss"}
+        values = dict(output) if type(output) is dict else {}
+        values["loss"] = loss.detach().clone()
         return loss, values
 
     def _zero_grad(self, batch_idx: int, optimizer: Optimizer) -> None:
