@@ -427,7 +427,7 @@ class StepMetrics(OneLightningCallback):
         self._check_finite(trainer, pl_module)
         if trainer.interrupted:
             return  # After an exception the other ranks may be gone, and the sums need an all-reduce.
-        saved = {"update": self._update, "logged": self._logged}
+        saved: dict[str, Any] = {"update": self._update, "logged": self._logged}
         if self.targets is not None:
             saved["sums"] = self.losses.totals(trainer).cpu()
         checkpoint[_ENTRY] = checkpoint.get(_ENTRY, {}) | saved
