@@ -3,9 +3,9 @@ from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
 from .checkpointing.verified_io import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO
 from .freezing import FreezeLayers as FreezeLayers
+from .freezing import freeze_layers as freeze_layers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation
 from .lib.batch_norm import OrderedStatistics as OrderedStatistics
-from .lib.freezing import freeze_layers as freeze_layers
 from .lib.gradient_sum import GradientSum as GradientSum
 from .lib.signals import Preempted as Preempted
 from .preemption import Preemption as Preemption

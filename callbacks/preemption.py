@@ -23,15 +23,15 @@ from callbacks.checkpointing.stopping_points import (
     trains,
 )
 from callbacks.checkpointing.verified_io import CheckpointGuard
-from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.lightning_internals import (
+    OneLightningCallback,
     callbacks_of,
     collective_timeout,
     keep_signal_handlers,
     save_newest,
     surround_callbacks,
 )
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.ranks import FlagAllReduce
 from callbacks.lib.signals import Preempted, SignalFlag, name_of, requeue_on
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.lightning import LambdaCallback, ModelCheckpoint, WeightAveraging, pl

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
-from callbacks.lib.lightning_internals import log_after_update, log_interval
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback, log_after_update, log_interval
 from callbacks.lib.targets import micro_batch_outputs
 from callbacks.lib.updates import updates_made
 from callbacks.update_loop import install_update_loop

@@ -14,13 +14,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from callbacks.lib.decisions import check_decision
-from callbacks.lib.evaluation_loop import SharedEvaluationLoop, share_evaluations
 from callbacks.lib.hook_calls import StockCalls, epoch_calls
 from callbacks.lib.lightning_internals import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates, check_interval, numbered_loaders, wrap_training_loaders
+from callbacks.lib.ranks import check_decision
+from callbacks.lib.results import SharedEvaluationLoop, UpdateResults, share_evaluations
 from callbacks.lib.threads import RunThreads
-from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep, uneven_micro_batch
 from datamodules.errors import UserError
 from datamodules.lightning import GradientAccumulationScheduler, SIGTERMException, _TrainingEpochLoop, pl

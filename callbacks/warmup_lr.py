@@ -1,8 +1,8 @@
 """Warm-up and batch-size scaling of the learning rate, on top of any schedule.
 
-The schedules of the recipes take both as factors of the rate of an update (`callbacks.lib.rates`). Chained schedulers
-of torch advance when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break when a
-parameter group is added. So the rate of any other scheduler is multiplied only while the optimizer steps.
+The schedules of the recipes take both as factors of the rate of an update (`callbacks.lib.optimizers`). Chained
+schedulers of torch advance when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break
+when a parameter group is added. So the rate of any other scheduler is multiplied only while the optimizer steps.
 """
 
 import math
@@ -15,13 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from callbacks.lib.durations import Duration
-from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
+from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of, set_callbacks
 from callbacks.lib.loaded_updates import global_batch_size
-from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.optimizers import stepping_optimizer
-from callbacks.lib.rates import UpdateSchedule, schedule_of
-from callbacks.lib.updates import duration_to_updates, total_updates
+from callbacks.lib.optimizers import UpdateSchedule, schedule_of, stepping_optimizer
+from callbacks.lib.updates import Duration, duration_to_updates, total_updates
 from callbacks.step_metrics import StepMetrics
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl

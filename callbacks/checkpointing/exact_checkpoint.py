@@ -23,13 +23,11 @@ from callbacks.checkpointing.stopping_points import (
     trains,
 )
 from callbacks.lib import lightning_internals as internals
-from callbacks.lib.decisions import check_decision
-from callbacks.lib.durations import Duration, read_time
-from callbacks.lib.evaluation_loop import share_evaluations
-from callbacks.lib.exchange import gather
-from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
-from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.unsaved_state import unsaved_state
+from callbacks.lib.first_update import unsaved_state
+from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of, set_callbacks
+from callbacks.lib.ranks import check_decision, gather
+from callbacks.lib.results import share_evaluations
+from callbacks.lib.updates import Duration, read_time
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import DoublePrecision, ModelCheckpoint, pl

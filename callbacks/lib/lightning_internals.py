@@ -1,7 +1,8 @@
 """Access to Lightning's private names. Only the update loop and its parts use such names outside of this file.
 
 Each function does one thing for which Lightning has no public name. `tests/callbacks/lib/test_lightning_internals.py`
-tests each of them, so a release of Lightning that renames one fails there.
+tests each of them, so a release of Lightning that renames one fails there. The base of our callbacks is here too, which
+rejects a Trainer of the other package of Lightning.
 """
 
 import traceback
@@ -10,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from datamodules.lightning import (
     CombinedLoader,
@@ -25,6 +27,7 @@ from datamodules.lightning import (
     checkpoint_connector,
     pl,
 )
+from datamodules.lightning_package import check_package, package_of
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -289,3 +292,12 @@ def save_now_unless_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> N
         candidates = checkpoint._monitor_candidates(trainer)
         checkpoint._save_topk_checkpoint(trainer, candidates)
         checkpoint._save_last_checkpoint(trainer, candidates)
+
+
+class OneLightningCallback(pl.Callback):
+    """Callback whose first hook ends a run in a Trainer of the other package, in one line."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_package(package_of(trainer), self)
+        super().setup(trainer, pl_module, stage)

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 import callbacks
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.randomness import uniform
 from tests.support.ranks import run_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback
 from datamodules.errors import UserError
 from datamodules.lightning_package import VARIABLE, lightning_package
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.lib.rates import learning_rate
+from callbacks.lib.optimizers import learning_rate
 from callbacks.warmup_lr import WarmupLR, warmup_factor
 from recipes import build_optimizer, build_schedule
 from recipes.schedules import curve

@@ -35,10 +35,9 @@ FENCE = [
     ROOT / "datamodules/lightning.py",
     ROOT / "datamodules/lightning_package.py",
     ROOT / "callbacks/lib/lightning_internals.py",
-    ROOT / "callbacks/lib/evaluation_loop.py",
     ROOT / "callbacks/lib/hook_calls.py",
     ROOT / "callbacks/lib/loaded_updates.py",
-    ROOT / "callbacks/lib/update_results.py",
+    ROOT / "callbacks/lib/results.py",
     ROOT / "callbacks/lib/update_step.py",
     ROOT / "callbacks/update_loop.py",
 ]
