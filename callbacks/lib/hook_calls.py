@@ -118,7 +118,7 @@ class StockCalls:
         self.has_zeroing = not _has_stock(self.module, _ZEROING)
         """Whether the module overrides the zeroing of gradients."""
         self._attributes = vars(self.module)  # Read and written without torch's `__setattr__`.
-        self._step: Any = None
+        self._inspected: Any = None
         """The `training_step` for which `_takes_index` was determined."""
         self._takes_index = True
         self._find_hooks()
@@ -244,8 +244,8 @@ class StockCalls:
         # The signature is inspected once; Lightning inspects it in each step.
         step = self.module.training_step
         function = getattr(step, "__func__", step)
-        if function is not self._step:
-            self._step = function
+        if function is not self._inspected:
+            self._inspected = function
             self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         return {"batch": batch, "batch_idx": batch_idx} if self._takes_index else {"batch": batch}
 

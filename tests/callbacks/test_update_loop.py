@@ -29,6 +29,9 @@ from callbacks.update_loop import UpdateLoop, install_update_loop
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
+pytestmark = pytest.mark.lightning
+
+
 BATCHES = 6
 SETS = 8
 """Random sets of hooks and settings."""
