@@ -150,6 +150,7 @@ class Preemption(OneLightningCallback):
     def __init__(self) -> None:
         super().__init__()
         self._flag = SignalFlag()
+        self._has_other_ranks = False
         self._undo: list[Callable[[], None]] = []
         self._reset()
 
@@ -164,6 +165,7 @@ class Preemption(OneLightningCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._release()
+        self._has_other_ranks = trainer.world_size > 1
         what = "saving after this update" if stage == "fit" else "ending after this batch"
         self._flag.on_interrupt = f"Ctrl-C: {what}; press it again to end at once" if trainer.is_global_zero else ""
         self._flag.install()
@@ -212,6 +214,8 @@ class Preemption(OneLightningCallback):
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop after a signal, except after an epoch's last update: there the start of the next epoch is exact."""
+        if not (self._has_other_ranks or self._flag.received or self._stop_requested):
+            return
         place = place_after_update(trainer)
         if place == "within update":
             return

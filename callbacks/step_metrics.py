@@ -263,6 +263,8 @@ class StepMetrics(OneLightningCallback):
         self._norms: dict[Optimizer, tuple[Tensor, float]] = {}
         self._update = 0
         """Number of updates at the last log."""
+        self._next = math.inf
+        """Number of updates at the end of the interval; infinite if nothing is logged."""
         self._logged = False
         """Whether something was logged in this epoch."""
         self._since = 0.0
@@ -284,7 +286,7 @@ class StepMetrics(OneLightningCallback):
         self._norms = {}
         self._since = time.monotonic()
         # An earlier version counted the steps of all optimizers here.
-        self._update = min(saved.get("update", math.inf), updates_made(trainer))
+        self._begin_interval(trainer, min(saved.get("update", math.inf), updates_made(trainer)))
         self._logged = saved.get("logged", False)
         self.losses = LossSums(trainer.strategy.root_device)
         if "sums" in saved and trainer.global_rank == 0:  # The saved sums are those of all ranks.
@@ -318,12 +320,14 @@ class StepMetrics(OneLightningCallback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.monotonic()
 
+    def _begin_interval(self, trainer: pl.Trainer, updates: int) -> None:
+        every = log_interval(trainer)
+        self._update = updates
+        self._next = (updates // every + 1) * every if every else math.inf
+
     def _is_due(self, trainer: pl.Trainer, updates: int) -> bool:
         """Whether to log after a number of updates."""
-        every = log_interval(trainer)
-        if not every:
-            return False
-        return updates // every > self._update // every or (not self._logged and trainer.is_last_batch)
+        return updates >= self._next or (not self._logged and trainer.is_last_batch and self._next < math.inf)
 
     @override
     def on_before_optimizer_step(
@@ -344,7 +348,7 @@ class StepMetrics(OneLightningCallback):
     ) -> None:
         if self._handles:
             self._release()
-        if not log_interval(trainer):
+        if self._next == math.inf:
             return
         if self.targets is not None:
             self.losses.add(outputs)
@@ -379,7 +383,7 @@ class StepMetrics(OneLightningCallback):
             self.losses.sums[0].zero_()
             for index, rate in enumerate(self.rates):
                 rates |= rates_by_name(rate.optimizer.param_groups, rate.used, f"lr{index or ''}")
-            self._update = updates
+            self._begin_interval(trainer, updates)
         # Not by `pl_module.log`, which logs nothing in an epoch that is shorter than the interval.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in (means | rates).items()})
         self.values = means | speed | norms | rates

@@ -240,8 +240,9 @@ class UpdateLoop(_TrainingEpochLoop):
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
         trainer: Any = self.trainer
-        trainer.should_stop = trainer.should_stop or self._stop_requested
-        self._stop_requested = False
+        if self._stop_requested:
+            trainer.should_stop = True
+            self._stop_requested = False
         progress = self.batch_progress
         may_validate = progress.is_last_batch or trainer.should_stop or self.restarting
         may_validate = may_validate or progress.current.ready % self._validates_every == 0

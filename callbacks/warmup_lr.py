@@ -8,7 +8,6 @@ when a parameter group is added. So the rate of any other scheduler is multiplie
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -186,6 +185,8 @@ class WarmupLR(OneLightningCallback):
         self._updates: list[float] = []
         self._rates: Sequence[RateFactor | UpdateSchedule] = ()
         """The object that sets the rates of each optimizer while it steps."""
+        self._batch_scale = 1.0
+        """`batch_scale` of the running epoch."""
         self._metrics: StepMetrics | None = None
         """Logs the rates; added to a Trainer without one."""
 
@@ -228,8 +229,7 @@ class WarmupLR(OneLightningCallback):
         length = duration_to_updates(self.duration, trainer)
         updates = self.updates
         count = len(trainer.optimizers)
-        if self.scale is not None:
-            global_batch_size(trainer)  # Raises the error of a loader without batch size before the first step.
+        self._batch_scale = self.batch_scale(trainer)
         if self.duration.unit != "steps" and self.length not in (0, length):
             updates = [done * length / self.length for done in updates]
         if len(updates) != count:
@@ -253,13 +253,17 @@ class WarmupLR(OneLightningCallback):
         """Pass the factors to a recipe's schedule, or multiply the rate of another scheduler."""
         schedule = schedule_of(optimizer, trainer)
         if schedule is not None:
-            schedule.warm_up(self.warmup, partial(self.batch_scale, trainer))
+            schedule.warm_up(self.warmup, lambda: self._batch_scale)
             return schedule
 
         def factor(update: float) -> float:
-            return self.warmup(update) * self.batch_scale(trainer)
+            return self.warmup(update) * self._batch_scale
 
         return RateFactor(optimizer, factor, updates, self.length)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batch_scale = self.batch_scale(trainer)  # An epoch may have new loaders.
 
     @override
     def on_train_batch_end(
