@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from benchmarks.harness.processes import ROOT
 from benchmarks.sections.input_pipeline import find_images, write_files
 from benchmarks.sections.training_loop import BARE, BATCH_SIZE, FABRIC, PLAIN, Loop, tiny_network
 
-__all__ = ["LOOPS", "main"]
+__all__ = ["LOOPS", "count", "counted", "main"]
 
 OURS = "recipe"
 WIDTH = 32
@@ -77,7 +78,7 @@ def count(name: str, data_dir: str) -> float:
     """Return the instructions of a step of a contender.
 
     Raises:
-        RuntimeError: the process has failed.
+        RuntimeError: the process has failed, or nothing was counted.
     """
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         output = Path(folder) / "callgrind.out"
@@ -88,12 +89,16 @@ def count(name: str, data_dir: str) -> float:
         if done.returncode:
             raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stderr[-2_000:]}")
         # The program is dumped in parts, one for each time that the counting was switched.
-        totals = [
-            int(total)
-            for part in Path(folder).glob("callgrind.out*")
-            for total in re.findall(r"^totals: (\d+)", part.read_text(errors="replace"), re.MULTILINE)[:1]
-        ]
-    return sum(totals) / STEPS
+        total = counted(part.read_text(errors="replace") for part in Path(folder).glob("callgrind.out*"))
+    if not total:
+        raise RuntimeError(f"callgrind has counted nothing of {name}:\n{done.stderr[-2_000:]}")
+    return total / STEPS
+
+
+def counted(parts: Iterable[str]) -> int:
+    """Return the instructions in the parts of a dump of callgrind."""
+    totals = [re.search(r"^totals: (\d+)", part, re.MULTILINE) for part in parts]
+    return sum(int(total[1]) for total in totals if total)
 
 
 def main(args: list[str] | None = None) -> None:
