@@ -182,3 +182,10 @@ def test_a_resume_with_nothing_left_to_train_leaves_the_last_update_in_last_ckpt
     saved, again = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("killed", "resumed"))
     assert not model.trained
     assert str(saved) == str(again)
+
+
+def test_one_callback_keeps_the_best_and_the_last_where_max_steps_cuts_an_epoch(tmp_path: Path) -> None:
+    """The save of the last one, after the update, is none of the best, which is saved at the epoch's end."""
+    fit(tmp_path, 1, Model(), ExactCheckpoint(tmp_path, "best", last_every="1 steps"), max_steps=3)
+    steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in tmp_path.glob("[bl]*.ckpt")}
+    assert steps["best.ckpt"] == steps["last.ckpt"] == 3
