@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 from typing_extensions import override
 
+from callbacks.lib.lightning_internals import OneLightningCallback
 from callbacks.lib.loaded_updates import numbered_loaders
-from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.updates import flattened
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError

@@ -4,31 +4,336 @@ Lightning's `BackboneFinetuning` trains a different model on each rank once it u
 after that, its layers stay frozen (#21901).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from callbacks.lib.durations import Duration
-from callbacks.lib.freezing import (
-    FrozenLayers,
-    check_freezing,
-    find_name,
-    frozen_objects,
-    init_momentum_buffers,
-    module_names,
-    names_before,
-    parameter_names,
-)
-from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.updates import duration_to_updates
+from callbacks.lib.lightning_internals import OneLightningCallback
+from callbacks.lib.updates import Duration, duration_to_updates
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import inform, warn
+
+
+def module_names(module: nn.Module) -> list[str]:
+    """Return the names of all submodules in the order of their definition; a shared one has several."""
+    return [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Return the names of all parameters in the order of their definition; a shared one has several."""
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+def find_name(name: str, names: Collection[str]) -> str:
+    """Return the full name that ends in `name`; of several the least nested one.
+
+    Raises:
+        UserError: no name ends so, or several at the same depth do.
+
+    Example:
+        >>> find_name("conv1", ["net", "net.conv1", "net.layer1", "net.layer1.conv1"])
+        'net.conv1'
+    """
+    matches = sorted({n for n in names if n == name or n.endswith(f".{name}")}, key=lambda n: (n.count("."), n))
+    if not matches:
+        ends = {".".join(n.split(".")[-length:]): n for n in names for length in range(1, n.count(".") + 2)}
+        close = list(dict.fromkeys(ends[end] for end in get_close_matches(name, ends, n=5)))
+        instead = (
+            f"did you mean {' or '.join(map(repr, close))}?" if close else f"the first names are {list(names)[:5]}"
+        )
+        raise UserError(f"there is no {name!r} in the module; {instead}")
+    if len(matches) > 1 and matches[0].count(".") == matches[1].count("."):
+        raise UserError(f"{name!r} could be {' or '.join(map(repr, matches))}: write one of them in full")
+    return matches[0]
+
+
+def matching_names(patterns: Iterable[str], names: Collection[str]) -> set[str]:
+    """Return the names that match one of the patterns, in full or from a dot on.
+
+    Raises:
+        UserError: a pattern matches nothing.
+
+    Example:
+        >>> sorted(matching_names(["bn*"], ["net.conv1", "net.bn1", "net.bn1.weight"]))
+        ['net.bn1', 'net.bn1.weight']
+    """
+    all_matches: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        if not matches:
+            raise UserError(f"{pattern!r} matches no module or parameter; the first names are {list(names)[:5]}")
+        all_matches |= matches
+    return all_matches
+
+
+def inside(name: str, outers: Collection[str]) -> bool:
+    """Whether a name or one of its parents is among `outers`; everything is inside ``"*"``.
+
+    Example:
+        >>> inside("net.layer1.bn", {"net.layer1"}), inside("net.layer10", {"net.layer1"})
+        (True, False)
+    """
+    ends = [i for i, letter in enumerate(name) if letter == "."]
+    return "*" in outers or name in outers or any(name[:end] in outers for end in ends)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode within the context, and restore the mode of each layer afterwards."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, training in modes:
+            layer.training = training  # Not by `train()`, which a layer may override.
+
+
+def names_before(module: nn.Module, until: str | None) -> set[str]:
+    """Return the names of modules and parameters defined before the submodule `until`; none if it is None.
+
+    They include the earlier children and the direct parameters of the modules around `until`, but not these modules.
+
+    Raises:
+        UserError: the name is unknown or ambiguous.
+
+    Example:
+        >>> sorted(names_before(nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)), "2"))
+        ['0', '0.bias', '0.weight', '1']
+    """
+    before: set[str] = set()
+    if until is None:
+        return before
+    until = find_name(until, module_names(module))
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        if name == until:
+            break
+        before.update(n for n, _ in submodule.named_parameters(name, recurse=False, remove_duplicate=False))
+        if name and not until.startswith(f"{name}."):
+            before.add(name)
+    return before
+
+
+def mode_of(layer: nn.Module) -> tuple[bool, float | None]:
+    """Return the settings that `set_frozen_mode` changes: the mode, and the dropout of a recurrent layer."""
+    return layer.training, layer.dropout if isinstance(layer, nn.RNNBase) else None
+
+
+def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
+    """Restore the settings that `mode_of` returned."""
+    layer.training, dropout = mode
+    if dropout is not None:
+        layer.dropout = dropout  # type: ignore[assignment]
+
+
+def set_frozen_mode(layer: nn.Module, _: Any = None) -> None:
+    """Put one layer into evaluation mode; a recurrent layer stays in training mode without dropout.
+
+    As a forward pre-hook it also acts after ``train()``. It is a function of the module file and not a closure, so that
+    copies and pickles of the layer work.
+    """
+    if isinstance(layer, nn.RNNBase):
+        # cuDNN has no backward pass through an RNN, GRU or LSTM in evaluation mode, which a layer before it may need.
+        layer.dropout = 0.0
+    elif layer.training:
+        layer.training = False
+
+
+def frozen_objects(
+    module: nn.Module, frozen: Collection[str], unfrozen: Collection[str]
+) -> tuple[set[nn.Module], set[Parameter]]:
+    """Return the modules and parameters inside `frozen` names and outside `unfrozen` ones.
+
+    One that is shared under several names is frozen only if all of them are, so that no owner that trains loses it.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        >>> network[1].weight = network[0].weight
+        >>> [list(p.shape) for p in frozen_objects(network, {"0"}, set())[1]]  # the bias alone
+        [[1]]
+    """
+
+    def select(named: Iterable[tuple[str, Any]]) -> set[Any]:
+        frozen_items: set[Any] = set()
+        training_items: set[Any] = set()
+        for name, item in named:
+            if inside(name, frozen) and not inside(name, unfrozen):
+                frozen_items.add(item)
+            else:
+                training_items.add(item)
+        return frozen_items - training_items
+
+    return (
+        select((n, m) for n, m in module.named_modules(remove_duplicate=False) if n),
+        select(module.named_parameters(remove_duplicate=False)),
+    )
+
+
+class FrozenLayers:
+    """Frozen layers of a module, until `unfreeze` or `restore`; returned by `freeze_layers`.
+
+    Args:
+        module: the module; it is changed in place.
+        names: full names of the modules and parameters to freeze.
+        train_bn: False keeps the running statistics of all batch normalisation, including unfrozen layers.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str], train_bn: bool = True) -> None:
+        self.module = module
+        self.names = frozenset(names)
+        self.train_bn = train_bn
+        self._requires_grad = {parameter: parameter.requires_grad for parameter in module.parameters()}
+        self._frozen_modes: dict[nn.Module, tuple[RemovableHandle, tuple[bool, float | None]]] = {}
+        self._unfrozen: frozenset[str] = frozenset()
+
+    def freeze(self) -> None:
+        """Freeze the modules and parameters of `names`, except unfrozen ones."""
+        modules, _ = frozen_objects(self.module, self.names, self._unfrozen)
+        if not self.train_bn:
+            modules |= {module for module in self.module.modules() if isinstance(module, _BatchNorm)}
+        self.freeze_parameters()
+        self._set_frozen_modules(modules)
+
+    def freeze_parameters(self) -> None:
+        """Freeze parameters only; modules keep their modes, which Lightning checks when training starts."""
+        _, frozen_parameters = frozen_objects(self.module, self.names, self._unfrozen)
+        for parameter, required_grad in self._requires_grad.items():
+            # A parameter that the user has frozen stays frozen.
+            parameter.requires_grad_(required_grad and parameter not in frozen_parameters)
+
+    def unfreeze(self, *names: str) -> None:
+        """Unfreeze modules or parameters, with everything inside them.
+
+        Args:
+            names: full names, or ends of them; ``"*"`` is everything that was frozen.
+
+        Raises:
+            UserError: a name is unknown or ambiguous.
+        """
+        known = [*module_names(self.module), *parameter_names(self.module)]
+        self._unfrozen |= {name if name == "*" else find_name(name, known) for name in names}
+        self.freeze()
+
+    def restore(self) -> None:
+        """Restore every parameter and module as it was before it was frozen."""
+        for parameter, required_grad in self._requires_grad.items():
+            parameter.requires_grad_(required_grad)
+        self._set_frozen_modules(set())
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of parameters that train, and of all parameters."""
+        training = sum(parameter.numel() for parameter in self._requires_grad if parameter.requires_grad)
+        return training, sum(parameter.numel() for parameter in self._requires_grad)
+
+    def _set_frozen_modules(self, modules: set[nn.Module]) -> None:
+        """Keep these modules, and no others, in evaluation mode."""
+        for module in self._frozen_modes.keys() - modules:
+            handle, mode = self._frozen_modes.pop(module)
+            handle.remove()
+            set_mode(module, mode)
+        for module in modules:
+            if module not in self._frozen_modes:
+                handle = module.register_forward_pre_hook(set_frozen_mode)
+                self._frozen_modes[module] = (handle, mode_of(module))
+            set_frozen_mode(module)
+
+
+def init_momentum_buffers(optimizers: Iterable[Optimizer]) -> None:
+    """Give newly trained parameters of a fused SGD a momentum of zero, if others of their group have a momentum.
+
+    The fused kernel of torch 2.15 raises a TypeError if only some parameters of a group have one. A momentum of zero
+    gives the same first step as none, except with dampening.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+            if not group["fused"] or all(state.get("momentum_buffer") is None for state in states):
+                continue
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = True) -> FrozenLayers:
+    """Freeze layers of a module in place; the returned object unfreezes them.
+
+    A frozen layer gets no gradient, and stays in evaluation mode after every ``train()``: BatchNorm keeps its running
+    statistics, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout. Layers before the first
+    trained one need no backward pass. Names match from the right: ``layer3`` matches ``network.layer3``; of several
+    matches the least nested one counts.
+
+    Freeze after ``zero_grad()``, because an optimizer uses existing gradients, and before DDP wraps the module, because
+    DDP reduces only parameters that require a gradient then.
+
+    Args:
+        until: freeze all layers defined before this submodule; it and the following ones train.
+        train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
+
+    Raises:
+        UserError: a name is unknown or ambiguous.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> frozen = freeze_layers(net, until="2")
+        >>> net = net.train()
+        >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+        ['2.weight', '2.bias']
+        >>> frozen.restore()
+        >>> frozen.counts()
+        (38, 38)
+    """
+    frozen = FrozenLayers(module, names_before(module, until), train_bn)
+    frozen.freeze()
+    return frozen
+
+
+def check_freezing(
+    module: nn.Module, frozen: Collection[str], unfrozen: Collection[str], optimizers: Iterable[Optimizer]
+) -> list[str]:
+    """Check that a run can start and unfreeze with these names, and return notes for the user.
+
+    Args:
+        frozen: names that are frozen at the start.
+        unfrozen: names that are unfrozen during the run.
+
+    Raises:
+        UserError: nothing trains at the start, or the optimizers lack a parameter that is unfrozen later.
+    """
+    _, frozen_at_start = frozen_objects(module, frozen, ())
+    _, frozen_at_end = frozen_objects(module, frozen, unfrozen)
+    unfrozen_later = frozen_at_start - frozen_at_end
+    if not any(p.requires_grad and p not in frozen_at_start for p in module.parameters()):
+        raise UserError(
+            "FreezeLayers leaves nothing to train at the start of the run: every parameter is frozen; freeze fewer"
+            f" layers, or let one out of {spelled('unfreeze')}"
+        )
+    optimized = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = unfrozen_later - optimized
+    left_out = [name for name, p in module.named_parameters() if p in missing and p.requires_grad]
+    if left_out:
+        raise UserError(
+            f"configure_optimizers left out {', '.join(left_out[:3])}{' ...' if left_out[3:] else ''}, which are"
+            f" to be unfrozen ({len(left_out)} in all): pass self.parameters(), frozen ones too"
+        )
+    return [
+        f"{name} trains: it is shared with a layer that is not frozen"
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter not in frozen_at_start and inside(name, frozen)
+    ]
 
 
 def rewrap_ddp(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

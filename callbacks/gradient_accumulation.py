@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.freezing import rewrap_ddp
+from callbacks.lib.lightning_internals import OneLightningCallback
 from callbacks.lib.loaded_updates import grouped, numbered_loaders, unknown_batch_size, update_loaders
-from callbacks.lib.one_lightning import OneLightningCallback
 from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.update_step import UpdateStep
 from callbacks.lib.updates import flattened

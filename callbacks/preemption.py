@@ -23,15 +23,15 @@ from callbacks.checkpointing.stopping_points import (
     trains,
 )
 from callbacks.checkpointing.verified_io import CheckpointGuard
-from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.lightning_internals import (
+    OneLightningCallback,
     callbacks_of,
     collective_timeout,
     keep_signal_handlers,
-    save_last,
+    save_newest,
     surround_callbacks,
 )
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.ranks import FlagAllReduce
 from callbacks.lib.signals import Preempted, SignalFlag, name_of, requeue_on
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.lightning import LambdaCallback, ModelCheckpoint, WeightAveraging, pl
@@ -94,15 +94,7 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     last = Path(checkpoint.last_model_path)
     if trainer.is_global_zero and last.is_symlink():
         last.unlink()  # With save_last="link" a write would overwrite the checkpoint behind the link.
-    keeps_last = checkpoint.save_last
-    saves_weights_only = checkpoint.save_weights_only
-    checkpoint.save_last = True
-    checkpoint.save_weights_only = False
-    try:
-        save_last(checkpoint, trainer)
-    finally:
-        checkpoint.save_last = keeps_last
-        checkpoint.save_weights_only = saves_weights_only
+    save_newest(checkpoint, trainer)
     return None if checkpoint.last_model_path in _failures(trainer) else checkpoint.last_model_path
 
 
@@ -158,6 +150,7 @@ class Preemption(OneLightningCallback):
     def __init__(self) -> None:
         super().__init__()
         self._flag = SignalFlag()
+        self._has_other_ranks = False
         self._undo: list[Callable[[], None]] = []
         self._reset()
 
@@ -172,6 +165,7 @@ class Preemption(OneLightningCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._release()
+        self._has_other_ranks = trainer.world_size > 1
         what = "saving after this update" if stage == "fit" else "ending after this batch"
         self._flag.on_interrupt = f"Ctrl-C: {what}; press it again to end at once" if trainer.is_global_zero else ""
         self._flag.install()
@@ -220,6 +214,8 @@ class Preemption(OneLightningCallback):
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop after a signal, except after an epoch's last update: there the start of the next epoch is exact."""
+        if not (self._has_other_ranks or self._flag.received or self._stop_requested):
+            return
         place = place_after_update(trainer)
         if place == "within update":
             return

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.checksums import checksum, checksums
-from callbacks.lib.decisions import deciders
-from callbacks.lib.exchange import gather
+from callbacks.lib.lightning_internals import OneLightningCallback
 from callbacks.lib.loaded_updates import numbered_loaders
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.ranks import checksum, checksums, deciders, gather
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn

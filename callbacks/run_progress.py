@@ -4,6 +4,7 @@ Lightning's bars read each displayed metric from the device at every step. `RunP
 """
 
 import math
+import shutil
 import sys
 import textwrap
 import time
@@ -12,15 +13,183 @@ from typing import Any
 
 from typing_extensions import override
 
-from callbacks.lib.lightning_internals import callbacks_of
-from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.pace import Pace, batches_left, format_seconds, limited_by_time, unit_of_batches
-from callbacks.lib.status_line import StatusLine, columns
+from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of
 from callbacks.lib.targets import micro_batch_outputs
+from callbacks.lib.updates import total_updates, updates_made
 from callbacks.preemption import evaluation_batches
-from callbacks.train_loss import TrainLoss
-from datamodules.lightning import ProgressBar, pl
+from callbacks.step_metrics import StepMetrics
+from datamodules.errors import UserError
+from datamodules.lightning import ProgressBar, Timer, pl
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a remaining time.
+
+    Example:
+        >>> [format_seconds(seconds) for seconds in (4.6, 75, 3_700, 200_000)]
+        ['0:05', '1:15', '1:01:40', '2 days 7:33:20']
+    """
+    days, rest = divmod(round(seconds), 86_400)
+    hours, rest = divmod(rest, 3_600)
+    minutes, rest = divmod(rest, 60)
+    clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
+    return f"{days} day{'s' if days > 1 else ''} {clock}" if days else clock
+
+
+class Pace:
+    """Pace of a run since it was started or resumed: seconds per training batch, and of evaluations between batches.
+
+    The first batch is not measured, since it loads, compiles and tunes.
+    """
+
+    def __init__(self) -> None:
+        self.batches = -1
+        """Measured batches; -1 before the first, unmeasured one."""
+        self._seconds = 0.0
+        self._evaluating = 0.0
+        self._batches_evaluated = 0
+        self._since: float | None = None
+
+    def end_batch(self, batches: int) -> None:
+        """Measure the batches up to now; called as a line is drawn or an evaluation begins.
+
+        Args:
+            batches: number of batches since the run was started or resumed.
+        """
+        now = time.monotonic()
+        if self._since is not None and self.batches >= 0:
+            self._seconds += now - self._since
+        self._since = now
+        self.batches = batches - 1
+
+    def end_evaluation(self, batches: int) -> None:
+        """Count the time since `end_batch` as that of an evaluation.
+
+        Args:
+            batches: as in `end_batch`.
+        """
+        now = time.monotonic()
+        if self._since is not None:
+            self._evaluating += now - self._since
+        self._since = now
+        self._batches_evaluated = batches
+
+    def per_batch(self) -> float:
+        """Return the seconds per training batch; NaN before the second one."""
+        return self._seconds / self.batches if self.batches > 0 else math.nan
+
+    def left(self, batches: float, with_evaluations: bool) -> float:
+        """Return the seconds for further batches; NaN or infinite if unknown.
+
+        Args:
+            batches: number of further batches.
+            with_evaluations: whether to add the time of evaluations, at the rate per batch so far.
+        """
+        evaluation_per_batch = 0.0
+        if with_evaluations and self._batches_evaluated:
+            evaluation_per_batch = self._evaluating / self._batches_evaluated
+        return batches * (self.per_batch() + evaluation_per_batch)
+
+
+def batches_left(trainer: pl.Trainer) -> float:
+    """Return the number of batches until the end of the run; infinite if it is unknown or nothing ends the run."""
+    try:
+        updates = total_updates(trainer) - updates_made(trainer)
+    except UserError:  # Under `GradientAccumulationScheduler` the number is unknown.
+        return math.inf
+    return max(0.0, updates) * trainer.accumulate_grad_batches
+
+
+def unit_of_batches(trainer: pl.Trainer) -> str:
+    """Return the unit of `batches_left`: "update", or "batch" if the Trainer accumulates gradients itself."""
+    return "update" if trainer.accumulate_grad_batches == 1 else "batch"
+
+
+def limited_by_time(trainer: pl.Trainer, seconds: float) -> float:
+    """Return the seconds left, at most those that ``max_time`` allows."""
+    for callback in callbacks_of(trainer):
+        remaining = callback.time_remaining() if isinstance(callback, Timer) else None
+        if remaining is not None:
+            seconds = remaining if math.isnan(seconds) else min(seconds, remaining)
+    return seconds
+
+
+def columns() -> int:
+    """Return the width of the terminal; the variable COLUMNS overrides it."""
+    return shutil.get_terminal_size().columns
+
+
+class _ClearingStream:
+    """Stream that clears the status line before each write."""
+
+    def __init__(self, stream: Any, line: "StatusLine") -> None:
+        self.stream = stream
+        self._line = line
+
+    def write(self, text: str) -> int:
+        self._line.clear()
+        written: int = self.stream.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class StatusLine:
+    """Status line on standard error, if that is a terminal.
+
+    From the first `show` to `close`, each write to ``sys.stdout`` and ``sys.stderr`` clears the line first, so that no
+    message is appended to it. The next `show` draws it again.
+    """
+
+    def __init__(self) -> None:
+        self._shown = False
+        self._replaced_streams: dict[str, _ClearingStream] = {}
+
+    def is_possible(self) -> bool:
+        """Whether standard error is a terminal."""
+        return sys.stderr is not None and sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Draw the line with a new text, cut at the terminal's width; do nothing without a terminal."""
+        if not self.is_possible():
+            return
+        self._replace_streams()
+        stream = self._terminal()
+        stream.write(f"\r\x1b[K{text[: columns() - 1]}")
+        stream.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._shown:
+            self._shown = False
+            stream = self._terminal()
+            stream.write("\r\x1b[K")
+            stream.flush()
+
+    def close(self) -> None:
+        """Remove the line, and restore ``sys.stdout`` and ``sys.stderr``."""
+        self.clear()
+        for name, replacement in self._replaced_streams.items():
+            # Another program may have replaced the stream since: then it stays.
+            if getattr(sys, name) is replacement:
+                setattr(sys, name, replacement.stream)
+        self._replaced_streams = {}
+
+    def _terminal(self) -> Any:
+        return self._replaced_streams["stderr"].stream if "stderr" in self._replaced_streams else sys.stderr
+
+    def _replace_streams(self) -> None:
+        if self._replaced_streams:
+            return
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is not None and stream.isatty():
+                self._replaced_streams[name] = _ClearingStream(stream, self)
+                setattr(sys, name, self._replaced_streams[name])
+
 
 _FIRST_LINE = 5.0
 """Seconds until the first line of a run in a log file."""
@@ -103,7 +272,7 @@ class RunProgress(OneLightningCallback, ProgressBar):
         self._next_log = math.inf
         self._evaluated = 0
         self._pace = Pace()
-        self._train_loss: TrainLoss | None = None
+        self._metrics: StepMetrics | None = None
         self._first_batch = 0
         self._epoch_began = 0.0
         self._targets: tuple[float, float] | None = None
@@ -148,8 +317,8 @@ class RunProgress(OneLightningCallback, ProgressBar):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        losses = [callback for callback in callbacks_of(trainer) if isinstance(callback, TrainLoss)]
-        self._train_loss = losses[0] if losses else None
+        metrics = [callback for callback in callbacks_of(trainer) if isinstance(callback, StepMetrics)]
+        self._metrics = next((callback for callback in metrics if callback.targets is not None), None)
         self._pace = Pace()
         self._targets = None
         self._first_batch = trainer.fit_loop.total_batch_idx + 1
@@ -196,11 +365,11 @@ class RunProgress(OneLightningCallback, ProgressBar):
         """Return the mean loss of the epoch so far, and targets or updates per second, as text."""
         seconds = self._pace.per_batch()
         rate = f"{1 / seconds:,.1f} {unit}{'es' if unit == 'batch' else 's'}/s" if seconds > 0 else ""
-        if self._train_loss is None:
+        if self._metrics is None:
             return format_metrics(trainer.callback_metrics), rate
-        loss, targets = self._train_loss.running()
+        loss, targets = self._metrics.running()
         if not targets:
-            # `TrainLoss` is called after this callback, so it does not hold the first batch of an epoch yet.
+            # `StepMetrics` is called after this callback, so it does not hold the first batch of an epoch yet.
             losses = []
             for output in micro_batch_outputs(outputs):
                 if output.get("loss") is not None:
@@ -212,7 +381,7 @@ class RunProgress(OneLightningCallback, ProgressBar):
         first_targets, first_time = self._targets
         if targets > first_targets:
             per_second = trainer.world_size * (targets - first_targets) / (now - first_time)
-            rate = f"{per_second:,.0f} {self._train_loss.targets}/s"
+            rate = f"{per_second:,.0f} {self._metrics.targets}/s"
         return f"loss {loss:.4f}" if math.isfinite(loss) else "", rate
 
     @override
@@ -225,9 +394,9 @@ class RunProgress(OneLightningCallback, ProgressBar):
         for name, value in metrics.items():
             if name.endswith("_epoch"):
                 means[name.removesuffix("_epoch")] = value
-        if self._train_loss is not None and not any(name.startswith("train/loss") for name in metrics):
-            # In an epoch that max_steps has cut, `TrainLoss` has logged no mean.
-            loss, targets = self._train_loss.running()
+        if self._metrics is not None and not any(name.startswith("train/loss") for name in metrics):
+            # In an epoch that max_steps has cut, `StepMetrics` has logged no mean.
+            loss, targets = self._metrics.running()
             if targets:
                 means["train/loss"] = loss
         self.line.clear()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from callbacks.lib.evaluation_loop import share_evaluations
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback
+from callbacks.lib.results import share_evaluations
 from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.update_step import UpdateStep
 from callbacks.update_loop import install_update_loop

@@ -22,7 +22,7 @@ from callbacks.lib.batch_norm import (
     own_batch_layers,
     running_statistics,
 )
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl

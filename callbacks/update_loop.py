@@ -14,13 +14,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from callbacks.lib.decisions import check_decision
-from callbacks.lib.evaluation_loop import SharedEvaluationLoop, share_evaluations
-from callbacks.lib.hook_calls import HookCalls
+from callbacks.lib.hook_calls import StockCalls, epoch_calls
 from callbacks.lib.lightning_internals import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates, check_interval, numbered_loaders, wrap_training_loaders
+from callbacks.lib.ranks import check_decision
+from callbacks.lib.results import SharedEvaluationLoop, UpdateResults, share_evaluations
 from callbacks.lib.threads import RunThreads
-from callbacks.lib.update_results import UpdateResults
 from callbacks.lib.update_step import UpdateStep, uneven_micro_batch
 from datamodules.errors import UserError
 from datamodules.lightning import GradientAccumulationScheduler, SIGTERMException, _TrainingEpochLoop, pl
@@ -48,8 +47,9 @@ class UpdateLoop(_TrainingEpochLoop):
         self.results = UpdateResults(stock.trainer)
         self._results = self.results
         self.val_loop = SharedEvaluationLoop(stock.val_loop)
-        self.calls = HookCalls(self.trainer)
-        self.step = UpdateStep(self.trainer, self.calls)
+        self.calls = StockCalls(self.trainer)
+        """The caller of the hooks of the running epoch."""
+        self.step = UpdateStep(self.trainer)
         self.threads = RunThreads(self.trainer)
         self.source: Any = self.trainer.fit_loop._data_source
         self.prepare_loaders: Callable[[Any], Any] | None = None
@@ -57,6 +57,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self.watches_sigterm = True
         """Whether Lightning broadcasts a received SIGTERM to all ranks in each update."""
         self.loaded = LoadedUpdates(self.trainer)
+        self._is_automatic = False
         self._stop_requested = False
         self._plateaus_stepped = False
         self._validates = False
@@ -111,7 +112,8 @@ class UpdateLoop(_TrainingEpochLoop):
         else:
             self.loaded.restart_iterators(data_fetcher)
         super().on_run_start(data_fetcher)
-        self.calls.begin_epoch()
+        self.calls = self.step.calls = epoch_calls(self.trainer)
+        self._is_automatic = self.calls.module.automatic_optimization
         self.results.begin_epoch()
         self.step.skips_backward = self.automatic_optimization._skip_backward
         configs = self.trainer.lr_scheduler_configs
@@ -145,7 +147,7 @@ class UpdateLoop(_TrainingEpochLoop):
         if self.step.seeds is None:
             self.step.watch_generators()
         # A loader without numbers draws the order of the epoch with its first batch: that keeps the epoch's seed.
-        elif batch_idx > 0 or self.loaded.division is not None:
+        elif self.loaded.draws and (batch_idx > 0 or self.loaded.division is not None):
             self.step.seeds.seed_loading(trainer, number)
         self.loaded.keep_position(data_fetcher)
         item, _, _ = next(data_fetcher)
@@ -159,7 +161,7 @@ class UpdateLoop(_TrainingEpochLoop):
         results.batch_size = update.samples[0]  # By which `log` weights the mean of an epoch.
         outputs: Any = None
         stops = False
-        if all(batch is None for batch in update.batches):
+        if first_batch is None and all(batch is None for batch in update.batches):
             warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...", stacklevel=2)
         else:
             with self._logs_of(update):
@@ -175,7 +177,7 @@ class UpdateLoop(_TrainingEpochLoop):
         progress.increment_processed()
         if self._has_schedules:
             if self.calls.module.automatic_optimization and not self.step.is_skipped:
-                self.calls.scheduler_steps(batch_idx + 1, self.scheduler_progress)
+                self.calls.step_schedulers(batch_idx + 1, self.scheduler_progress)
             if self.epoch_is_over:
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stops:
@@ -222,7 +224,7 @@ class UpdateLoop(_TrainingEpochLoop):
     @override
     def global_step(self) -> int:
         # Callbacks read this several times in an update. Under automatic optimization one counter holds the number.
-        if self.calls.is_lean:
+        if self._is_automatic:
             return self.automatic_optimization.optim_progress.optimizer.step.total.completed
         return super().global_step
 
@@ -238,8 +240,9 @@ class UpdateLoop(_TrainingEpochLoop):
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
         trainer: Any = self.trainer
-        trainer.should_stop = trainer.should_stop or self._stop_requested
-        self._stop_requested = False
+        if self._stop_requested:
+            trainer.should_stop = True
+            self._stop_requested = False
         progress = self.batch_progress
         may_validate = progress.is_last_batch or trainer.should_stop or self.restarting
         may_validate = may_validate or progress.current.ready % self._validates_every == 0
@@ -325,7 +328,7 @@ class UpdateLoop(_TrainingEpochLoop):
             loader.divide_updates(None)
         self.results.reset()
         self.step.release()
-        self.calls.is_lean = False
+        self._is_automatic = False
         self._stop_requested = False
         self.loaded.inspect_loaders(None)
 

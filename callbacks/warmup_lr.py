@@ -1,29 +1,24 @@
 """Warm-up and batch-size scaling of the learning rate, on top of any schedule.
 
-The schedules of the recipes take both as factors of the rate of an update (`callbacks.lib.rates`). Chained schedulers
-of torch advance when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break when a
-parameter group is added. So the rate of any other scheduler is multiplied only while the optimizer steps.
+The schedules of the recipes take both as factors of the rate of an update (`callbacks.lib.optimizers`). Chained
+schedulers of torch advance when float16 skipped the update (#5558), cannot wrap ReduceLROnPlateau (#10759), and break
+when a parameter group is added. So the rate of any other scheduler is multiplied only while the optimizer steps.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from callbacks.lib.durations import Duration
-from callbacks.lib.lightning_internals import log_after_update, log_interval
+from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of, set_callbacks
 from callbacks.lib.loaded_updates import global_batch_size
-from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.optimizers import stepping_optimizer
-from callbacks.lib.rates import UpdateSchedule, schedule_of
-from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
+from callbacks.lib.optimizers import UpdateSchedule, schedule_of, stepping_optimizer
+from callbacks.lib.updates import Duration, duration_to_updates, total_updates
+from callbacks.step_metrics import StepMetrics
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
@@ -52,36 +47,6 @@ def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None)
     """
     exponent: float = {"linear": 1.0, "sqrt": 0.5, None: 0.0}[scale]
     return float((batch_size / base_batch_size) ** exponent)
-
-
-def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor], prefix: str) -> dict[str, float]:
-    """Name the distinct learning rates of parameter groups, with names that stay when a group is added.
-
-    The first rate is named `prefix`, the others ``<prefix>/<name or number>`` after the first group with that rate, or
-    the common parent of its groups' names. Groups with different initial rates stay separate, even when a schedule
-    ends at 0 for all.
-
-    Example:
-        >>> rates_by_name([{}, {"name": "head"}, {}], [0.1, 0.2, 0.3], "lr")
-        {'lr': 0.1, 'lr/head': 0.2, 'lr/2': 0.3}
-        >>> names = ("layer4.decay", "layer4.no_decay", "fc.decay", "fc.no_decay")
-        >>> rates_by_name([{"name": name} for name in names], [0.1, 0.1, 0.5, 0.5], "lr")
-        {'lr': 0.1, 'lr/fc': 0.5}
-    """
-    names: dict[tuple[float, float], list[str]] = {}
-    for number, (group, rate) in enumerate(zip(groups, rates, strict=False)):
-        key = (float(group.get("initial_lr", rate)), float(rate))
-        names.setdefault(key, []).append(str(group.get("name", number)))
-    named_rates: dict[str, float] = {}
-    for (_, rate), group_names in names.items():
-        parents = {name.rpartition(".")[0] for name in group_names}
-        name = group_names[0]
-        if len(group_names) > 1 and len(parents) == 1:
-            parent = parents.pop()
-            if parent and f"{prefix}/{parent}" not in named_rates:
-                name = parent
-        named_rates[f"{prefix}/{name}" if named_rates else prefix] = rate
-    return named_rates
 
 
 class RateFactor:
@@ -172,23 +137,14 @@ class RateFactor:
         self._unscaled_rates = []
 
 
-@dataclass
-class _Fit:
-    """State of `WarmupLR` in one fit."""
-
-    rates: Sequence[RateFactor | UpdateSchedule] = ()
-    """The object that sets the rates of each optimizer while it steps."""
-    logged_step: int | None = None
-
-
 class WarmupLR(OneLightningCallback):
     """Warms up the learning rate, on top of any schedule of the module or none.
 
     Runs on: each optimizer step that is not skipped, through the optimizer's own hooks.
 
     The n-th update uses the schedule's rate times ``warmup_factor(n / length)``. The rates used are logged as ``lr``
-    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are also in
-    `trainer.callback_metrics`, without a logger.
+    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates, by the run's `StepMetrics` or one of
+    its own; they are also in `trainer.callback_metrics`, without a logger.
 
     A recipe's schedule takes the factor at the Trainer's number of the update, so a resumed run has the rates of an
     uninterrupted run of its present length. Any other rate is multiplied while the optimizer steps, in every parameter
@@ -227,12 +183,17 @@ class WarmupLR(OneLightningCallback):
         self.base_batch_size = base_batch_size
         self.length = 0
         self._updates: list[float] = []
-        self._fit = _Fit()
+        self._rates: Sequence[RateFactor | UpdateSchedule] = ()
+        """The object that sets the rates of each optimizer while it steps."""
+        self._batch_scale = 1.0
+        """`batch_scale` of the running epoch."""
+        self._metrics: StepMetrics | None = None
+        """Logs the rates; added to a Trainer without one."""
 
     @property
     def updates(self) -> list[float]:
         """Updates made so far, by optimizer."""
-        return [rate.updates for rate in self._fit.rates] or self._updates
+        return [rate.updates for rate in self._rates] or self._updates
 
     def warmup(self, updates: float) -> float:
         """Return the factor of the warm-up after a number of updates."""
@@ -247,9 +208,15 @@ class WarmupLR(OneLightningCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:
+        if stage != "fit":
+            return
+        callbacks = callbacks_of(trainer)
+        if not any(isinstance(callback, StepMetrics) for callback in callbacks):
+            self._metrics = StepMetrics(None, norm=False, finite=False)
+            set_callbacks(trainer, [*callbacks, self._metrics])
+        if trainer.global_step == 0:
             self._updates = []
-            self._fit = _Fit()
+            self._rates = ()
             self.length = 0
 
     @override
@@ -262,8 +229,7 @@ class WarmupLR(OneLightningCallback):
         length = duration_to_updates(self.duration, trainer)
         updates = self.updates
         count = len(trainer.optimizers)
-        if self.scale is not None:
-            global_batch_size(trainer)  # Raises the error of a loader without batch size before the first step.
+        self._batch_scale = self.batch_scale(trainer)
         if self.duration.unit != "steps" and self.length not in (0, length):
             updates = [done * length / self.length for done in updates]
         if len(updates) != count:
@@ -280,47 +246,45 @@ class WarmupLR(OneLightningCallback):
                 " more epochs"
             )
         pairs = zip(trainer.optimizers, updates, strict=True)
-        self._fit = _Fit([self._rate_of(optimizer, done, trainer) for optimizer, done in pairs])
+        self._rates = [self._rate_of(optimizer, done, trainer) for optimizer, done in pairs]
+        next(callback for callback in callbacks_of(trainer) if isinstance(callback, StepMetrics)).rates = self._rates
 
     def _rate_of(self, optimizer: Optimizer, updates: float, trainer: pl.Trainer) -> RateFactor | UpdateSchedule:
         """Pass the factors to a recipe's schedule, or multiply the rate of another scheduler."""
         schedule = schedule_of(optimizer, trainer)
         if schedule is not None:
-            schedule.warm_up(self.warmup, partial(self.batch_scale, trainer))
+            schedule.warm_up(self.warmup, lambda: self._batch_scale)
             return schedule
 
         def factor(update: float) -> float:
-            return self.warmup(update) * self.batch_scale(trainer)
+            return self.warmup(update) * self._batch_scale
 
         return RateFactor(optimizer, factor, updates, self.length)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batch_scale = self.batch_scale(trainer)  # An epoch may have new loaders.
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        fit = self._fit
-        for rate in fit.rates:
+        for rate in self._rates:
             if isinstance(rate, RateFactor):
                 rate.end_step()
-        interval = log_interval(trainer)
-        ends_interval = interval and updates_made(trainer) % interval == 0
-        if not (ends_interval or trainer.is_last_batch or fit.logged_step is None):
-            return
-        step = trainer.global_step
-        if step == fit.logged_step or not any(rate.used for rate in fit.rates):
-            return
-        fit.logged_step = step
-        rates: dict[str, float] = {}
-        for index, rate in enumerate(fit.rates):
-            rates |= rates_by_name(rate.optimizer.param_groups, rate.used, f"lr{index or ''}")
-        trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
-        log_after_update(trainer, rates)
 
-    def _release(self, *args: Any, **kwargs: Any) -> None:
+    def _release(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._updates = self.updates
-        for rate in self._fit.rates:
+        for rate in self._rates:
             rate.remove()
-        self._fit = _Fit()
+        self._rates = ()
+        callbacks = callbacks_of(trainer)
+        for callback in callbacks:
+            if isinstance(callback, StepMetrics):
+                callback.rates = ()
+        if self._metrics is not None:
+            set_callbacks(trainer, [callback for callback in callbacks if callback is not self._metrics])
+            self._metrics = None
 
     on_exception = teardown = _release
 
@@ -332,4 +296,4 @@ class WarmupLR(OneLightningCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._updates = [*map(float, state_dict["updates"])]
         self.length = state_dict["length"]
-        self._fit = _Fit()
+        self._rates = ()

@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
-from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of, set_callbacks
 from callbacks.lib.optimizers import stepping_optimizer
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging, is_overridden, pl

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks import TrainLoss
+from callbacks import StepMetrics
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.contract import Free, Rare
@@ -33,7 +33,7 @@ class Recipe(OneLightning, pl.LightningModule):
 
     `training_step` returns ``{"loss": mean, "count": number of targets}``, and may add ``correct``, the number of
     correct predictions as a tensor. If it returns the mean only, the samples of the batch are counted. No step waits
-    for the device: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
+    for the device: `StepMetrics` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
     `configure_optimizers` calls `build_optimizer` and `build_schedule`, which read the parameters below. A recipe whose
     defaults differ repeats them in its constructor, and passes them on. The arguments of its constructor are saved in
@@ -205,7 +205,7 @@ class Recipe(OneLightning, pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the callbacks that belong to the recipe, in any Trainer; an override adds to them."""
-        callbacks = [TrainLoss(targets=self.targets), CheckOptimization()]
+        callbacks = [StepMetrics(self.targets), CheckOptimization()]
         if self.hparams.weights not in (None, "none"):
             callbacks.append(InitialWeights())
         if self.hparams.compile:

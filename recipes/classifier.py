@@ -83,6 +83,8 @@ class Classifier(Recipe):
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self.names_in_checkpoint: Sequence[str] = ()
         self.confusion_matrix: Tensor | None = None
+        self.all_labels_count = False
+        """Whether it is known that no label of the training set is -100; `CheckLabels` sets it."""
 
     @classmethod
     @override

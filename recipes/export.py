@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.lib.writing import atomic_write
+from callbacks.checkpointing.writing import atomic_write
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError, first_line, spelled
 from datamodules.images.augmentation import Normalise

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
-from callbacks.lib.lightning_internals import is_training
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.images.labels import IGNORED, check_form, check_labels
@@ -78,7 +77,11 @@ def as_classes(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def mean_cross_entropy(
-    logits: Tensor, labels: Tensor, weight: Tensor | None = None, label_smoothing: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    all_count: bool = False,
 ) -> tuple[Tensor, int | Tensor]:
     """Return the mean cross-entropy over the labels that are not -100, and their number; 0 without labels.
 
@@ -90,6 +93,7 @@ def mean_cross_entropy(
         labels: integers of shape (batch,), or probabilities of shape (batch, classes).
         weight: weights of the classes, of shape (classes,).
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
+        all_count: whether it is known that no label is -100, as where `CheckLabels` has checked the whole set.
 
     Example:
         >>> logits, labels = torch.zeros(3, 2), torch.tensor([1, 0, -100])
@@ -101,7 +105,7 @@ def mean_cross_entropy(
     at_hand = is_at_hand(labels)
     count: int | Tensor = labels.shape[0]
     # In nearly all batches every label counts, which one pass over labels in host memory shows.
-    all_count = is_soft or not count or (at_hand and labels.min().item() >= 0)
+    all_count = all_count or is_soft or not count or (at_hand and labels.min().item() >= 0)
     if not all_count:
         counted = (labels != IGNORED).count_nonzero()
         count = int(counted) if at_hand else counted
@@ -261,6 +265,7 @@ class CheckLabels(pl.Callback):
         owners = [type(owner) for owner in (pl_module, pl_module.data_module()) if owner is not None]
         packages = {getattr(owner, name).__module__.partition(".")[0] for owner in owners for name in _TRANSFER_HOOKS}
         self.checks[stage].check_set(loaders if packages <= {"lightning", "datamodules"} else None)
+        pl_module.all_labels_count = self.checks["train"].all_count
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -287,16 +292,18 @@ class CheckLabels(pl.Callback):
         self._check_set(pl_module, "test", trainer.test_dataloaders)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        stage = "test" if trainer.testing else "validate"
-        if is_training(trainer):
-            stage = "train"
-        _, labels, *_ = batch
-        self.checks[stage].check_batch(labels)
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        check = self.checks["train"]
+        if not check.all_count:
+            check.check_batch(batch[1])
 
-    on_validation_batch_start = on_test_batch_start = on_train_batch_start
+    @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *args: Any) -> None:
+        self.checks["validate"].check_batch(batch[1])
+
+    @override
+    def on_test_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *args: Any) -> None:
+        self.checks["test"].check_batch(batch[1])
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

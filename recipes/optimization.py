@@ -5,7 +5,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from callbacks.lib.rates import schedule_of
+from callbacks.lib.optimizers import schedule_of
 from callbacks.lib.updates import total_updates, updates_made
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl

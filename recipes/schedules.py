@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from callbacks.lib.durations import Duration
 from callbacks.lib.lightning_internals import attached_trainer
-from callbacks.lib.rates import UpdateSchedule
-from callbacks.lib.updates import duration_to_updates, total_updates
+from callbacks.lib.optimizers import UpdateSchedule
+from callbacks.lib.updates import Duration, duration_to_updates, total_updates
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import NATURAL, Range, check_ranges

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.lib.exchange import gather
+from callbacks.lib.ranks import gather
 from datamodules.contract import data_contract
 from datamodules.lightning import pl
 from datamodules.loading.loaders import EvaluationSampling, sample_numbers

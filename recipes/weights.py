@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.freezing import inside, matching_names, module_names
+from callbacks.freezing import inside, matching_names, module_names
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn

@@ -68,6 +68,7 @@ class Job:
         steps: number of batches to train on, including the settling.
         settling: number of first steps that do not count.
         precision: precision in Lightning's notation.
+        laps: class of the recorder of steps.
     """
 
     network: Callable[[], nn.Module]
@@ -77,6 +78,7 @@ class Job:
     steps: int
     settling: int
     precision: str
+    laps: type[Laps] = Laps
 
     def __len__(self) -> int:
         return self.steps
@@ -123,7 +125,7 @@ def gpu_search(as_lightning: bool) -> Iterator[None]:
 def plain_loop(job: Job) -> Laps:
     """Train in a plain PyTorch loop, the lower limit of the time."""
     model = job.build()
-    laps = Laps(job.settling)
+    laps = job.laps(job.settling)
     optimizer = job.optimizer(model)
     with gpu_search(as_lightning=False):
         for images, labels in job:
@@ -146,7 +148,7 @@ def fabric_loop(job: Job) -> Laps:
 
 def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job: Job, as_lightning: bool) -> Laps:
     """Train in a plain loop with a model and an optimizer that a library has wrapped."""
-    laps = Laps(job.settling)
+    laps = job.laps(job.settling)
     with gpu_search(as_lightning):
         for images, labels in job:
             loss = F.cross_entropy(model(images), labels)
@@ -158,14 +160,17 @@ def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job
 
 
 class LapClock(pl.Callback):
-    """Callback that records the end of each step of a Trainer."""
+    """Callback that records each step of a Trainer's optimizer.
+
+    By a hook of the optimizer, since foreign code in a hook of the Trainer would be seeded in each update.
+    """
 
     def __init__(self, laps: Laps) -> None:
         self.laps = laps
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self.laps.end_step()
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self.laps.end_step())
 
 
 class Plain(pl.LightningModule):
@@ -187,7 +192,7 @@ class Plain(pl.LightningModule):
 
 def bare_loop(job: Job) -> Laps:
     """Train with a Trainer without logger, progress bar and checkpoints."""
-    laps = Laps(job.settling)
+    laps = job.laps(job.settling)
     with gpu_search(as_lightning=True):
         bare_trainer([LapClock(laps)], precision=job.precision).fit(Plain(job), job)
     return laps

@@ -34,7 +34,7 @@ def ignite_loop(job: Job, bar: bool = False) -> Laps:
     from ignite.metrics import RunningAverage
 
     model = job.build()
-    laps = Laps(job.settling)
+    laps = job.laps(job.settling)
     optimizer = job.optimizer(model)
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> float | None:
@@ -62,7 +62,7 @@ def fastai_loop(job: Job) -> Laps:
     from fastai.learner import Learner
     from fastai.optimizer import OptimWrapper
 
-    laps = Laps(job.settling)
+    laps = job.laps(job.settling)
 
     class Ends(Callback):  # type: ignore[misc]
         def after_batch(self) -> None:

@@ -1,7 +1,7 @@
 """Runs the same training by the recipe's command line, and in a Trainer as Lightning's introductions show it."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,32 +39,33 @@ def recipe_class(network: Callable[[], nn.Module]) -> type[MNISTClassifier]:
     return Benchmarked
 
 
-def recipe_loop(job: Job, root: Path, augment: bool) -> Laps:
+def recipe_loop(job: Job, root: Path, augment: bool, flags: Sequence[str] = ()) -> Laps:
     """Train by the command line at its defaults, with logging, scores, progress bar, checkpoints and exactness.
 
     Args:
         job: network, data and settings.
         root: folder of MNIST's files.
         augment: whether images are augmented, as is the recipe's default.
+        flags: further flags of the command.
     """
-    laps = Laps(job.settling)
+    laps = job.laps(job.settling)
     with ExitStack() as stack:
         runs = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmarks-"))
         stack.enter_context(gpu_search(as_lightning=True))
         stack.enter_context(interruptible())
         stack.enter_context(unread_terminal())
-        flags = {
+        settings = {
             "--data-dir": root, "--dataset": "mnist", "--run-dir": runs, "--precision": job.precision,
             "--batch-size": job.batch_size, "--max-epochs": 1, "--limit-train-batches": job.steps,
             "--limit-val-batches": 1, "--limit-test-batches": 1, "--lr": LR, "--weight-decay": WEIGHT_DECAY,
             "--accelerator": "cpu", "--val-fraction": 0.01,
         }  # fmt: skip
-        args = [str(part) for pair in flags.items() for part in pair]
+        args = [str(part) for pair in settings.items() for part in pair]
         run(
             recipe_class(job.network),
             MNISTDataModule,
             lambda: [LapClock(laps)],
-            [*args, *(() if augment else _PLAIN)],
+            [*args, *(() if augment else _PLAIN), *flags],
         )
     return laps
 
@@ -93,7 +94,7 @@ class StockClassifier(pl.LightningModule):
 
 def stock_loop(job: Job, root: Path) -> Laps:
     """Train on torchvision's MNIST with a DataLoader and a Trainer, all at their defaults: float32, contiguous."""
-    laps = Laps(job.settling)
+    laps = job.laps(job.settling)
     torch.manual_seed(1)
     with (
         tempfile.TemporaryDirectory(prefix="benchmarks-") as runs,

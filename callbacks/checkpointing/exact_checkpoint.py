@@ -5,6 +5,8 @@ is counted, and after ``max_steps`` has cut an epoch, which then counts as done.
 decisions depend on and the sums behind an epoch's means, and ReduceLROnPlateau steps after the save.
 """
 
+import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +23,11 @@ from callbacks.checkpointing.stopping_points import (
     trains,
 )
 from callbacks.lib import lightning_internals as internals
-from callbacks.lib.decisions import check_decision
-from callbacks.lib.durations import Duration, read_time
-from callbacks.lib.evaluation_loop import share_evaluations
-from callbacks.lib.exchange import gather
-from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
-from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.unsaved_state import unsaved_state
+from callbacks.lib.first_update import unsaved_state
+from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of, set_callbacks
+from callbacks.lib.ranks import check_decision, gather
+from callbacks.lib.results import share_evaluations
+from callbacks.lib.updates import Duration, read_time
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import DoublePrecision, ModelCheckpoint, pl
@@ -55,33 +55,36 @@ def save_best_first(trainer: pl.Trainer) -> None:
     set_callbacks(trainer, reordered)
 
 
-def save_interval(text: str) -> dict[str, Any]:
-    """Convert an interval in updates, epochs or time to arguments of `ModelCheckpoint`.
+def save_interval(text: str) -> Duration | timedelta:
+    """Read the interval between two saves, in updates, epochs or time.
 
     Raises:
         UserError: the text is no interval.
 
     Example:
-        >>> save_interval("500 steps"), save_interval("10 minutes")
-        ({'every_n_train_steps': 500}, {'train_time_interval': datetime.timedelta(seconds=600)})
+        >>> save_interval("500 steps"), str(save_interval("10 minutes"))
+        (Duration(value=500.0, unit='steps'), '0:10:00')
     """
     message = f'{text!r} is no interval between two saves: write "500 steps", "2 epochs" or "10 minutes"'
-    time = read_time(text)
-    if time is not None:
-        if not time:
+    time_between = read_time(text)
+    if time_between is not None:
+        if not time_between:
             raise UserError(message)
-        return {"train_time_interval": time}
+        return time_between
     try:
         duration = Duration.parse(text)
     except UserError as error:
         raise UserError(message) from error
     if duration.unit == "%" or duration.value != int(duration.value) or not duration.value:
         raise UserError(message)
-    return {"every_n_train_steps" if duration.unit == "steps" else "every_n_epochs": int(duration.value)}
+    return duration
 
 
 class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, saved only after complete updates and at the end of an epoch.
+
+    With `last_every` it also keeps the newest checkpoint in ``last.ckpt``, whatever its score: saved at an interval of
+    its own and when the run ends, or with the initial weights if there is nothing to train.
 
     Of equal scores the later one is the best. If the weights have changed since the last validation, a save by score
     waits for the next validation; the last checkpoint does not wait.
@@ -96,15 +99,20 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     has the scores, and the sums behind the means of its epoch.
 
     Runs on: `on_update_end`, which comes after an update, its validation and its schedules, and `on_train_epoch_end`;
-    `on_train_start` of a resumed run. It takes the arguments of `ModelCheckpoint`.
+    `on_train_start` of a resumed run.
+
+    Args:
+        args: arguments of `ModelCheckpoint`, as are all others but one.
+        last_every: "500 steps", "2 epochs" or "10 minutes" between two saves of ``last.ckpt``. All ranks follow rank
+            0's clock.
 
     Raises:
-        UserError: `save_on_exception` is set, which saves within a batch; a state that the order, an optimizer or a
-            decision of the run depends on is in no checkpoint; or Lightning counts no step of a module that optimizes
-            manually, and would save nothing.
+        UserError: `last_every` is no interval; `save_on_exception` is set, which saves within a batch; a state that the
+            order, an optimizer or a decision of the run depends on is in no checkpoint; or Lightning counts no step of
+            a module that optimizes manually, and would save nothing.
 
     Example:
-        >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
+        >>> checkpoint = ExactCheckpoint("checkpoints", "best", monitor="val/loss", last_every="500 steps")
     """
 
     _best_model_path = ""
@@ -118,6 +126,18 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     _loaded: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _scored: tuple[int, list[str]] = (0, [])
+    _last_waits = False
+    """Whether a save of ``last.ckpt`` within the epoch waits for the epoch's end."""
+    _last_step = 0
+    """Number of updates in ``last.ckpt``."""
+    _last_clock = 0.0
+
+    def __init__(self, *args: Any, last_every: str | None = None, **kwargs: Any) -> None:
+        self._last_every: Duration | timedelta | None = None
+        if last_every is not None:
+            self._last_every = save_interval(last_every)
+            kwargs.setdefault("enable_version_counter", False)  # The newest is ``last.ckpt`` also in a second run.
+        super().__init__(*args, **kwargs)
 
     @property
     def best_model_path(self) -> str:
@@ -144,7 +164,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             install_update_loop(trainer)
             # A test or validation between two fits may have loaded another state.
             self._has_checked_states = False
-            self._has_validated = self._is_due = self._has_warned = False
+            self._has_validated = self._is_due = self._has_warned = self._last_waits = False
+            self._last_step = 0
             self._resume_problem = (-1, None)
             self._loaded = self._resumed = None
             save_best_first(trainer)
@@ -191,6 +212,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self._last_clock = time.monotonic()
         self.on_fit_start(trainer, pl_module)  # Again, since some strategies load the checkpoint after that hook.
         resumed = self._resumed
         self._resumed = None
@@ -224,13 +246,15 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             for optimizer in trainer.optimizers:
                 replay.refuse_states(trainer, optimizer)
         saves_at_interval = internals.saves_within_epochs(self)
-        if not saves_at_interval and not self._has_validated:
+        last_is_due = self._last_is_due(trainer)
+        if not (saves_at_interval or self._has_validated or last_is_due):
             return
         if trainer.is_last_batch or not RULES[place_after_update(trainer)].saves:
             return
         problem = None if self.save_weights_only else self._problem_of_epoch(trainer)
         if problem is not None:
-            self._warn(trainer, problem)
+            self._warn(trainer, problem, last_is_due)
+            self._last_waits = self._last_waits or last_is_due
             if self.monitor is None:
                 # A validation is left for the epoch's end by `_has_validated`, an interval of time by its clock.
                 self._is_due = self._is_due or internals.is_due_by_updates(self, trainer)
@@ -245,6 +269,29 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         self.save_last = keeps_last
         if problem is not None:
             self._is_due = self._is_due or internals.is_saved(self, trainer)
+        elif last_is_due:
+            self._save_last(trainer)  # After the best, so that the file holds the path of that.
+
+    def _last_is_due(self, trainer: pl.Trainer, *, epoch_ends: bool = False) -> bool:
+        """Whether the interval of ``last.ckpt`` has ended."""
+        every = self._last_every
+        if isinstance(every, timedelta):
+            now = time.monotonic()
+            is_due: bool = trainer.strategy.broadcast(now - self._last_clock >= every.total_seconds())
+            if is_due:
+                self._last_clock = now
+            return is_due
+        if every is None:
+            return False
+        if every.unit == "epochs":
+            return epoch_ends and (trainer.current_epoch + 1) % every.value == 0
+        return trainer.global_step % every.value == 0
+
+    def _save_last(self, trainer: pl.Trainer) -> None:
+        """Save ``last.ckpt``, unless it holds this update."""
+        if trainer.global_step != self._last_step and not getattr(trainer, "fast_dev_run", False):
+            self._last_step = trainer.global_step
+            internals.save_newest(self, trainer)
 
     def _problem_of_epoch(self, trainer: pl.Trainer) -> str | None:
         """Return why no run can resume within the present epoch; None if one can. Decided once per epoch."""
@@ -254,9 +301,9 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             self._resume_problem = (trainer.current_epoch, problem)
         return problem
 
-    def _warn(self, trainer: pl.Trainer, problem: str) -> None:
+    def _warn(self, trainer: pl.Trainer, problem: str, last_is_due: bool) -> None:
         """Warn once in a run that saves wait, as soon as one is due."""
-        is_due = internals.saves_by_time(self) or internals.is_due_by_updates(self, trainer)
+        is_due = last_is_due or internals.saves_by_time(self) or internals.is_due_by_updates(self, trainer)
         if not is_due and (not self._has_validated or internals.saves_at_epoch_end(self, trainer)):
             return
         checkpoints = [callback for callback in callbacks_of(trainer) if isinstance(callback, ExactCheckpoint)]
@@ -294,6 +341,12 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             internals.save_last(self, trainer)
         self._is_due = False
         loop.drop_early_stop()
+        if self._last_every is not None:
+            is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+            run_ends = is_last_epoch or trainer.should_stop or loop.training_is_over
+            if self._last_is_due(trainer, epoch_ends=True) or self._last_waits or run_ends:
+                self._save_last(trainer)
+            self._last_waits = False
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -301,7 +354,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         saved = [
             callback
             for callback in callbacks_of(trainer)
-            if isinstance(callback, ExactCheckpoint) and internals.is_saved(callback, trainer)
+            if isinstance(callback, ExactCheckpoint)
+            and (internals.is_saved(callback, trainer) or callback._last_step == trainer.global_step)
         ]
         if saved[:1] == [self] and not install_update_loop(trainer).epoch_is_over:
             problem = replay.resumes_within_epoch(trainer)
@@ -331,6 +385,15 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._resumed is not None:  # `on_train_start`, which clears it, was not called: nothing was left to train.
             replay.end_finished_run(trainer)
+        if self._last_every is None:
+            return
+        # Lightning calls no training hook if nothing is left to train.
+        if 0 in (trainer.max_epochs, trainer.max_steps) and not trainer.global_step:
+            internals.save_newest(self, trainer)
+        elif self._resumed and trainer.ckpt_path:
+            # The best had saved the last update, and the run was killed before ``last.ckpt`` was written.
+            saved = trainer.strategy.load_checkpoint(trainer.ckpt_path, weights_only=True)
+            trainer.strategy.save_checkpoint(saved, Path(self.dirpath or "") / "last.ckpt")
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -361,50 +424,3 @@ def warn_of_other_checkpoints(trainer: pl.Trainer) -> None:
             " leave that callback out, and use FreezeLayers",
             ", ".join(sorted({type(checkpoint).__name__ for checkpoint in checkpoints})),
         )
-
-
-class LastCheckpoint(ExactCheckpoint):
-    """Keeps the newest checkpoint in ``last.ckpt``, saved at an interval and when the run ends.
-
-    A run without epochs or steps saves the initial weights.
-
-    Args:
-        folder: the folder of the file.
-        interval: "500 steps", "2 epochs" or "10 minutes". All ranks follow rank 0's clock.
-
-    Raises:
-        UserError: `interval` is not an interval.
-
-    Example:
-        >>> LastCheckpoint("checkpoints", "500 steps").filename
-        'last'
-    """
-
-    def __init__(self, folder: str | Path, interval: str) -> None:
-        settings = save_interval(interval) | {"filename": "last", "enable_version_counter": False}
-        super().__init__(folder, save_on_train_epoch_end=True, **settings)
-
-    @property
-    @override
-    def state_key(self) -> str:
-        # Lightning's key contains the interval, which may change at a resume, and would equal that of a run's other
-        # callback of this class if neither has a monitor.
-        return "LastCheckpoint"
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        if is_last_epoch or trainer.should_stop or install_update_loop(trainer).training_is_over:
-            internals.save_now_unless_saved(self, trainer)
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_fit_end(trainer, pl_module)
-        # Lightning calls no training hook if nothing is left to train.
-        if 0 in (trainer.max_epochs, trainer.max_steps) and not trainer.global_step:
-            internals.save_untrained(self, trainer)
-        elif self._resumed and trainer.ckpt_path:
-            # Another callback had saved the last update, and the run was killed before this one had.
-            saved = trainer.strategy.load_checkpoint(trainer.ckpt_path, weights_only=True)
-            trainer.strategy.save_checkpoint(saved, Path(self.dirpath or "") / "last.ckpt")

@@ -18,10 +18,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from callbacks.checkpointing.stopping_points import RULES
+from callbacks.lib.first_update import unsaved_state
 from callbacks.lib.lightning_internals import callbacks_of, torchmetrics_of_epoch, unused_loader_states
 from callbacks.lib.loaded_updates import update_loaders
 from callbacks.lib.optimizers import optimizer_layers
-from callbacks.lib.unsaved_state import unsaved_state
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError
 from datamodules.lightning import (

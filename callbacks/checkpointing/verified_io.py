@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import warn_of_other_checkpoints
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
-from callbacks.lib.one_lightning import OneLightningCallback
-from callbacks.lib.writing import atomic_write
+from callbacks.checkpointing.writing import atomic_write
+from callbacks.lib.lightning_internals import OneLightningCallback
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import TorchCheckpointIO, pl
 

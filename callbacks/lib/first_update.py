@@ -1,4 +1,4 @@
-"""Warnings in the first update of a fit: properties that make bits depend on the number of devices or on a resume."""
+"""What makes bits depend on the number of devices or on a resume: warnings in the first update, and unsaved state."""
 
 import contextlib
 import random
@@ -8,14 +8,50 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
 from callbacks.lib.loaded_updates import update_loaders
-from callbacks.lib.unsaved_state import plain_numbers
+from callbacks.lib.ranks import checksum
 from datamodules.errors import UserError
 from datamodules.lightning import is_overridden
 from datamodules.notes import warn
+
+
+def plain_numbers(module: nn.Module) -> dict[str, Any]:
+    """Return the public plain attributes of the layers that hold a number, a tensor of one element or None, by name.
+
+    None may stand for a number that is still to come. torchmetrics objects are left out.
+
+    Example:
+        >>> network = nn.Sequential(nn.Dropout(0.5))
+        >>> network.baseline = 2.0
+        >>> plain_numbers(network)
+        {'baseline': 2.0, '0.p': 0.5}
+    """
+    numbers = {}
+    for layer_name, layer in module.named_modules():
+        prefix = f"{layer_name}." if layer_name else ""
+        if isinstance(layer, Metric):
+            continue
+        for name, value in vars(layer).items():
+            is_scalar = isinstance(value, Tensor) and value.numel() == 1
+            if (is_scalar or value is None or type(value) in (int, float)) and not name.startswith("_"):
+                numbers[prefix + name] = value
+    return numbers
+
+
+def unsaved_state(module: nn.Module) -> dict[str, float]:
+    """Return what a module may compute with and no checkpoint holds, by name, with a checksum of each buffer."""
+    state = {name: float(value) for name, value in plain_numbers(module).items() if value is not None}
+    for layer_name, layer in module.named_modules():
+        for name in sorted(layer._non_persistent_buffers_set):
+            buffer = layer._buffers.get(name)
+            if buffer is not None:
+                state[f"{layer_name}.{name}".lstrip(".")] = float(checksum(buffer))
+    return state
+
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier")
 """Functions of torch.distributed with which modules share values between devices."""

@@ -1,7 +1,8 @@
 """Access to Lightning's private names. Only the update loop and its parts use such names outside of this file.
 
 Each function does one thing for which Lightning has no public name. `tests/callbacks/lib/test_lightning_internals.py`
-tests each of them, so a release of Lightning that renames one fails there.
+tests each of them, so a release of Lightning that renames one fails there. The base of our callbacks is here too, which
+rejects a Trainer of the other package of Lightning.
 """
 
 import traceback
@@ -10,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from datamodules.lightning import (
     CombinedLoader,
@@ -25,6 +27,7 @@ from datamodules.lightning import (
     checkpoint_connector,
     pl,
 )
+from datamodules.lightning_package import check_package, package_of
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -44,7 +47,14 @@ def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callbac
     """Put one callback before all others and one after them; return a function to undo it."""
     original = callbacks_of(trainer)
     set_callbacks(trainer, [first, *(callback for callback in original if callback is not last), last])
-    return lambda: set_callbacks(trainer, original)
+
+    def undo() -> None:
+        # Other callbacks may have come and gone since.
+        current = callbacks_of(trainer)
+        added = [callback for callback in current if callback not in (*original, first)]
+        set_callbacks(trainer, [*(callback for callback in original if callback in current), *added])
+
+    return undo
 
 
 def is_idle(owner: Any, name: str, stock: type) -> bool:
@@ -261,9 +271,19 @@ def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
     checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
 
 
-def save_untrained(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Save before the first update, which Lightning would skip as already saved."""
-    checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+def save_newest(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
+    """Save the whole state as ``last.ckpt`` now, whatever the callback keeps; its own saves do not count this one."""
+    keeps_last = checkpoint.save_last
+    saves_weights_only = checkpoint.save_weights_only
+    saved_step = checkpoint._last_global_step_saved
+    checkpoint.save_last = True
+    checkpoint.save_weights_only = False
+    try:
+        save_last(checkpoint, trainer)
+    finally:
+        checkpoint.save_last = keeps_last
+        checkpoint.save_weights_only = saves_weights_only
+        checkpoint._last_global_step_saved = saved_step
 
 
 def save_now_unless_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
@@ -272,3 +292,12 @@ def save_now_unless_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> N
         candidates = checkpoint._monitor_candidates(trainer)
         checkpoint._save_topk_checkpoint(trainer, candidates)
         checkpoint._save_last_checkpoint(trainer, candidates)
+
+
+class OneLightningCallback(pl.Callback):
+    """Callback whose first hook ends a run in a Trainer of the other package, in one line."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_package(package_of(trainer), self)
+        super().setup(trainer, pl_module, stage)

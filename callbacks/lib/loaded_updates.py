@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from callbacks.lib import lightning_internals as internals
+from callbacks.lib.hook_calls import is_foreign
 from callbacks.lib.updates import flattened
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import CombinedLoader, pl, sized_len
 from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
-from datamodules.loading.loaders import ResumableLoader
+from datamodules.loading.loaders import ResumableLoader, TrainLoader
 from datamodules.loading.numbered import NumberedDataLoader, batch_sampler_of, can_be_numbered
 from datamodules.loading.sampling import Division
 from datamodules.loading.updates import Update, UpdateLoader, join_updates
@@ -211,6 +212,11 @@ def check_interval(loader: Any, trainer: Any) -> None:
         )
 
 
+def draws_nothing(loader: UpdateLoader) -> bool:
+    """Whether loading a batch draws no number from the global generators: those of our own code have addresses."""
+    return type(loader) is TrainLoader and (loader.transform is None or not is_foreign(loader.transform))
+
+
 class LoadedUpdates:
     """Converter from the items of a Trainer's training loaders, of any kind, to `Update` objects.
 
@@ -233,6 +239,8 @@ class LoadedUpdates:
         # The batches of several loaders form one micro-batch, which needs one division of the updates for all of them.
         self.division: Division | None = divisions.pop() if len(divisions) == 1 else None
         """Division of the epoch's updates among the ranks; None if micro-batches have no numbers."""
+        self.draws = not all(map(draws_nothing, self.members))
+        """Whether loading may draw from the global generators."""
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loaders which epoch begins."""

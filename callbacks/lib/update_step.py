@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised, stand_in
 from callbacks.lib.first_update import DrawnNumbers, FirstUpdate
 from callbacks.lib.gradient_sum import GradientSum, most_of_rank, refuse_kept_gradients, without_backward
-from callbacks.lib.hook_calls import HookCalls, NoTargets
+from callbacks.lib.hook_calls import NoTargets, StockCalls
 from callbacks.lib.optimizers import calls_closure_once, is_torchs, skip_step_on_device
 from callbacks.lib.targets import Count, TargetCounter, joined_outputs
 from datamodules.errors import UserError
@@ -112,12 +112,13 @@ class UpdateStep:
 
     Args:
         trainer: a Trainer whose epoch loop is an `UpdateLoop`.
-        calls: the caller of its hooks.
     """
 
-    def __init__(self, trainer: pl.Trainer, calls: HookCalls) -> None:
+    calls: StockCalls
+    """The caller of the hooks of the running epoch."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
         self.trainer: Any = trainer
-        self.calls = calls
         self.seeds: Any = None
         """The `SeedControl` of the run, or None."""
         self.sums_gradients = False
@@ -194,13 +195,7 @@ class UpdateStep:
         outputs: list[dict[str, Any]] = []
 
         def closure() -> Tensor | None:
-            if outputs:  # LBFGS and SAM call the closure several times in a step.
-                outputs.clear()
-                self._loop.results.begin_update()
-            self._passes += 1
-            if torch.is_grad_enabled():
-                return self._compute_gradients(update, batch_idx, outputs)
-            with torch.enable_grad():
+            with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
                 return self._compute_gradients(update, batch_idx, outputs)
 
         if self.skips_backward:
@@ -226,6 +221,77 @@ class UpdateStep:
             return outputs[0] if outputs[0]["loss"] is not None else {}
         return joined_outputs(outputs, update.is_stand_in)
 
+    def _compute_gradients(self, update: Update[Any], batch_idx: int, outputs: list[dict[str, Any]]) -> Tensor | None:
+        """Compute the mean gradient over all targets of an update into ``.grad``; the closure of the optimizer.
+
+        Args:
+            outputs: list for the outputs of the micro-batches.
+
+        Returns:
+            The loss for the optimizer: that of this rank, or the mean over all ranks if the optimizer searches by it.
+        """
+        if outputs:  # LBFGS and SAM call the closure several times in a step.
+            outputs.clear()
+            self._loop.results.begin_update()
+        self._passes += 1
+        calls = self.calls
+        optimizer = calls.optimizers[0]
+        # None on one device with one micro-batch, where PyTorch's gradients and statistics are those of the update.
+        gradients = None if self.skips_backward else self._gradients
+        statistics = self._statistics
+        most = self._most_of_rank(update)
+        if gradients is not None:
+            gradients.begin(update.count)
+        last_loss = None
+        for micro_batch in self._micro_batches(update):
+            with self._context(update, micro_batch):
+                batch = self._batch(update, micro_batch, batch_idx)
+                if self.seeds is not None:
+                    self.seeds.seed_micro_batch(self.trainer, micro_batch.number)
+                loss, output = self._forward(gradients, batch, batch_idx, micro_batch)
+                if gradients is not None or (self.counts_targets and loss is not None):
+                    output["count"] = 0.0 if loss is None else self._count(output, batch, micro_batch.samples, loss)
+                if micro_batch.is_first and not self.skips_backward:
+                    self._zero_grad(batch_idx, optimizer)
+                if gradients is not None:
+                    assert statistics is not None
+                    if micro_batch.is_first and calls.has_zeroing:
+                        refuse_kept_gradients(calls.module, gradients.parameters)
+                    gradients.scale_loss(loss, output["count"], last=micro_batch.is_last)
+                    if micro_batch.is_last:
+                        statistics.send(most)  # Before the backward pass, which the transfer then overlaps.
+                    if loss is not None:
+                        calls.backward(loss, optimizer, is_whole=False)
+                    gradients.collect()
+                    statistics.restore()
+                    self._end_first_update(micro_batch)
+                elif loss is not None and not self.skips_backward:
+                    share = self._share_of_mean(update, micro_batch)
+                    # Lightning calls `on_after_backward` within its backward pass.
+                    self._seed_after_gradients(batch_idx)
+                    calls.backward(loss if share == 1.0 else loss * share, optimizer, is_whole=True)
+            if micro_batch.is_first or not micro_batch.is_stand_in:
+                outputs.append(output)
+            if output["loss"] is not None:
+                last_loss = output["loss"]
+        if gradients is None:
+            count = outputs[-1].get("count")
+            # A tensor is not read: only its device knows it.
+            if self.sums_gradients and not self.skips_backward and type(count) is float and not count:
+                raise NoTargets
+            return last_loss
+        assert statistics is not None
+        statistics.finish(most)
+        self._seed_after_gradients(batch_idx)
+        calls.hook("on_after_backward")
+        if gradients.is_empty():
+            raise NoTargets
+        flag = gradients.skips_on_device()
+        if flag is not None:
+            self._skips_on_device = True
+            skip_step_on_device(optimizer, flag)
+        return gradients.mean_loss() if gradients.keeps_loss else last_loss
+
     def _end_skipped(self) -> None:
         """End an update that has no target on any rank: as after one that float16 skips, nothing has changed."""
         for parameter in self.calls.module.parameters():
@@ -241,7 +307,8 @@ class UpdateStep:
         """Run the step of a module that optimizes manually, whose update is one micro-batch."""
         (number,) = update.numbers
         (batch,) = self._on_device
-        self._seed_micro_batch(number)
+        if self.seeds is not None:
+            self.seeds.seed_micro_batch(self.trainer, number)
         micro_batch = self._micro_batches(update)[0]
         with self._uneven(update, micro_batch), self._weighted(self._share_of_mean(update, micro_batch)):
             arguments = OrderedDict(self.calls.step_arguments(batch, batch_idx))
@@ -308,53 +375,6 @@ class UpdateStep:
         if isinstance(self._model, DistributedDataParallel):
             exempt_from_broadcast(self._model)
 
-    def _compute_gradients(self, update: Update[Any], batch_idx: int, outputs: list[dict[str, Any]]) -> Tensor | None:
-        """Compute the mean gradient over all targets of an update into ``.grad``.
-
-        Returns:
-            The loss for the optimizer: that of this rank, or the mean over all ranks if the optimizer searches by it.
-        """
-        gradients = self._gradients
-        statistics = self._statistics
-        optimizer = self.calls.optimizers[0]
-        if gradients is not None:
-            gradients.begin(update.count)
-        elif len(update) == 1 and not self._is_uneven(update):
-            self._seed_micro_batch(update.numbers[0])
-            output = self._compute_alone(self._on_device[0], batch_idx, optimizer, update.samples[0])
-            outputs.append(output)
-            if self.sums_gradients and output.get("count") == 0.0 and type(output["count"]) is float:
-                raise NoTargets
-            return output["loss"]  # type: ignore[no-any-return]
-        loss = None
-        for micro_batch in self._micro_batches(update):
-            with self._communicating(micro_batch), self._uneven(update, micro_batch):
-                batch = self._batch(update, micro_batch, batch_idx)
-                self._seed_micro_batch(micro_batch.number)
-                if gradients is None or self.skips_backward:
-                    share = self._share_of_mean(update, micro_batch)
-                    output = self._compute_alone(batch, batch_idx, optimizer, micro_batch.samples, share)
-                else:
-                    output = self._compute_summed(batch, batch_idx, optimizer, micro_batch, self._most_of_rank(update))
-            if micro_batch.is_first or not micro_batch.is_stand_in:
-                outputs.append(output)
-            if output["loss"] is not None:
-                loss = output["loss"]
-        if gradients is not None and not self.skips_backward:
-            assert statistics is not None
-            statistics.finish(self._most_of_rank(update))
-            self._seed_after_gradients(batch_idx)
-            self.calls.hook("on_after_backward")
-            if gradients.is_empty():
-                raise NoTargets
-            flag = gradients.skips_on_device()
-            if flag is not None:
-                self._skips_on_device = True
-                skip_step_on_device(optimizer, flag)
-            if gradients.keeps_loss:
-                return gradients.mean_loss()
-        return loss
-
     def _micro_batches(self, update: Update[Any]) -> list[_MicroBatch]:
         """Return the micro-batches that this rank computes.
 
@@ -404,78 +424,39 @@ class UpdateStep:
             self._targets = TargetCounter(self.count, guesses=self._gradients is None)
         return self._targets.count(output, batch, samples, loss)
 
-    def _compute_alone(
-        self, batch: Any, batch_idx: int, optimizer: Optimizer, samples: int | None, share: float = 1.0
-    ) -> dict[str, Any]:
-        """Compute the gradients of an update that is one micro-batch, as Lightning does.
-
-        Args:
-            samples: number of samples that the loader dealt.
-            share: factor of the loss.
-        """
-        if self.sums_gradients and not self._is_checked:
-            # Checked in the first update only: in each one it would take longer than the rest of this method.
+    def _forward(
+        self, gradients: GradientSum | None, batch: Any, batch_idx: int, micro_batch: _MicroBatch
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return the loss and the output of a micro-batch, after checks of what its `training_step` must not do."""
+        if gradients is None and (self._is_checked or not self.sums_gradients):
+            return self._training_step(batch, batch_idx)
+        module = self.calls.module
+        if gradients is None:
+            # Checked in the first update only: in each one it would take longer than the rest of the step.
             self._is_checked = batch is not None
-            module = self.calls.module
-            loss, output = without_backward(module, list(module.parameters()), self._training_step, batch, batch_idx)
-        else:
-            loss, output = self._training_step(batch, batch_idx)
-        if not self.skips_backward:
-            self._zero_grad(batch_idx, optimizer)
-            if loss is not None and share != 1.0:
-                loss = loss * share
-            if loss is not None:
-                # Lightning calls `on_after_backward` within its backward pass.
-                self._seed_after_gradients(batch_idx)
-                self.calls.stock_backward(loss, optimizer)
-        if self.counts_targets and loss is not None:
-            output["count"] = self._count(output, batch, samples, loss)
-        return output
-
-    def _compute_summed(
-        self, batch: Any, batch_idx: int, optimizer: Optimizer, micro_batch: _MicroBatch, most: int
-    ) -> dict[str, Any]:
-        """Compute the gradients of a micro-batch and add them to the sum of the update.
-
-        Args:
-            most: the largest number of micro-batches of a rank in this update.
-        """
-        gradients = self._gradients
+            return without_backward(module, list(module.parameters()), self._training_step, batch, batch_idx)
         statistics = self._statistics
-        assert gradients is not None
         assert statistics is not None
         if not self._is_checked and self._first_update is None and batch is not None:
             self._first_update = FirstUpdate(self.trainer)
-        statistics.begin()
         first_update = self._first_update
+        statistics.begin()
         with contextlib.nullcontext() if first_update is None else first_update.watched_collectives():
-            loss, output = without_backward(
-                self.calls.module, gradients.parameters, self._training_step, batch, batch_idx
-            )
+            result = without_backward(module, gradients.parameters, self._training_step, batch, batch_idx)
         if batch is not None and not micro_batch.is_stand_in:
             statistics.collect()
         else:
             statistics.leave_out_frozen()
         if first_update is not None:
             first_update.check_forward(statistics)
-        count: Count = 0.0 if loss is None else self._count(output, batch, micro_batch.samples, loss)
-        if micro_batch.is_first:
-            self._zero_grad(batch_idx, optimizer)
-            if self.calls.has_zeroing:
-                refuse_kept_gradients(self.calls.module, gradients.parameters)
-        gradients.scale_loss(loss, count, last=micro_batch.is_last)
-        if micro_batch.is_last:
-            statistics.send(most)  # Before the backward pass, which the transfer then overlaps.
-        if loss is not None:
-            self.calls.backward(loss, optimizer)
-        gradients.collect()
-        statistics.restore()
-        if first_update is not None and micro_batch.is_last:
-            # Here, since momenta and buffers of BatchNorm are others until they are restored.
-            first_update.check_changes()
+        return result
+
+    def _end_first_update(self, micro_batch: _MicroBatch) -> None:
+        """Check after the first update what it has changed; momenta and buffers of BatchNorm are restored by then."""
+        if self._first_update is not None and micro_batch.is_last:
+            self._first_update.check_changes()
             self._first_update = None
             self._is_checked = True
-        return {**output, "count": count}
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the loss of a micro-batch, and the output of `training_step` with the loss detached."""
@@ -500,9 +481,8 @@ class UpdateStep:
             result = ClosureResult.from_training_step_output(output)
             return result.closure_loss, result.asdict()
         # Cloned, since a GradScaler may scale the loss in place.
-        values = {"loss": loss.detach().clone()}
-        if type(output) is dict:
-            values |= {name: value for name, value in output.items() if name != "loss"}
+        values = dict(output) if type(output) is dict else {}
+        values["loss"] = loss.detach().clone()
         return loss, values
 
     def _zero_grad(self, batch_idx: int, optimizer: Optimizer) -> None:
@@ -529,20 +509,19 @@ class UpdateStep:
             if self.trainer.world_size > 1 or self.trainer.ckpt_path is not None:
                 self._drawn = DrawnNumbers(self.trainer)
 
-    def _seed_micro_batch(self, number: int) -> None:
-        if self.seeds is not None:
-            self.seeds.seed_micro_batch(self.trainer, number)
-
     def _seed_after_gradients(self, batch_idx: int) -> None:
         """Seed the generators for the hooks that change gradients, and for the rest of the optimizer's step."""
         if self.seeds is not None and self.calls.draws_after_gradients:
             self.seeds.seed_update(self.trainer, "gradients", batch_idx, self._passes)
 
-    def _communicating(self, micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which DDP reduces gradients only in the last micro-batch of each rank."""
+    def _context(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a micro-batch: DDP reduces gradients only in the last one of each rank."""
         if micro_batch.is_last or not isinstance(self._model, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return self._model.no_sync()
+            return self._uneven(update, micro_batch)
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._model.no_sync())
+        stack.enter_context(self._uneven(update, micro_batch))
+        return stack
 
     def _is_uneven(self, update: Update[Any]) -> bool:
         """Whether some ranks have one micro-batch more than others."""

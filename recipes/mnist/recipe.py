@@ -69,7 +69,9 @@ class MNISTClassifier(Classifier):
         """Return the mean loss, the number of labels and the number of correct predictions."""
         images, labels = batch
         logits = self(images)
-        loss, count = mean_cross_entropy(logits, labels, self.class_weights, self.hparams.label_smoothing)
+        loss, count = mean_cross_entropy(
+            logits, labels, self.class_weights, self.hparams.label_smoothing, self.all_labels_count
+        )
         return {"loss": loss, "count": count, "correct": count_correct(logits, labels)}
 
     @override

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
-from callbacks.freezing import FreezeLayers
-from callbacks.lib.durations import Duration
-from callbacks.lib.freezing import evaluating
+from callbacks.freezing import FreezeLayers, evaluating
 from callbacks.lib.lightning_internals import callbacks_of
+from callbacks.lib.updates import Duration
 from datamodules.contract import data_contract
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl

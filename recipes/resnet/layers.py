@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from callbacks.lib.freezing import evaluating
+from callbacks.freezing import evaluating
 from datamodules.errors import UserError, spelled
 
 Layer = tuple[str, Sequence[nn.Module]]

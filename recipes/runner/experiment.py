@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.lib.threads import set_threads, threads_of_program
@@ -30,7 +29,6 @@ from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN, check_batchnorm
-from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.contract import data_contract
@@ -135,11 +133,10 @@ def callbacks_maker(
             GradientAccumulation(settings.accumulate, settings.global_batch_size),
             seeds,
             WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
-            FiniteWeights(),
         ]
         if world_size > 1:
             callbacks.append(RankConsistency())
-        callbacks += [Preemption(), TrainingMonitor()]
+        callbacks.append(Preemption())
         if settings.sync_bn:
             callbacks.append(SyncBN())
         if settings.ema is not None:
@@ -174,7 +171,7 @@ def _refuse_two_states(callbacks: Sequence[Callback]) -> None:
 
 
 def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Checkpoint]:
-    """Return the callbacks that save the best and the last checkpoint.
+    """Return the callback that saves the best and the last checkpoint.
 
     Without a monitored score, the last checkpoint is the best.
     """
@@ -188,10 +185,9 @@ def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, sett
         monitor=monitor,
         mode=recipe.monitor_mode,
         save_top_k=save_top_k,
-        enable_version_counter=False,
+        last_every=str(settings.save_every),
     )
-    # The last comes second, so that its file contains the path of the best.
-    return [best, LastCheckpoint(folder / "checkpoints", str(settings.save_every))]
+    return [best]
 
 
 @contextmanager

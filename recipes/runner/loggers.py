@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from PIL.Image import Image
 from typing_extensions import override
 
+from callbacks.checkpointing.writing import best_effort, forget_failures
 from callbacks.lib.lightning_internals import set_writer
-from callbacks.lib.pace import batches_left
 from callbacks.lib.updates import updates_made
-from callbacks.lib.writing import best_effort, forget_failures
-from callbacks.run_progress import RunProgress
+from callbacks.run_progress import RunProgress, batches_left
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import CSVLogger, ExperimentWriter, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger, pl
 from recipes.figures.drawing import Figure

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from callbacks.checkpointing.writing import atomic_write, best_effort, unsaved
 from callbacks.lib.lightning_internals import callbacks_of
-from callbacks.lib.writing import atomic_write, best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError
 from datamodules.lightning import TensorBoardLogger, is_overridden, pl

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
+from callbacks.checkpointing.writing import atomic_write
 from callbacks.lib.threads import counted_threads
-from callbacks.lib.writing import atomic_write
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import CombinedLoader, pl
 from datamodules.notes import warn

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import broadcast_tensors, exempt_from_broadcast, running_buffers
-from callbacks.lib.durations import read_time
+from callbacks.lib.updates import read_time
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import DDPStrategy, MisconfigurationException, Timer, pl

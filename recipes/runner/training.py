@@ -15,9 +15,9 @@ from typing import Any
 from torch.utils.data import DataLoader, SequentialSampler
 
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.checkpointing.writing import forget_failures
 from callbacks.lib.lightning_internals import callbacks_of, raised_by_restoring, set_callbacks
 from callbacks.lib.signals import SIGNALS, Preempted, is_batch_job, requeue_on
-from callbacks.lib.writing import forget_failures
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory, spelled
 from datamodules.lightning import Callback, CombinedLoader, DummyLogger, is_overridden, pl

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import CheckpointGuard
-from callbacks.lib.writing import best_effort
+from callbacks.checkpointing.writing import best_effort
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from recipes.runner.errors import rank_zero_print, relative_path

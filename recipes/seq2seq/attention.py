@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.lib.writing import atomic_write
+from callbacks.checkpointing.writing import atomic_write
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.translation.loaders import TranslationBatch

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from callbacks.lib.exchange import gather
+from callbacks.lib.ranks import gather
 from datamodules.lightning import Strategy
 from datamodules.loading.randomness import uniform
 from datamodules.translation.data_module import TranslationDataModule

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.finite_weights import FiniteWeights, first_not_finite
+from callbacks.step_metrics import FiniteWeights, first_not_finite
 from datamodules.errors import UserError
 from tests.support.devices import precision_on
 from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer

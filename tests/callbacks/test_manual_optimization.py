@@ -23,7 +23,8 @@ CASES = CALLBACKS | {"ExactCheckpoint": lambda: ExactCheckpoint("unused", save_t
 ACCUMULATIONS = {"GradientAccumulation", "GradientAccumulation, global batch"}
 REFUSED = {
     "manual": ACCUMULATIONS | {"WarmupLR", "FreezeLayers"},
-    "iterates": ACCUMULATIONS | {"SeedControl", "Preemption", "ExactCheckpoint", "BNRecalibration", "TrainLoss"},
+    "iterates": ACCUMULATIONS
+    | {"SeedControl", "Preemption", "ExactCheckpoint", "BNRecalibration", "TrainLoss", "StepMetrics"},
 }
 
 

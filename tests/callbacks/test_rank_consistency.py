@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.checksums import checksum, checksums
+from callbacks.lib.ranks import checksum, checksums
 from callbacks.rank_consistency import Evidence, RankConsistency, describe_cause
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import TrainLoader

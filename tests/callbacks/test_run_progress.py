@@ -15,10 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.pace import Pace
-from callbacks.lib.status_line import StatusLine
-from callbacks.run_progress import RunProgress, fitting
-from callbacks.train_loss import TrainLoss
+from callbacks.run_progress import Pace, RunProgress, StatusLine, fitting
+from callbacks.step_metrics import TrainLoss
 from tests.support.tables import quiet_trainer
 
 

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
@@ -22,7 +22,7 @@ ROWS: dict[str, tuple[str, ...]] = {name: (name,) for name in CALLBACKS} | {"tog
 def callbacks(names: tuple[str, ...], folder: Path) -> list[pl.Callback]:
     """New ones, of the table and what saves."""
     seeds = [] if "SeedControl" in names else [SeedControl(1)]
-    saves = [ExactCheckpoint(folder, "best", monitor="val_loss"), LastCheckpoint(folder, "3 steps")]
+    saves = [ExactCheckpoint(folder, "best", monitor="val_loss", last_every="3 steps")]
     return [*seeds, *(MAKE[name]() for name in names), *saves]
 
 

@@ -8,13 +8,16 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from datamodules.images.augmentation import RandomAffine
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.loaded_updates import draws_nothing
 from callbacks.seed_control import SeedControl, seed_generators
+from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
 from tests.support.tables import CALLBACKS, TOGETHER, Tiny, equal, image_network, noisy_images, quiet_trainer
 
@@ -440,3 +443,15 @@ def test_generators_are_seeded_between_gradients_only_for_foreign_code() -> None
         calls = trainer.fit_loop.epoch_loop.calls
         found = [calls.draws_in_transfer, calls.draws_in_step, calls.draws_after_gradients, calls.draws_at_end]
         assert found == [False, False, False, draws]
+
+
+def test_a_load_is_seeded_unless_all_its_code_gives_numbers_addresses() -> None:
+    def loader(transform: Any) -> TrainLoader:
+        return TrainLoader(torch.zeros(4, 2), torch.zeros(4), torch.arange(4), 2, 1, transform=transform)
+
+    class Subclass(TrainLoader):
+        """It may draw."""
+
+    affine = RandomAffine.__new__(RandomAffine)
+    assert [draws_nothing(loader(transform)) for transform in (None, affine, noisy_images)] == [True, True, False]
+    assert not draws_nothing(Subclass(torch.zeros(4, 2), torch.zeros(4), torch.arange(4), 2, 1))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.training_monitor import TrainingMonitor
+from callbacks.step_metrics import TrainingMonitor
 from datamodules.loading.loaders import TrainLoader
 from tests.support.devices import precision_on
 from tests.support.ranks import run_ranks

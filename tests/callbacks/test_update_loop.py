@@ -23,11 +23,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.lib.hook_calls import HookCalls
+from callbacks.lib.hook_calls import LeanCalls
 from callbacks.lib.lightning_internals import RUNNING_HOOK, attached_trainer
 from callbacks.update_loop import UpdateLoop, install_update_loop
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
+
+pytestmark = pytest.mark.lightning
+
 
 BATCHES = 6
 SETS = 8
@@ -188,12 +191,12 @@ def counted_steps() -> Iterator[list[int]]:
     """The updates that are made without Lightning's own functions around the hooks."""
     updates: list[int] = []
 
-    def run_optimizer(calls: HookCalls, *args: Any) -> None:
+    def run_optimizer(calls: LeanCalls, *args: Any) -> None:
         updates.append(len(updates))
         make(calls, *args)
 
-    make = HookCalls._run_optimizer
-    with patch.object(HookCalls, "_run_optimizer", run_optimizer):
+    make = LeanCalls._step_optimizer
+    with patch.object(LeanCalls, "_step_optimizer", run_optimizer):
         yield updates
 
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.step_metrics import StepMetrics
 from callbacks.warmup_lr import WarmupLR, warmup_factor
 from tests.support.devices import precision_on
 from tests.support.tables import quiet_trainer
@@ -147,16 +148,26 @@ def test_changed_accumulation_continues_at_the_fraction_of_the_warmup(tmp_path: 
     assert model.used == pytest.approx([*curve(10, 10)[5:], *[1.0] * 5])
 
 
-def test_the_rates_used_are_logged_from_the_first_step_without_and_with_a_logger(tmp_path: Any) -> None:
-    seen, factors, note = [], curve(100, 20), pl.Callback()
-    note.on_train_batch_end = lambda trainer, *_: seen.append(float(trainer.callback_metrics["lr"]))
-    train(Model(), WarmupLR("100 steps"), note, log_every_n_steps=4)
-    last_logged = [0, 0, 0, 3, 3, 3, 3, 7, 7, 9, 9, 11, 11, 11, 11, 15, 15, 15, 15, 19]
-    assert seen == pytest.approx([factors[step] for step in last_logged])
-    train(Model(), WarmupLR("100 steps"), logger=CSVLogger(tmp_path))
+@pytest.mark.parametrize(("every", "steps"), [(4, (3, 7, 11, 15, 19)), (50, (9, 19))])
+def test_the_rates_used_are_logged_without_and_with_a_logger(every: int, steps: tuple[int, ...], tmp_path: Any) -> None:
+    factors = curve(100, 20)
+    trainer = train(Model(), WarmupLR("100 steps"), log_every_n_steps=every)
+    assert float(trainer.callback_metrics["lr"]) == pytest.approx(factors[19])
+    trainer = train(Model(), WarmupLR("100 steps"), log_every_n_steps=every, logger=CSVLogger(tmp_path))
     with next(tmp_path.rglob("metrics.csv")).open() as file:
         logged = {int(row["step"]): float(row["lr"]) for row in csv.DictReader(file) if row["lr"]}
-    assert logged == pytest.approx({step: factors[step] for step in (0, 9, 19)})
+    assert logged == pytest.approx({step: factors[step] for step in steps})
+    assert not any(isinstance(callback, StepMetrics) for callback in trainer.callbacks)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_step_metrics_logs_the_rates_with_the_rest(order: tuple[int, int], tmp_path: Any) -> None:
+    callbacks = (WarmupLR("100 steps"), StepMetrics(None))
+    train(Model(), *(callbacks[i] for i in order), log_every_n_steps=10, logger=CSVLogger(tmp_path))
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = [row for row in csv.DictReader(file) if row["lr"] or row["monitor/gradient_norm"]]
+    assert [int(row["step"]) for row in rows if row["lr"] and row["monitor/gradient_norm"]] == [9, 19]
+    assert len(rows) == 2
 
 
 def test_a_failing_step_leaves_the_schedules_own_rate_behind() -> None:

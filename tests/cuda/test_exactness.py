@@ -10,7 +10,7 @@ from torch import Tensor
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
-from callbacks.training_monitor import TrainingMonitor
+from callbacks.step_metrics import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader

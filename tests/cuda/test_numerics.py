@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.step_metrics import FiniteWeights, TrainingMonitor
 from callbacks.sync_bn import sync_batchnorm
-from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from recipes.dropout import Dropout
 from tests.callbacks.test_sync_bn import gaps_to_whole_batch

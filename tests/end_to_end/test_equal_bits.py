@@ -26,7 +26,7 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl, micro_batch_seed, seed_generators
-from callbacks.train_loss import TrainLoss
+from callbacks.step_metrics import TrainLoss
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.loading.loaders import TrainLoader

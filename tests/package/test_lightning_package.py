@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks.lib.one_lightning import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback
 from datamodules.errors import UserError
 from datamodules.lightning_package import VARIABLE, lightning_package
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import callbacks
-from callbacks.checkpointing.exact_checkpoint import LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tables import CALLBACKS, TOGETHER, Tiny, image_network, noisy_images, quiet_trainer
 
@@ -52,8 +52,8 @@ class Stop(pl.Callback):
         trainer.should_stop = trainer.global_step == 4
 with tempfile.TemporaryDirectory() as folder:
     found["together"] = run(TOGETHER)
-    found["stopped"] = run(TOGETHER, LastCheckpoint(folder, "1 steps"), Stop())
-    found["resumed"] = run(TOGETHER, LastCheckpoint(folder, "1 steps"), ckpt_path=f"{folder}/last.ckpt")
+    found["stopped"] = run(TOGETHER, ExactCheckpoint(folder, last_every="1 steps"), Stop())
+    found["resumed"] = run(TOGETHER, ExactCheckpoint(folder, last_every="1 steps"), ckpt_path=f"{folder}/last.ckpt")
 loaded = {name.partition(".")[0] for name in sys.modules}
 print(json.dumps([found, sorted(loaded & {"lightning", "lightning_fabric", "pytorch_lightning"})]))
 """

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from callbacks.lib.freezing import freeze_layers
+from callbacks.freezing import freeze_layers
 from datamodules.errors import UserError
 from recipes.resnet import pretrained
 from recipes.resnet.feature_cache import head_to_train

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.lib.rates import learning_rate
+from callbacks.lib.optimizers import learning_rate
 from callbacks.warmup_lr import WarmupLR, warmup_factor
 from recipes import build_optimizer, build_schedule
 from recipes.schedules import curve
@@ -95,6 +95,27 @@ class Bare(Line):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return []
+
+
+def set_rate(trainer: pl.Trainer, *_: Any) -> None:
+    trainer.optimizers[0].param_groups[0]["lr"] = 7.0
+
+
+def lengthen(trainer: pl.Trainer, *_: Any) -> None:
+    trainer.fit_loop.max_epochs = trainer.current_epoch + 2 if trainer.current_epoch < 2 else 3
+
+
+@pytest.mark.parametrize(("hook", "meddles"), [("on_train_batch_start", set_rate), ("on_train_epoch_start", lengthen)])
+def test_an_update_has_its_rate_whatever_was_set_before_it(hook: str, meddles: Any) -> None:
+    data = TensorDataset(torch.randn(12, 3).double(), torch.randn(12).double())
+    trainer = quiet_trainer(rates := Rates(), callback := pl.Callback(), max_epochs=3)
+    setattr(callback, hook, meddles)
+    trainer.fit(Bare("linear"), DataLoader(data, 4))
+    if meddles is lengthen:
+        totals = [6] * 3 + [9] * 6
+        assert rates.used == pytest.approx({n: LR * (1 - n / total) for n, total in enumerate(totals)}, abs=1e-15)
+        return
+    assert rates.used == pytest.approx({update: LR * (1 - update / 9) for update in range(9)}, abs=1e-15)
 
 
 def test_a_plain_trainer_has_the_schedule_before_and_after_a_resume(tmp_path: Path) -> None:

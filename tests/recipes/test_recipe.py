@@ -19,7 +19,7 @@ from torch import nn
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.exact_sums import from_whole_numbers
-from callbacks.train_loss import TrainLoss
+from callbacks.step_metrics import TrainLoss
 from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
@@ -161,8 +161,10 @@ def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
     module.configure_callbacks = lambda: [callback]
     # Stopped before the epoch's end, at which they would be logged.
     quiet_trainer(max_steps=250, logger=kept, log_every_n_steps=10**6).fit(module, batches(n=600, size=2))
-    assert len(callback._batches) < 64
-    assert from_whole_numbers(callback._sums[0, 1].tolist()) + sum(count for _, count, _ in callback._batches) == 500
+    assert len(callback.losses.batches) < 64
+    assert (
+        from_whole_numbers(callback.losses.sums[0, 1].tolist()) + sum(n for _, n, _ in callback.losses.batches) == 500
+    )
 
 
 class Shared(Line):
@@ -202,7 +204,7 @@ def _logged_by_ranks(save: Path | None, resume: Path | None = None) -> list[dict
 
 def test_the_logged_losses_have_the_same_bits_on_any_number_of_ranks_and_after_a_resume_on_another(tmp_path):
     rows = _logged_by_ranks(tmp_path / "one.ckpt")
-    assert len(rows) == 7
+    assert len(rows) == 6
     shared = run_ranks(_logged_by_ranks, 2, tmp_path / "two.ckpt")[0]
     assert shared == rows
     rest = [row for row in rows if int(row["step"]) >= 3]

@@ -81,12 +81,10 @@ def in_the_first_batch(wait: Wait) -> bool:
 
 TRAINING, VALIDATION = "training step", "validation step"
 MEANT: dict[str, tuple[str, Callable[[Wait], bool]]] = {
-    "callbacks/train_loss.py:_values": (TRAINING, at_logs),
+    "callbacks/step_metrics.py:_read": (TRAINING, at_logs),
     # A line of progress has the loss of the epoch so far. It is drawn by the clock, and not in each step.
-    "callbacks/train_loss.py:running": (TRAINING, bool),
+    "callbacks/step_metrics.py:running": (TRAINING, bool),
     "callbacks/run_progress.py:_loss_and_rate": (TRAINING, bool),
-    "callbacks/training_monitor.py:on_train_batch_end": (TRAINING, at_logs),
-    "callbacks/finite_weights.py:first_not_finite": (TRAINING, at_logs),
     "callbacks/lib/targets.py:warn_of_ignored_targets": (TRAINING, in_the_first_batch),
     # Mean and deviation go to the device.
     "datamodules/images/augmentation.py:normaliser": (TRAINING, in_the_first_batch),

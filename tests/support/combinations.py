@@ -23,15 +23,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.signals import Preempted
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
+from callbacks.step_metrics import FiniteWeights, TrainLoss
 from callbacks.sync_bn import SyncBN
-from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.verified_io import CheckpointGuard
-from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
+from callbacks.step_metrics import FiniteWeights, StepMetrics, TrainingMonitor, TrainLoss
 from callbacks.sync_bn import SyncBN
-from callbacks.train_loss import TrainLoss
-from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 
@@ -38,6 +36,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
     "RunProgress": lambda: RunProgress(),
+    "StepMetrics": lambda: StepMetrics(),
     "TrainLoss": lambda: TrainLoss(),
     "TrainingMonitor": lambda: TrainingMonitor(),
     "Preemption": lambda: Preemption(),

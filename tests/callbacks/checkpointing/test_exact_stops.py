@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.signals import Preempted
 from callbacks.preemption import Preemption
@@ -167,7 +167,7 @@ def test_a_trainer_that_is_called_again_goes_on_with_the_validation_in_which_it_
 def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Path) -> None:
     for name in ("a callback", "the module"):
         model, callbacks, options = STOPS[name]()
-        last = LastCheckpoint(tmp_path / name, "500 steps")
+        last = ExactCheckpoint(tmp_path / name, save_top_k=0, last_every="500 steps")
         stopped = fit(tmp_path / name, 1, model, *callbacks, last, **options)
         saved = torch.load(tmp_path / name / "last.ckpt", weights_only=True)
         assert saved["global_step"] == stopped.global_step > 0
@@ -177,7 +177,15 @@ def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Pa
 def test_a_resume_with_nothing_left_to_train_leaves_the_last_update_in_last_ckpt(tmp_path: Path) -> None:
     for folder in ("killed", "resumed"):
         model = Model()
-        fit(tmp_path / "killed", 1, model, LastCheckpoint(tmp_path / folder, "500 steps"))
+        last = ExactCheckpoint(tmp_path / folder, save_top_k=0, last_every="500 steps")
+        fit(tmp_path / "killed", 1, model, last)
     saved, again = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("killed", "resumed"))
     assert not model.trained
     assert str(saved) == str(again)
+
+
+def test_one_callback_keeps_the_best_and_the_last_where_max_steps_cuts_an_epoch(tmp_path: Path) -> None:
+    """The save of the last one, after the update, is none of the best, which is saved at the epoch's end."""
+    fit(tmp_path, 1, Model(), ExactCheckpoint(tmp_path, "best", last_every="1 steps"), max_steps=3)
+    steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in tmp_path.glob("[bl]*.ckpt")}
+    assert steps["best.ckpt"] == steps["last.ckpt"] == 3

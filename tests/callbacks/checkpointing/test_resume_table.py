@@ -38,7 +38,7 @@ from torchmetrics import MeanMetric
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
-from callbacks.train_loss import TrainLoss
+from callbacks.step_metrics import TrainLoss
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.tables import quiet_trainer

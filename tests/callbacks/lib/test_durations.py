@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callbacks.lib.durations import Duration
+from callbacks.lib.updates import Duration
 
 
 @pytest.mark.parametrize(

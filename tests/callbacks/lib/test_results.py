@@ -19,6 +19,8 @@ from tests.callbacks.test_updates import Line
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
+pytestmark = pytest.mark.lightning
+
 
 class Notes(logging.Handler):
     """The notes of a rank."""

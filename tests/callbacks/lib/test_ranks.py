@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from callbacks.lib.exchange import FlagAllReduce, gather
+from callbacks.lib.ranks import FlagAllReduce, gather
 from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
 from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from callbacks.lib.writing import best_effort, forget_failures, unsaved
+from callbacks.checkpointing.writing import best_effort, forget_failures, unsaved
 
 
 @pytest.fixture(autouse=True)

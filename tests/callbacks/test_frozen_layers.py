@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import freeze_layers
-from callbacks.lib.freezing import FrozenLayers
+from callbacks.freezing import FrozenLayers
 
 
 def network() -> nn.Module:

@@ -5,7 +5,8 @@ them, and a name that one rank lacks keeps the others waiting. It weighs means b
 all-reduces ``log(on_step=True, sync_dist=True)`` in each micro-batch, of which ranks may have unequal numbers. Here the
 ranks exchange what they logged by name, once per epoch, and reduce the values of a step once per update.
 
-It also starts the means of an epoch again when a run resumes within it (#20652).
+It also starts the means of an epoch again when a run resumes within it (#20652). `UpdateResults` are those of training,
+and `SharedEvaluationLoop` is Lightning's loop of an evaluation with such results.
 """
 
 import contextlib
@@ -18,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.lib.decisions import check_decision, deciders
-from callbacks.lib.exchange import gather
+from callbacks.lib.ranks import check_decision, deciders, gather
 from datamodules.errors import RunFailedError
-from datamodules.lightning import _ResultCollection, _ResultMetric, _Sync, pl
+from datamodules.lightning import _EvaluationLoop, _ResultCollection, _ResultMetric, _Sync, call, pl
 from datamodules.notes import warn
 
 _NEUTRAL = {"max": -math.inf, "min": math.inf}
@@ -374,3 +374,50 @@ class UpdateResults(SharedResults):
             self._steps = {}
             self._is_in_update = False
         super().reset(metrics, fx)
+
+
+class SharedEvaluationLoop(_EvaluationLoop):
+    """Validation or test whose results are `SharedResults`.
+
+    Args:
+        stock: Lightning's loop, whose place it takes.
+    """
+
+    def __init__(self, stock: _EvaluationLoop) -> None:
+        super().__init__(stock.trainer, stock._trainer_fn, stock._stage, stock.verbose, stock.inference_mode)
+        vars(self).update(vars(stock))
+        self._shared = SharedResults(stock.trainer, training=False)
+        self._results = self._shared
+
+    # A profiler's table has the name of Lightning's class.
+
+    @override
+    def _on_before_fetch(self) -> None:
+        trainer: Any = self.trainer
+        trainer.profiler.start(f"[{_EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next")
+
+    @override
+    def _on_after_fetch(self) -> None:
+        trainer: Any = self.trainer
+        trainer.profiler.stop(f"[{_EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next")
+
+    @override
+    def _store_dataloader_outputs(self) -> None:
+        self._shared.share()
+        super()._store_dataloader_outputs()
+
+    @override
+    def _on_evaluation_epoch_end(self) -> None:
+        name = "on_test_epoch_end" if self.trainer.testing else "on_validation_epoch_end"
+        call._call_callback_hooks(self.trainer, name)
+        call._call_lightning_module_hook(self.trainer, name)
+        self._shared.share()  # In the same place on all ranks, also on one whose hooks have logged nothing.
+        self.trainer._logger_connector.on_epoch_end()
+
+
+def share_evaluations(trainer: pl.Trainer) -> None:
+    """Let the ranks share what `validate` and `test` of a Trainer log."""
+    for name in ("validate_loop", "test_loop"):
+        loop = getattr(trainer, name)
+        if not isinstance(loop, SharedEvaluationLoop):
+            setattr(trainer, name, SharedEvaluationLoop(loop))
