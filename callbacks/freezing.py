@@ -26,6 +26,7 @@ from callbacks.lib.updates import Duration, duration_to_updates
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import inform, warn
+from datamodules.ranges import check_types
 
 
 def module_names(module: nn.Module) -> list[str]:
@@ -420,6 +421,11 @@ class FreezeLayers(OneLightningCallback):
         train_bn: bool = True,
     ) -> None:
         super().__init__()
+        check_types(
+            until=(until, until is None or isinstance(until, str), "the name of a layer"),
+            unfreeze=(unfreeze, unfreeze is None or isinstance(unfreeze, Mapping), 'a dict, as {"layer3": "2 epochs"}'),
+            train_bn=(train_bn, isinstance(train_bn, bool), "True or False"),
+        )
         self.until = until
         self.unfreeze = dict(unfreeze or {})
         self.train_bn = train_bn

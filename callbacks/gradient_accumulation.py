@@ -21,6 +21,7 @@ from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
+from datamodules.ranges import COUNT, check_ranges, check_types
 
 
 def steps_for_samples(samples: int, at_once: int, found: str) -> int:
@@ -96,6 +97,8 @@ class GradientAccumulation(OneLightningCallback):
         super().__init__()
         if type(steps) is not int or steps < 1:
             raise UserError(f"accumulation of {steps!r} micro-batches: expected a whole number above 0")
+        check_ranges(global_batch_size=(global_batch_size, COUNT))
+        check_types(count=(count, count is None or callable(count), "a function of the batch"))
         if global_batch_size is not None and steps != 1:
             raise UserError(
                 f"accumulation of {steps} micro-batches and {spelled('global_batch_size', global_batch_size)}: pass one"

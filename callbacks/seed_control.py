@@ -19,11 +19,12 @@ from callbacks.lib.results import share_evaluations
 from callbacks.lib.threads import ThreadsBeforeLaunch
 from callbacks.lib.update_step import UpdateStep
 from callbacks.update_loop import install_update_loop
-from datamodules.errors import UserError, spelled
+from datamodules.errors import spelled
 from datamodules.lightning import pl
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 from datamodules.loading.randomness import seed_generators as seed_generators
 from datamodules.notes import warn
+from datamodules.ranges import Range, check_ranges
 
 
 @functools.cache
@@ -100,8 +101,7 @@ class SeedControl(OneLightningCallback):
     """
 
     def __init__(self, seed: int = 1) -> None:
-        if seed < 0:
-            raise UserError(f"{spelled('seed', seed)} is negative: pass 0 or greater")
+        check_ranges(seed=(seed, Range(0, 2**63 - 1, whole=True)))
         self.seed = seed
         self._device = torch.device("cpu")
         self._threads = ThreadsBeforeLaunch()

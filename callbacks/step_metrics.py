@@ -25,6 +25,7 @@ from callbacks.lib.updates import updates_made
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
+from datamodules.ranges import check_types
 
 _FOLD = 64  # Batches that are summed at once, since a sum takes several kernels, whatever their number.
 
@@ -252,6 +253,11 @@ class StepMetrics(OneLightningCallback):
     """
 
     def __init__(self, targets: str | None = "samples", *, norm: bool = True, finite: bool = True) -> None:
+        check_types(
+            targets=(targets, targets is None or isinstance(targets, str), 'a plural name, as "samples"'),
+            norm=(norm, isinstance(norm, bool), "True or False"),
+            finite=(finite, isinstance(finite, bool), "True or False"),
+        )
         self.targets = targets
         self.norm = norm
         self.finite = finite

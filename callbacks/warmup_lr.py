@@ -22,6 +22,7 @@ from callbacks.step_metrics import StepMetrics
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
+from datamodules.ranges import COUNT, check_ranges
 
 Scale = Literal["linear", "sqrt"]
 
@@ -173,7 +174,8 @@ class WarmupLR(OneLightningCallback):
         super().__init__()
         if scale not in ("linear", "sqrt", None):
             raise UserError(f'unknown scale {scale!r}: expected "linear", "sqrt" or None')
-        if (scale is None) != (base_batch_size is None) or (base_batch_size is not None and base_batch_size < 1):
+        check_ranges(base_batch_size=(base_batch_size, COUNT))
+        if (scale is None) != (base_batch_size is None):
             raise UserError(
                 f'scale={scale!r} with base_batch_size={base_batch_size}: pass both, such as scale="linear",'
                 " base_batch_size=256, or neither"

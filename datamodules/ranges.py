@@ -32,7 +32,7 @@ class Range:
     whole: bool = False
 
     def __contains__(self, value: Any) -> bool:
-        if not isinstance(value, Integral if self.whole else Real):
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value
         if isinstance(number, float) and not math.isfinite(number):
@@ -72,6 +72,20 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """
     if value not in allowed:
         raise UserError(f"expected one of {', '.join(allowed)}", setting=name, value=value)
+
+
+def check_types(**values: tuple[Any, bool, str]) -> None:
+    """Check the types of parameters.
+
+    Args:
+        values: each parameter by its name: its value, whether the type is right, and what is expected.
+
+    Raises:
+        UserError: with the first parameter, its value and what is expected.
+    """
+    for name, (value, is_right, expected) in values.items():
+        if not is_right:
+            raise UserError(f"expected {expected}", setting=name, value=value)
 
 
 def check_ranges(**numbers: tuple[Any, Range]) -> None:

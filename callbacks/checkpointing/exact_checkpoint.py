@@ -66,6 +66,8 @@ def save_interval(text: str) -> Duration | timedelta:
         (Duration(value=500.0, unit='steps'), '0:10:00')
     """
     message = f'{text!r} is no interval between two saves: write "500 steps", "2 epochs" or "10 minutes"'
+    if not isinstance(text, str):
+        raise UserError(message)
     time_between = read_time(text)
     if time_between is not None:
         if not time_between:

@@ -29,6 +29,7 @@ from callbacks.checkpointing.writing import atomic_write
 from callbacks.lib.lightning_internals import OneLightningCallback
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import TorchCheckpointIO, pl
+from datamodules.ranges import check_types
 
 log = logging.getLogger("lightning_recipes.checkpoints")
 
@@ -198,6 +199,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, on_saved: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         super().__init__()
+        check_types(on_saved=(on_saved, on_saved is None or callable(on_saved), "a function of the checkpoint"))
         self._on_saved = on_saved
         self.failures: dict[str, str] = {}
         """Reasons of failed writes by path, until the file is written or removed."""
@@ -276,6 +278,8 @@ class CheckpointGuard(OneLightningCallback):
     """
 
     def __init__(self, resumed: str | None = None) -> None:
+        is_path = resumed is None or isinstance(resumed, (str, os.PathLike))
+        check_types(resumed=(resumed, is_path, "the path of a checkpoint"))
         self.resumed = resumed
 
     @override

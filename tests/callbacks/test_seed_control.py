@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from datamodules.images.augmentation import RandomAffine
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
@@ -17,6 +16,7 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.loaded_updates import draws_nothing
 from callbacks.seed_control import SeedControl, seed_generators
+from datamodules.images.augmentation import RandomAffine
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
 from tests.support.tables import CALLBACKS, TOGETHER, Tiny, equal, image_network, noisy_images, quiet_trainer
@@ -214,7 +214,7 @@ def test_a_closure_that_is_called_again_draws_the_same_numbers():
 def test_the_environment_is_put_back_and_a_negative_seed_is_refused():
     _fit(max_steps=1)
     assert "PL_GLOBAL_SEED" not in os.environ
-    with pytest.raises(ValueError, match="pass"):
+    with pytest.raises(ValueError, match="seed=-1: expected a whole number from 0"):
         SeedControl(-1)
 
 
