@@ -5,12 +5,23 @@ which says so once with `spelling_as_flags`.
 """
 
 import errno
+import os
 import shlex
+import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from sysconfig import get_paths
+from types import TracebackType
 from typing import Any, ClassVar
 
 from typing_extensions import override
+
+_PACKAGES = [str(Path(__file__).parents[1] / name) for name in ("recipes", "callbacks", "datamodules")]
+_LIBRARIES = tuple(folder + os.sep for folder in (*_PACKAGES, get_paths()["purelib"]))
+"""Folders whose files are not the user's program."""
 
 _flags: frozenset[str] = frozenset()
 """The settings that are flags, for the whole process: also threads and loader workers spell settings."""
@@ -101,6 +112,22 @@ class UserError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Return what IPython and notebooks show: the message without a traceback."""
         return [f"{type(self).__name__}: {self}"]
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that ends a program; of a `UserError` the lines of the program that led to it, and the message."""
+    if not isinstance(error, UserError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    frames = traceback.extract_tb(trace)
+    of_program = list(takewhile(lambda frame: not frame.filename.startswith(_LIBRARIES), frames))
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(of_program)]
+    sys.stderr.write("".join([*lines, f"{kind.__name__}: {error}\n"]))
+
+
+# As in a notebook; a hook of somebody else stays.
+if sys.excepthook is sys.__excepthook__:
+    sys.excepthook = _print_uncaught
 
 
 class RunFailedError(UserError):

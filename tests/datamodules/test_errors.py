@@ -2,7 +2,10 @@
 
 import errno
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +84,18 @@ def test_a_tensor_that_is_too_large_is_one(size):
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No file"), RuntimeError("mat1"), ValueError("out of memory")])
 def test_other_errors_are_none(error):
     assert system_failure(error) is None
+
+
+def test_a_program_that_a_user_error_ends_prints_its_own_lines_and_the_message(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("from callbacks import SeedControl\ndef seeds():\n    SeedControl(-1)\nseeds()\n")
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert (ended.returncode, lines[0]) == (1, "Traceback (most recent call last):")
+    assert [line for line in lines if line.startswith("  File")] == [
+        f'  File "{program}", line 4, in <module>',
+        f'  File "{program}", line 3, in seeds',
+    ]
+    assert lines[-1] == "UserError: seed=-1: expected a whole number from 0 to 9,223,372,036,854,775,807"
+    program.write_text("import datamodules.errors\nraise ValueError('others stay')\n")
+    assert subprocess.run([sys.executable, program], capture_output=True, text=True).stderr.endswith("others stay\n")
