@@ -151,9 +151,9 @@ def test_the_imports_of_modules_make_no_circle() -> None:
 
 
 CLOSURES = {
-    "recipes.mnist.recipe": 4_300,
-    "callbacks.freezing": 700,
-    "datamodules.translation.data_module": 2_340,
+    "recipes.mnist.recipe": 4_400,
+    "callbacks.freezing": 800,
+    "datamodules.translation.data_module": 2_400,
 }
 """How many lines of our code a reader of a module may have to know at most: its own and those of modules it imports.
 
