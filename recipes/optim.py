@@ -37,10 +37,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
         }
         if name.lower() not in classes:
             names = ", ".join(sorted(classes))
-            raise UserError(
-                f"no optimizer {name!r} for dense gradients; expected one of {names}, or the import path of a class of"
-                " yours"
-            )
+            raise UserError(f"no optimizer {name!r}; expected one of {names}, or the import path of a class of yours")
         cls: Any = classes[name.lower()]
     else:
         module, _, attribute = name.rpartition(".")

@@ -327,6 +327,11 @@ class ImageDataModule(BaseDataModule):
             names = self.class_names or [str(number) for number in range(self.num_classes)]
             counts = self._training_labels.bincount(minlength=len(names)).tolist()
             self._note(f"{self.title}: training on {describe_classes(names, counts)}")
+            absent = [name for name, count in zip(names, counts) if not count]
+            if absent:
+                further = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+                shown = ", ".join(absent[:5])
+                self._note(f"warning: {self.title}: {len(absent)} classes have no image to train on: {shown}{further}")
 
     def _opened(self, part: str) -> Part:
         """Return a part of the data set, or what is held out for it."""

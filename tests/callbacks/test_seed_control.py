@@ -1,3 +1,4 @@
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -455,3 +456,28 @@ def test_a_load_is_seeded_unless_all_its_code_gives_numbers_addresses() -> None:
     affine = RandomAffine.__new__(RandomAffine)
     assert [draws_nothing(loader(transform)) for transform in (None, affine, noisy_images)] == [True, True, False]
     assert not draws_nothing(Subclass(torch.zeros(4, 2), torch.zeros(4), torch.arange(4), 2, 1))
+
+
+def _notes_of(caplog: pytest.LogCaptureFixture, fit: Callable[[], Any]) -> list[str]:
+    caplog.clear()
+    fit()
+    return [record.getMessage() for record in caplog.records if "nothing was drawn" in record.getMessage()]
+
+
+def test_a_module_that_was_built_before_the_callback_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(torch.randn(4, 16))
+    dropping = functools.partial(Dropping, "SGD")
+
+    def fit(first: Callable[[], Any], second: Callable[[], Any]) -> None:
+        made = [first(), second()]
+        module = next(each for each in made if isinstance(each, pl.LightningModule))
+        trainer = quiet_trainer(callbacks=[each for each in made if each is not module], max_steps=1)
+        trainer.fit(module, loader)
+
+    seeds = functools.partial(SeedControl, 1)
+    (note,) = _notes_of(caplog, lambda: fit(dropping, seeds))
+    assert note == (
+        "note: nothing was drawn between SeedControl(1) and the fit, so that random initial weights of Dropping do not"
+        " repeat: build the callback before the module"
+    )
+    assert _notes_of(caplog, lambda: fit(seeds, dropping)) == []

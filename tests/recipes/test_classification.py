@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from datamodules import UserError
+from datamodules import DataContract, UserError
 from datamodules.loading.sampling import evaluation_spans
 from recipes.inputs import in_dtype_of
 from recipes.labels import mean_cross_entropy
@@ -96,13 +96,21 @@ class Small(TrainedClassifier):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hparams.num_classes))
 
 
-class Data(pl.LightningDataModule):
+class Data(pl.LightningDataModule, DataContract):
     """Random images of named classes; soft labels in training on request."""
 
     def __init__(self, names: tuple[str, ...] = ("ant", "bee", "wasp"), soft: bool = False) -> None:
         super().__init__()
-        self.save_hyperparameters({"num_classes": len(names)})  # Where the contract looks for it, too.
-        self.class_names, self.soft = names, soft
+        self.names = names
+        self.soft = soft
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.names)
 
     def _loader(self, soft: bool = False) -> DataLoader:
         classes, labels = len(self.class_names), torch.arange(12) % len(self.class_names)

@@ -268,7 +268,7 @@ def test_a_recipe_without_configure_optimizers_is_told_what_to_write() -> None:
         ("adamw", {"params": []}, "`optimizer_args`: AdamW has no params"),
         ("adamw", {"betas": [2, 3]}, "optimizer='adamw': Invalid beta parameter at index 0: 2"),
         ("muon", {}, "Muon only supports 2D parameters whereas we found a parameter with size: torch.Size([2])"),
-        ("sparseadam", {}, "no optimizer 'sparseadam' for dense gradients; expected one of adadelta"),
+        ("sparseadam", {}, "no optimizer 'sparseadam'; expected one of adadelta"),
         ("elsewhere.Lion", {}, "elsewhere is not imported; write `import elsewhere` before"),
         ("tests.support.optimizers.Any", {}, "it is no subclass of torch.optim.Optimizer"),
         ("tests.support.optimizers.Lion", {}, "tests.support.optimizers has no class Lion"),

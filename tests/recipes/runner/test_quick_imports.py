@@ -103,7 +103,7 @@ def test_nothing_is_said_as_a_command_ends_but_of_a_broken_import() -> None:
         ("mnist --max-epoch 3", 2, "error: there is no flag --max-epoch; did you mean --max-epochs?\n"),
         ("mnist test --zzzzzz", 2, "error: there is no flag --zzzzzz; --help-all lists the flags\n"),
         ("resnet --benchmark", 2, "error: there is no flag --benchmark; did you mean --trainer.benchmark?\n"),
-        ("seq2seq --no-num-classes", 2, "error: there is no flag --no-num-classes; --help-all lists the flags\n"),
+        ("seq2seq --no-num-classes", 2, "error: there is no flag --no-num-classes; it is a flag of mnist, resnet\n"),
         ("mnist --callbacks=1", 2, "error: there is no flag --callbacks: a program passes them to run() or fit()\n"),
     ],
 )
