@@ -381,6 +381,7 @@ class StepMetrics(OneLightningCallback):
                 )
         rates: dict[str, float] = {}
         if is_due:
+            install_update_loop(trainer).threads.report_waits()
             means |= self.losses.means(totals[0])
             if totals[0][1]:
                 seconds = max(1e-9, time.monotonic() - self._since)

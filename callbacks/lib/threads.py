@@ -11,15 +11,20 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from datamodules.errors import spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
 
 VARIABLE = "OMP_NUM_THREADS"
 """The environment variable with a number of threads. Lightning's launcher sets no number where it exists."""
+
+_SECONDS_TO_LOOK = 10.0
+_SHARE_OF_WAITS = 0.3
 
 _default: int | None = None
 """The number that nobody had set, where this module has set it again after another one."""
@@ -93,6 +98,15 @@ def threads_restored() -> Iterator[None]:
             os.environ[VARIABLE] = variable
 
 
+def core_seconds() -> tuple[float, float] | None:
+    """Return for how long the main thread has run on a core, and has waited for one; None where Linux does not say."""
+    try:
+        run, waited = Path("/proc/self/schedstat").read_text().split()[:2]
+    except (OSError, ValueError):
+        return None
+    return int(run) / 1e9, int(waited) / 1e9
+
+
 def counted_threads(threads: int) -> str:
     """Return a number of threads in words.
 
@@ -140,6 +154,9 @@ class RunThreads:
         self._is_chosen = False
         self._replaced: int | None = None
         self._line = ""
+        self._seconds: tuple[float, float] | None = None
+        """`core_seconds` when the training began; None on one thread, and once the share of waiting was looked at."""
+        self._has_looked = False
 
     def begin(self, before: ThreadsBeforeLaunch) -> None:
         """Settle the number for a fit, in `setup` on all ranks; the first callback that calls it counts."""
@@ -185,6 +202,27 @@ class RunThreads:
         if self._line:
             warn(self._line)
             self._line = ""
+        if self._begun and not self._has_looked and self._seconds is None and torch.get_num_threads() > 1:
+            self._seconds = core_seconds()
+
+    def report_waits(self) -> None:
+        """Print, once in a fit, that other programs use the cores, for which the threads wait one after the other."""
+        now = core_seconds() if self._seconds else None
+        if self._seconds is None or now is None:
+            return
+        run, waited = now[0] - self._seconds[0], now[1] - self._seconds[1]
+        if run + waited < _SECONDS_TO_LOOK:
+            return
+        self._seconds = None
+        self._has_looked = True
+        share = waited / (run + waited)
+        if share > _SHARE_OF_WAITS:
+            threads = torch.get_num_threads()
+            warn(
+                f"note: other programs use the cores: this process waited for one in {share:.0%} of its time, and its"
+                f" {threads} threads wait for each other; a run with {spelled('threads', 1)} may be several times as"
+                " fast"
+            )
 
     def state(self) -> dict[str, int]:
         """Return the number for a checkpoint, where it is settled."""
@@ -196,6 +234,8 @@ class RunThreads:
             _restore(self._replaced, is_chosen=False)
             self._replaced = None
         self._begun = False
+        self._seconds = None
+        self._has_looked = False
 
     @property
     def _on_cpu(self) -> bool:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.threads import available_cores, set_threads, threads_of_program, threads_restored
+from callbacks.lib import threads as module
+from callbacks.lib.threads import RunThreads, available_cores, set_threads, threads_of_program, threads_restored
 from callbacks.seed_control import SeedControl
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
@@ -172,3 +173,24 @@ def test_a_resume_with_threads_of_its_own_says_that_bits_may_differ(tmp_path: Pa
     assert resumed.threads == 1
     expected = f"bits may differ from here on: 1 thread in each process, and {MORE} in the checkpoint; set {MORE}"
     assert expected in resumed.lines[0]
+
+
+@pytest.mark.parametrize(("waited", "is_noted"), [(6.0, True), (4.0, False)])
+def test_threads_that_wait_for_cores_are_noted_once(
+    waited: float, is_noted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = iter([(1.0, 1.0), (2.0, 2.0), (11.0, 1.0 + waited), (99.0, 99.0)])
+    monkeypatch.setattr(module, "core_seconds", lambda: next(seconds))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    run = RunThreads(quiet_trainer())
+    run._begun = True
+    run.report()
+    for _ in range(3):  # After one second it is too early, and after ten it has looked.
+        run.report_waits()
+        run.report()
+    notes = [record.getMessage() for record in caplog.records if "other programs use the cores" in record.getMessage()]
+    assert len(notes) == is_noted
+    if is_noted:
+        assert (
+            "waited for one in 38% of its time, and its 4 threads wait for each other; a run with threads=1" in notes[0]
+        )
