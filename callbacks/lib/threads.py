@@ -220,8 +220,7 @@ class RunThreads:
             threads = torch.get_num_threads()
             warn(
                 f"note: other programs use the cores: this process waited for one in {share:.0%} of its time, and its"
-                f" {threads} threads wait for each other; a run with {spelled('threads', 1)} may be several times as"
-                " fast"
+                f" {threads} threads wait for each other; a run with {spelled('threads', 1)} may be faster"
             )
 
     def state(self) -> dict[str, int]:
