@@ -220,7 +220,7 @@ class Recipe(OneLightning, pl.LightningModule):
         self.has_weights = True
 
     def take_names_of_weights(self, names: Sequence[str]) -> None:
-        """Take the class names in a file of weights whose last layer was loaded."""
+        """Take the class names in a file of weights whose last layer was loaded; empty if it has none."""
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:

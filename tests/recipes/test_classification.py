@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules import UserError
+from datamodules.contract import DataContract
 from datamodules.loading.sampling import evaluation_spans
 from recipes.inputs import in_dtype_of
 from recipes.labels import mean_cross_entropy
@@ -96,13 +97,15 @@ class Small(TrainedClassifier):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hparams.num_classes))
 
 
-class Data(pl.LightningDataModule):
+class Data(pl.LightningDataModule, DataContract):
     """Random images of named classes; soft labels in training on request."""
+
+    class_names: Any = ()
+    num_classes: Any = None
 
     def __init__(self, names: tuple[str, ...] = ("ant", "bee", "wasp"), soft: bool = False) -> None:
         super().__init__()
-        self.save_hyperparameters({"num_classes": len(names)})  # Where the contract looks for it, too.
-        self.class_names, self.soft = names, soft
+        self.class_names, self.num_classes, self.soft = names, len(names), soft
 
     def _loader(self, soft: bool = False) -> DataLoader:
         classes, labels = len(self.class_names), torch.arange(12) % len(self.class_names)
@@ -210,7 +213,7 @@ def test_data_with_another_number_of_classes_is_refused(checkpoint: Path):
 
 
 def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpoint: Path):
-    message = "class 1 is 'bee' in the checkpoint and 'wasp' in the data; rename"
+    message = "order of the classes differs: class 1 is 'bee' in the checkpoint and 'wasp' in the data; rename"
     loaded, data = Small.load_from_checkpoint(checkpoint, weights_only=True), Data(("ant", "wasp", "bee"))
     with pytest.raises(UserError, match=message):
         quiet_trainer().test(loaded, data, verbose=False)
@@ -224,6 +227,20 @@ def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpo
         quiet_trainer().test(warm, data, verbose=False)
     quiet_trainer().test(Small(), Data(), ckpt_path=checkpoint, weights_only=True, verbose=False)
     quiet_trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_head_without_class_names_is_loaded_with_a_note_of_their_order(trains: bool, tmp_path: Path, caplog: Any):
+    torch.save(Small().network.state_dict(), tmp_path / "a.pt")
+    warm = Small(weights=str(tmp_path / "a.pt"))
+    with caplog.at_level("WARNING", "lightning_recipes"):
+        if trains:
+            quiet_trainer(max_epochs=1).fit(warm, Data())
+        else:
+            load_initial_weights(warm, exact=True)
+            quiet_trainer().test(warm, Data(), verbose=False)
+    (note,) = (record.getMessage() for record in caplog.records if "class_names" in record.getMessage())
+    assert "in the order of the data: ant, bee, wasp; pass weights_skip='1' for a new head" in note
 
 
 @pytest.mark.parametrize(("inputs", "targets"), [(torch.float64, torch.int32), (torch.uint8, torch.int16)])
