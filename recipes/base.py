@@ -39,8 +39,8 @@ class Recipe(OneLightning, pl.LightningModule):
     defaults differ repeats them in its constructor, and passes them on. The arguments of its constructor are saved in
     ``self.hparams``; one that computes a value for None ends with ``self.hparams.update(lr=lr)``.
 
-    A recipe may override `headline` for the closing table, `prediction_rows` for predict, and `named_outputs` and
-    `export_metadata` for export.
+    A recipe may override `headline` for the closing table, `prediction_rows` for predict, and `named_outputs`,
+    `photograph_crop` and `export_metadata` for export.
 
     Args:
         optimizer: an optimiser of torch.optim, such as sgd or adamw, or any class by its import path, such as
@@ -220,7 +220,7 @@ class Recipe(OneLightning, pl.LightningModule):
         self.has_weights = True
 
     def take_names_of_weights(self, names: Sequence[str]) -> None:
-        """Take the class names in a file of weights whose last layer was loaded."""
+        """Take the class names in a file of weights whose last layer was loaded; empty if it has none."""
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -257,6 +257,13 @@ class Recipe(OneLightning, pl.LightningModule):
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return the outputs of an exported graph by name, from the output of the network."""
         return {"outputs": outputs}
+
+    def photograph_crop(self) -> float | None:
+        """Return the share of the short side that evaluation keeps of an RGB image (`evaluation_pixels`).
+
+        The graph of an exported file then takes an image of any size; with None it takes images of the network's size.
+        """
+        return None
 
     def export_metadata(self) -> dict[str, Any]:
         """Return metadata for exported files, beside constructor arguments and preprocessing."""

@@ -82,6 +82,7 @@ class Classifier(Recipe):
         self.test_scores = ClassificationScores(num_classes)
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self.names_in_checkpoint: Sequence[str] = ()
+        self.has_unnamed_head = False
         self.confusion_matrix: Tensor | None = None
         self.all_labels_count = False
         """Whether it is known that no label of the training set is -100; `CheckLabels` sets it."""
@@ -107,6 +108,7 @@ class Classifier(Recipe):
     def take_names_of_weights(self, names: Sequence[str]) -> None:
         """Keep the class names in a file of weights; `CheckLabels` compares them with those of the data."""
         self.names_in_checkpoint = names
+        self.has_unnamed_head = not names
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -17,6 +18,8 @@ from callbacks.checkpointing.writing import atomic_write
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError, first_line, spelled
 from datamodules.images.augmentation import Normalise
+from datamodules.images.decoding import evaluation_square
+from recipes import photograph_graph
 from recipes.base import Recipe
 from recipes.inputs import preprocessing
 from recipes.version import __version__, install_command
@@ -25,6 +28,9 @@ from recipes.weights import read_weights
 _ENDINGS = {"safetensors": ".safetensors", "state-dict": ".pt", "onnx": ".onnx"}
 _BATCHES = (2, 1, 5)
 _TOLERANCE = 1e-4
+_PHOTOGRAPHS = ((37, 51), (300, 200), (97, 640))
+# A pixel in some millions is rounded to the other side by onnxruntime.
+_PHOTOGRAPH_TOLERANCE = 1e-2
 
 
 class _Graph(nn.Module):
@@ -169,8 +175,33 @@ def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str,
     return _check_outputs(kind, graph, loaded, tolerance=0.0)
 
 
-def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
-    """Write a graph for any batch size; return what was checked."""
+def _check_photographs(graph: _Graph, run_file: Callable[[Tensor], dict[str, Tensor]]) -> str:
+    """Return the sizes of the images with which a file that crops and resizes was compared with the network.
+
+    Raises:
+        UserError: the outputs differ.
+    """
+    for height, width in _PHOTOGRAPHS:
+        coarse = torch.rand(1, 3, 5, 7, generator=graph.generator)
+        image = (255 * F.interpolate(coarse, (height, width), mode="bicubic")[0].clamp(0, 1)).to(torch.uint8)
+        outputs = run_file(image.permute(1, 2, 0).unsqueeze(0).contiguous())
+        for name, value in graph(evaluation_square(image, graph.sizes[-1]).unsqueeze(0)).items():
+            if not torch.allclose(value, outputs[name], rtol=_PHOTOGRAPH_TOLERANCE, atol=_PHOTOGRAPH_TOLERANCE):
+                raise UserError(f"the {name} of the onnx file differ for an image of {height} x {width} pixels")
+    return f"and for images of {', '.join(f'{height} x {width}' for height, width in _PHOTOGRAPHS)} pixels"
+
+
+def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any], kept: float | None) -> str:
+    """Write a graph for any batch size, or for an image of any size; return what was checked.
+
+    Args:
+        graph: the network.
+        path: the file.
+        metadata: metadata of the file.
+        kept: share of the short side that the graph keeps of an image of any size; None: it takes batches of images of
+            the network's size.
+    """
+    import onnx
     import onnxruntime
 
     example = graph.example(2)
@@ -188,6 +219,13 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
         model.metadata_props.update(_as_text(metadata))
         program.save(str(path), external_data=False)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        of_photograph = None
+        if kept is not None:
+            photograph_model = onnx.load(path)
+            photograph_graph.take_photographs(photograph_model, graph.sizes[-1], kept)
+            onnx.checker.check_model(photograph_model, full_check=True)
+            onnx.save(photograph_model, path)
+            of_photograph = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except OSError:
         raise
     except Exception as error:  # The exporter and onnxruntime may raise any exception for a network.
@@ -199,23 +237,55 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
         arrays = session.run(outputs, {graph.input: inputs.numpy()})
         return dict(zip(outputs, map(torch.from_numpy, arrays), strict=True))
 
-    return _check_outputs("onnx", graph, run, _TOLERANCE)
+    def run_on_photograph(image: Tensor) -> dict[str, Tensor]:
+        assert of_photograph is not None
+        arrays = of_photograph.run(outputs, {photograph_graph.INPUT: image.numpy()})
+        return dict(zip(outputs, map(torch.from_numpy, arrays), strict=True))
+
+    checked = _check_outputs("onnx", graph, run, _TOLERANCE)
+    return checked if kept is None else f"{checked}, {_check_photographs(graph, run_on_photograph)}"
+
+
+def _kept_of_photograph(recipe: Recipe, graph: str | None) -> float | None:
+    """Return the share of the short side that a graph of one image keeps; None for a graph of batches.
+
+    Raises:
+        UserError: the recipe has no graph of one image.
+    """
+    kept = recipe.photograph_crop() if isinstance(preprocessing(recipe), Normalise) else None
+    if graph == "image" and kept is None:
+        raise UserError(
+            f"{recipe.title} does not know how the images of this checkpoint were cropped and normalized",
+            setting="graph",
+            value=graph,
+            to_type=f"pass {spelled('graph', 'batch')}",
+        )
+    return None if graph == "batch" else kept
 
 
 @torch.no_grad()
-def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None = None) -> Exported:
+def export(
+    recipe: Recipe,
+    checkpoint_path: str,
+    kind: str,
+    output: str | None = None,
+    graph: Literal["image", "batch"] | None = None,
+) -> Exported:
     """Write the network of a checkpoint, and compare the outputs of the file with those of the network.
 
     Args:
         recipe: the recipe, built with the checkpoint's settings.
         checkpoint_path: the checkpoint.
         kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; onnx with the
-            computation, for any batch size. Its graph takes uint8 images if the checkpoint has their normalisation.
+            computation. Its graph takes uint8 images if the checkpoint has their normalisation.
         output: the file to write; by default beside the checkpoint.
+        graph: input of an onnx file: "image" for one RGB image of any size, which the graph crops and resizes, or
+            "batch" for any number of images of the network's size. None: "image" if the recipe has
+            `Recipe.photograph_crop`.
 
     Raises:
-        UserError: weights are NaN, the recipe or this installation cannot write the format, or the file has other
-            outputs.
+        UserError: weights are NaN, the recipe or this installation cannot write the format or the graph, or the file
+            has other outputs.
     """
     packages = ("onnx", "onnxscript", "onnxruntime")
     missing_packages = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -233,6 +303,7 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
     if path.is_dir():
         raise UserError(f"{spelled('output', str(path))} is a folder; name a file in it")
     checkpoint = _load(recipe, checkpoint_path)
+    kept = _kept_of_photograph(recipe, graph) if kind == "onnx" else None
     metadata = json.loads(json.dumps(_metadata(recipe) | {"config": checkpoint.get("config")}, default=str))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -242,9 +313,12 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
                 if not isinstance(example, Tensor) or kind != "onnx":
                     return Exported(path, {}, _write_weights(recipe, temporary, kind, metadata))
                 # In float32 for every precision of training: onnxruntime has no other convolution for CPUs.
-                graph = _Graph(recipe, recipe.network.float(), example, preprocessing(recipe))
-                metadata["inputs"] = {graph.input: graph.text}
-                return Exported(path, metadata["inputs"], _write_onnx(graph, temporary, metadata))
+                network = _Graph(recipe, recipe.network.float(), example, preprocessing(recipe))
+                metadata["inputs"] = {network.input: network.text}
+                if kept is not None:
+                    metadata["inputs"] = {photograph_graph.INPUT: photograph_graph.DESCRIPTION}
+                    metadata["layout"] = "NHWC"
+                return Exported(path, metadata["inputs"], _write_onnx(network, temporary, metadata, kept))
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"{path} cannot be written: {reason}; pass another {spelled('output')}") from error

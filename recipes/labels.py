@@ -15,6 +15,7 @@ from datamodules.lightning import pl
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.numbered import NumberedDataLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
+from datamodules.notes import warn
 
 _BATCHES_BETWEEN_CHECKS = 50  # On a GPU, where each check waits for the device.
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -249,15 +250,24 @@ class CheckLabels(pl.Callback):
         names = data_contract(pl_module.data_module()).class_names
         if len(names) != len(pl_module.class_names):
             return
-        for i, (saved_name, data_name) in enumerate(zip(pl_module.names_in_checkpoint, names)):
+        # The last tensor of a classifier belongs to its head.
+        head = [*pl_module.network.state_dict()][-1].rpartition(".")[0]
+        saved_names = pl_module.names_in_checkpoint
+        for i, (saved_name, data_name) in enumerate(zip(saved_names, names)):
             if saved_name != data_name:
-                # The last tensor of a classifier belongs to its head.
-                head = [*pl_module.network.state_dict()][-1].rpartition(".")[0]
+                order = "the order of the classes differs: " if set(saved_names) == set(names) else ""
                 raise UserError(
-                    f"class {i} is {saved_name!r} in the checkpoint and {data_name!r} in the data; rename the data's"
-                    f" classes to those of the checkpoint, or train on others with it as {spelled('weights')} and"
-                    f" {spelled('weights_skip', head)}"
+                    f"{order}class {i} is {saved_name!r} in the checkpoint and {data_name!r} in the data; rename the"
+                    " data's classes to those of the checkpoint, or train on others with it as"
+                    f" {spelled('weights')} and {spelled('weights_skip', head)}"
                 )
+        if pl_module.has_unnamed_head and names:
+            listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+            warn(
+                "note: weights from a file without class_names: the classes of its head are taken in the order of the"
+                f" data: {listed}; pass {spelled('weights_skip', head)} for a new head if they are not"
+            )
+            pl_module.has_unnamed_head = False
         pl_module.take_class_names(names)
 
     def _check_set(self, pl_module: Any, stage: str, loaders: Any) -> None:

@@ -309,8 +309,9 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
     report = load_weights(recipe.network, state, source, exact, options.weights_skip)
     warn(report.line())
     # The rows of a classifier's last layer are classes, so that their names are only valid if it was loaded.
-    if [*recipe.network.state_dict()][-1] in report.loaded:
-        recipe.take_names_of_weights(read_beside(options.weights).get("class_names", ()))
+    content = read_beside(options.weights)
+    if content and [*recipe.network.state_dict()][-1] in report.loaded:
+        recipe.take_names_of_weights(content.get("class_names", ()))
     return report
 
 

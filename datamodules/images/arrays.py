@@ -27,14 +27,17 @@ USES = ("images", "labels", "val_images", "val_labels", "test_images", "test_lab
 """Names of the arrays in a NumPy file, and what `columns` declares for arrays that are called otherwise."""
 
 
-def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.NDArray[np.uint8]:
+# Share of the full range that the brightest pixel must reach: a darker set has another scale, such as 0 to 16.
+_LEAST = 0.25
+
+
+def as_bytes(pixels: npt.NDArray[Any], source: str, if_dark: str = "") -> npt.NDArray[np.uint8]:
     """Convert pixels to uint8, in an array of any shape.
 
     Args:
         pixels: booleans, integers from 0 to 255, or floats from 0 to 1.
         source: name of the pixels for messages, such as "the train images".
-        least: share of the full range that the brightest pixel must reach. A darker set has another scale, such as
-            integers from 0 to 16.
+        if_dark: what to pass for images that are meant to be dark, for messages.
 
     Raises:
         UserError: the pixels have another range.
@@ -49,12 +52,14 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, least: float = 0.0) -> npt.N
     low = pixels.min()
     high = pixels.max()
     # NaN fails each comparison.
-    if not (low >= 0 and least * top <= high <= top):
+    if not (low >= 0 and _LEAST * top <= high <= top):
         if np.isnan(high):
             raise UserError(f"{source} hold NaN, the first in image {np.argwhere(np.isnan(pixels))[0][0]}: correct it")
         advice = ""
         if 0 <= low <= high < np.inf and high > 0:
             advice = f": pass images / {high:g}"
+            if high < top:
+                advice += if_dark
         raise UserError(
             f"{source} are {pixels.dtype} from {low:g} to {high:g}, expected whole numbers from 0 to 255 or floats from"
             f" 0 to 1{advice}"
@@ -115,6 +120,8 @@ def channels_last(pixels: npt.NDArray[Any], source: str) -> npt.NDArray[Any]:
     if not (pixels.ndim == 3 or len(places) == 1) or 0 in shape[1:]:
         side = side_of_rows(shape)
         advice = f"; pass images.reshape(-1, {side}, {side})" if side else ""
+        if len(places) == 2:
+            advice = "; their channels may be first or last, so pass images of PIL.Image.fromarray"
         raise UserError(
             f"{source} are of shape {shape}, expected (n, height, width), (n, height, width, channels) or (n, channels,"
             f" height, width) with 1, 3 or 4 channels{advice}"
@@ -131,7 +138,7 @@ def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
         raise UserError(f"{source} are {pixels.dtype}, expected numbers: uint8 from 0 to 255 or floats from 0 to 1")
     if not len(pixels):
         raise UserError(f"{source} are empty: their shape is {pixels.shape}")
-    return as_bytes(channels_last(pixels, source), source, least=0.25)
+    return as_bytes(channels_last(pixels, source), source)
 
 
 def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", source: str = "") -> Source:
@@ -337,5 +344,8 @@ def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
     # Three dimensions with channels are one image.
     if pixels.ndim == 2 or (pixels.ndim == 3 and (shape[2] in (1, 3, 4) or (colour and shape[0] in (1, 3, 4)))):
         pixels = pixels[None]
-    pixels = as_bytes(channels_last(pixels, "the images"), "the images")
-    return map(Image.fromarray, np.ascontiguousarray(pixels))
+    pixels = channels_last(pixels, "the images")
+    if pixels.any():
+        pixels = as_bytes(pixels, "the images", ", or PIL.Image.fromarray(image) if it is meant to be dark")
+    # Of black images no scale is known, nor needed.
+    return map(Image.fromarray, np.ascontiguousarray(pixels.astype(np.uint8, copy=False)))

@@ -1,6 +1,8 @@
 """From a picture to uint8 pixels: decodes files of any format, equal in every process, and crops to the inputs' size.
 
-A picture that cannot be read raises an error with the reason.
+`evaluation_pixels` is the way of validation, test, prediction and export. Training decodes photographs at a reduced
+size (`load_image`), which is faster and gives slightly different pixels. A picture that cannot be read raises an error
+with the reason.
 """
 
 import math
@@ -34,7 +36,7 @@ _TRIES = 10
 
 # Version of the rules in this file. A change of them that changes pixels has to raise it, since it is part of the names
 # of caches.
-_RULES = 5
+_RULES = 6
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES: tuple[str, ...] = (
     *_JPEG,
@@ -139,11 +141,29 @@ def without_alpha(image: Image.Image) -> Image.Image:
     return image
 
 
+def _undecoded(image: Image.Image) -> bytes:
+    """Return the content of the file of an image that is opened but not decoded, which stays so; else nothing.
+
+    Of an image that the caller has reduced (``draft``) or moved to another frame, the pixels are what the caller chose.
+    """
+    file = getattr(image, "fp", None)
+    if file is None or not getattr(image, "tile", ()) or image.tell():
+        return b""
+    position = file.tell()
+    file.seek(0)
+    content: bytes = file.read()
+    file.seek(position)
+    with Image.open(BytesIO(content)) as again:
+        is_same = (again.format, again.mode, again.size) == (image.format, image.mode, image.size)
+    return content if is_same else b""
+
+
 @contextmanager
 def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]:
-    """Open an image and yield it with the content of the file, which is empty for an image in memory.
+    """Open an image and yield it with the content of the file, which is empty for a decoded image in memory.
 
-    An error in the ``with`` block is raised with the name of the image and the reason.
+    A PIL image that is not decoded yet is read from its file, so that the caller's object does not change. An error in
+    the ``with`` block is raised with the name of the image and the reason.
 
     Args:
         source: path of a file, content of a file, or an image in memory.
@@ -155,10 +175,13 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
     content = b""
     try:
         if isinstance(source, Image.Image):
-            _refuse_other_pixels(source)
-            yield source, content
-            return
-        content = source if isinstance(source, bytes) else Path(source).read_bytes()
+            content = _undecoded(source)
+            if not content:
+                _refuse_other_pixels(source)
+                yield source, content
+                return
+        else:
+            content = source if isinstance(source, bytes) else Path(source).read_bytes()
         with Image.open(BytesIO(content)) as image:
             _refuse_other_pixels(image)
             yield image, content
@@ -233,29 +256,25 @@ def _upright(pixels: Tensor, orientation: int) -> Tensor:
     return pixels.flip(axes) if axes else pixels
 
 
-def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
-    """Load an image of any size and mode: upright, RGB, on white, with a short side of at most `short_side`.
+def _decode(source: Source, name: str, short_side: int | None) -> tuple[Tensor, tuple[int, int], int]:
+    """Decode an image to RGB on white.
 
     Args:
-        source: path of a file, content of a file, or an image in memory.
-        short_side: greatest length of the short side, in pixels. Smaller images keep their size.
+        source: see `open_image`.
         name: name of the image, for messages; by default that of the file.
+        short_side: short side, in pixels, to which the image is reduced later: a JPEG is decoded to an eighth, a
+            quarter or half of its size in a fraction of the time. None decodes all pixels.
 
     Returns:
-        uint8 of shape (3, height, width).
-
-    Raises:
-        UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
+        uint8 of shape (3, height, width), width and height of the full image, and the EXIF orientation.
     """
     if not name:
         name = str(source) if isinstance(source, (str, Path)) else "the image"
     pixels = None
     with open_image(source, name) as (image, content):
         full_size = image.size
-        size = _reduced(full_size, short_side)
-        if size != full_size:
-            # A JPEG is decoded to an eighth, a quarter or half of its size in a fraction of the time.
-            image.draft(None, size)
+        if short_side is not None and _reduced(full_size, short_side) != full_size:
+            image.draft(None, _reduced(full_size, short_side))
         # Torchvision decodes to the full size only. CMYK has to be converted by Pillow.
         is_full_jpeg = image.format == "JPEG" and image.size == full_size
         if is_full_jpeg and image.mode in ("RGB", "L") and content:
@@ -269,8 +288,27 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
             orientation = 1
         if pixels is None:
             pixels = _as_tensor(without_alpha(image).convert("RGB"))
-    if pixels.shape[1:] != (size[1], size[0]):
-        pixels = resized(pixels, size[1], size[0])
+    return pixels, full_size, orientation
+
+
+def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
+    """Load an image of any mode for training: upright, RGB, on white, with a short side of at most `short_side`.
+
+    Args:
+        source: path of a file, content of a file, or an image in memory.
+        short_side: greatest length of the short side, in pixels. Smaller images keep their size.
+        name: name of the image, for messages; by default that of the file.
+
+    Returns:
+        uint8 of shape (3, height, width).
+
+    Raises:
+        UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
+    """
+    pixels, full_size, orientation = _decode(source, name, short_side)
+    width, height = _reduced(full_size, short_side)
+    if pixels.shape[1:] != (height, width):
+        pixels = resized(pixels, height, width)
     return _upright(pixels, orientation)
 
 
@@ -293,7 +331,7 @@ def _side_kept(height: int, width: int, size: int) -> int:
 
 
 def centre_square(image: Tensor, size: int) -> Tensor:
-    """Crop the central square of an image and resize it, as for evaluation. Small images are enlarged.
+    """Crop the central square of a training image and resize it. Small images are enlarged.
 
     The result is that of resizing the short side to 8/7 of `size` and cropping the centre, in one step. For inputs
     below 64 pixels the whole short side is kept.
@@ -348,7 +386,7 @@ class Crop:
     """First half of a named augmentation, before `BatchAugmentation`: crops an image to the size of the inputs.
 
     Args:
-        name: "none", and "light" for small images, crop the centre, as evaluation does. "light" for large images crops
+        name: "none", and "light" for small images, crop the centre. "light" for large images crops
             a square of the same size at a random position. "standard" crops and resizes at random (`crop_box`).
         size: side of the result, in pixels.
         seed: seed of the run.
@@ -360,7 +398,7 @@ class Crop:
 
     @property
     def is_centre(self) -> bool:
-        """Whether the crop is that of evaluation in every epoch."""
+        """Whether the crop is the central square in every epoch."""
         return self.name == "none" or (self.name == "light" and is_small(self.size))
 
     def draws(self, numbers: Sequence[int], epoch: int) -> list[list[float]]:
@@ -387,9 +425,9 @@ class Crop:
 
 
 def side_to_decode(crop: str, size: int) -> int:
-    """Return the short side to which images are reduced when they are decoded, in pixels.
+    """Return the short side to which training images are reduced when they are decoded, in pixels.
 
-    Evaluation and "light" keep a fixed share of the short side, so that their crops need no further resizing. With
+    "none" and "light" keep a fixed share of the short side, so that their crops need no further resizing. With
     "standard", the smallest crop, a quarter of the area, still has a pixel for each pixel of the input.
     """
     if crop == "standard":
@@ -397,8 +435,41 @@ def side_to_decode(crop: str, size: int) -> int:
     return round(size / crop_pct(size))
 
 
+def evaluation_square(image: Tensor, size: int) -> Tensor:
+    """Crop the central square of an upright image at whole pixels, and resize it once, for evaluation.
+
+    The square has `crop_pct` of the short side, rounded to even. Its antialiased, bilinear resize is computed in
+    float32 and rounded to even, as onnxruntime does (``Resize`` with ``antialias`` and ``exclude_outside``). torch's
+    resize of bytes rounds more often: up to a fifth of its pixels differ by 1.
+
+    Args:
+        image: uint8 of shape (3, height, width), with any strides.
+        size: side of the result, in pixels.
+
+    Returns:
+        uint8 of shape (3, size, size).
+    """
+    height, width = image.shape[-2:]
+    side = _side_kept(height, width, size)
+    top = (height - side) // 2
+    left = (width - side) // 2
+    square = image[:, top : top + side, left : left + side]
+    if side == size:
+        return square
+    # Channel by channel, since the floats of a photograph take four times the memory of its bytes.
+    channels = []
+    for channel in square:
+        resized = F.interpolate(channel[None, None].float(), (size, size), mode="bilinear", antialias=True)[0, 0]
+        channels.append(resized.round().clamp(0, 255).to(torch.uint8))
+    return torch.stack(channels)
+
+
 def evaluation_pixels(source: Source, size: int, name: str = "") -> Tensor:
-    """Return the pixels of a picture as evaluation sees them: decoded, reduced, and the central square of it.
+    """Return the pixels of a picture as validation, test, prediction and exported graphs see them.
+
+    The picture is decoded at its full size (the first frame of an animation), put on white where it is transparent, and
+    turned upright by its EXIF orientation; then `evaluation_square` crops and resizes it. A file, its content, a PIL
+    image and an array of its pixels give the same bits. `source` does not change.
 
     Args:
         source: path of a file, content of a file, or an image in memory.
@@ -409,6 +480,8 @@ def evaluation_pixels(source: Source, size: int, name: str = "") -> Tensor:
         uint8 of shape (3, size, size).
 
     Raises:
-        UnreadableImage: see `load_image`.
+        UnreadableImage: the file is missing, damaged, too large for Pillow, not an image, of more than 8 bits, or a
+            TIFF of several pages.
     """
-    return centre_square(load_image(source, side_to_decode("none", size), name), size)
+    pixels, _, orientation = _decode(source, name, None)
+    return evaluation_square(_upright(pixels, orientation), size)

@@ -54,18 +54,21 @@ _MOST_IN_MEMORY = 2**32  # Bytes of small images that all processes of a machine
 
 
 class ImageFiles:
-    """Sequence of decoded images: ``files[i]`` is `load_image` of the i-th file, or its cached result.
+    """Sequence of decoded images: ``files[i]`` is the i-th image for training or evaluation, decoded or from a cache.
 
     Args:
         files: a table of files, or images in memory.
-        short_side: greatest short side of the decoded images, in pixels.
+        side: greatest short side of the decoded images, in pixels (`load_image`); for evaluation, the side of the
+            squares (`evaluation_pixels`).
         cache: cache of the decoded files on disk; None decodes an image whenever it is read.
+        evaluation: whether the images are `evaluation_pixels`.
     """
 
-    def __init__(self, files: Images, short_side: int, cache: PixelCache | None = None) -> None:
+    def __init__(self, files: Images, side: int, cache: PixelCache | None = None, evaluation: bool = False) -> None:
         self.files = files
-        self.short_side = short_side
+        self.side = side
         self.cache = cache
+        self.evaluation = evaluation
         # In memory, if they are small; empty before the first try, which reads all of them.
         self._held: list[Tensor | None] = []
 
@@ -108,7 +111,8 @@ class ImageFiles:
             content = self.files.read(row)
         except OSError as error:
             raise unreadable(self.files[row], error.strerror or str(error)) from error
-        return load_image(content, self.short_side, name=self.files[row])
+        read = evaluation_pixels if self.evaluation else load_image
+        return read(content, self.side, name=self.files[row])
 
 
 def cores() -> int:
@@ -144,7 +148,7 @@ def held_in_memory(images: ImageFiles, size: int, copies: int) -> Tensor | None:
         pixels = torch.empty((len(images), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
 
     def read(row: int) -> None:
-        pixels[row] = centre_square(images[row], size)
+        pixels[row] = images[row] if images.evaluation else centre_square(images[row], size)
 
     try:
         with ThreadPoolExecutor(cores()) as pool:
@@ -162,13 +166,14 @@ class BatchReader:
         images: images by sample number, uint8 of shape (3, height, width). A tensor of images that need no crop, as
             `held_in_memory` returns it, is indexed on its device.
         targets: class numbers, int64 of shape (n,).
-        crop: crop of each image.
+        crop: crop of each image, unless the images are those of evaluation, which are squares of its size.
     """
 
     def __init__(self, images: ImageFiles | Tensor, targets: Tensor, crop: Crop) -> None:
         self.images = images
         self.targets = targets
         self.crop = crop
+        self._are_squares = isinstance(images, ImageFiles) and images.evaluation
 
     @property
     def is_in_memory(self) -> bool:
@@ -193,8 +198,9 @@ class BatchReader:
         try:
             for row, draws in zip(rows, self.crop.draws(rows, epoch)):
                 try:
+                    image = self.images[row]
                     # Readable images move up, so that the batch is a slice without gaps.
-                    inputs[len(kept)] = self.crop(self.images[row], draws)
+                    inputs[len(kept)] = image if self._are_squares else self.crop(image, draws)
                 except UnreadableImage as error:
                     # Without the frames that raised it, which hold the batch.
                     errors.append((row, error.with_traceback(None)))
@@ -244,7 +250,8 @@ def pixel_statistics(files: Images, size: int) -> Statistics:
     count = 0
     for row in _evenly_spaced(len(files), _MEASURED):
         with contextlib.suppress(UnreadableImage, OSError):
-            pixels = evaluation_pixels(files.read(row), size).flatten(1).long()
+            image = load_image(files.read(row), side_to_decode("none", size))
+            pixels = centre_square(image, size).flatten(1).long()
             total += pixels.sum(1)
             squares += (pixels * pixels).sum(1)
             count += pixels.shape[1]
@@ -398,23 +405,31 @@ class FilePipeline(Pipeline):
             labels = labels[rows]
         if self._size_of_files and self.settings["image_size"] is None:
             self._note_choices()
-        files = self._decoded(images, self.augment if part == "train" else "none")
+        files = self._decoded(images, self.augment if part == "train" else None)
         # Samples are numbered within their part. Their random numbers depend on these numbers.
         names = images if isinstance(images, FileTable) else ()
         return Part(files, labels, torch.arange(len(labels)), names)
 
-    def _decoded(self, images: Images, crop: str) -> ImageFiles:
-        """Return the decoded images at the size that an augmentation needs, with a cache on disk for large files."""
-        side = side_to_decode(crop, self.image_size)
+    def _decoded(self, images: Images, augment: str | None) -> ImageFiles:
+        """Return the decoded images, with a cache on disk for large files.
+
+        Args:
+            images: the images.
+            augment: name of the augmentation, which needs the images at a certain size; None: for evaluation.
+        """
+        evaluation = augment is None
+        side = self.image_size if augment is None else side_to_decode(augment, self.image_size)
         limit = int(self.settings["cache_gb"] * 2**30)
         # Small images are kept in memory instead.
         if not limit or not isinstance(images, FileTable) or is_small(self.image_size):
-            return ImageFiles(images, side)
+            return ImageFiles(images, side, None, evaluation)
         folder = cache_folder("images")
         full_table = images.whole()
-        key = hashlib.sha256(f"{full_table.digest()} {decoders()}".encode()).hexdigest()
+        use = "evaluation" if evaluation else "training"
+        key = hashlib.sha256(f"{full_table.digest()} {decoders()} {use}".encode()).hexdigest()
         delete_unused(folder)
-        return ImageFiles(images, side, PixelCache(folder / f"{key[:24]}-{side}", len(full_table), limit))
+        cache = PixelCache(folder / f"{key[:24]}-{side}", len(full_table), limit)
+        return ImageFiles(images, side, cache, evaluation)
 
     def _reader(self, part: Part, augment: str, process: Process, hold: bool = True) -> BatchReader:
         """Return the reader of a part. Small images are kept in memory, at one size, on the device."""
@@ -480,7 +495,7 @@ class FilePipeline(Pipeline):
     @override
     def predict(self, images: GivenImages, batch_size: int, process: Process) -> WorkerEvaluationLoader:
         numbers = torch.arange(len(images))
-        reader = self._reader(Part(self._decoded(images, "none"), numbers, numbers), "none", process, hold=False)
+        reader = self._reader(Part(self._decoded(images, None), numbers, numbers), "none", process, hold=False)
         loader = self._evaluation_loader(reader, batch_size, process, skip=True)
         # The table of predictions has a row for each of them.
         loader.warn_unreadable = False

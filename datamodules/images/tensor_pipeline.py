@@ -242,6 +242,13 @@ class TensorPipeline(Pipeline):
     def _read(self, part: str, samples: Samples, device: torch.device) -> tuple[Tensor, Tensor]:
         """Read images, uint8 of shape (n, 1, 28, 28), and labels, and move them to the device if they fit."""
         is_own = self.data_set.is_own
+        if not is_own and self.settings["invert"]:
+            raise UserError(
+                f"{self.data_set.info.title} is light on dark, as the network needs it",
+                setting="invert",
+                value=True,
+                to_type=f"leave {spelled('invert')} out, and pass it to predict for images that are dark on light",
+            )
         digits = read_digits(samples.images, is_own and self._inverts)
         faults = list(map(str, digits.unreadable.values()))
         if faults:

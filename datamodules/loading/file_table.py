@@ -291,10 +291,11 @@ class FileTable(Sequence[str]):
         with open(self[row], "rb") as file:  # noqa: PTH123
             return file.read()
 
-    def stamp(self, row: int) -> tuple[int, int]:
-        """Return the current size of a file in bytes and its modification time in nanoseconds.
+    def stamp(self, row: int) -> tuple[int, ...]:
+        """Return the current size of a file in bytes, and the times of its modification and its change in nanoseconds.
 
-        A file in an archive has the time of the archive when it was listed. If the archive changes, `read` fails.
+        tar and rsync set the time of modification; that of the change (`st_ctime_ns`) shows that a file was replaced. A
+        file in an archive has the time of the archive when it was listed. If the archive changes, `read` fails.
 
         Raises:
             OSError: the file is missing.
@@ -302,7 +303,7 @@ class FileTable(Sequence[str]):
         if self._archive is not None:
             return self._archive.size(int(self._rows[row])), self._archive.state[1]
         status = os.stat(self[row])  # noqa: PTH116
-        return status.st_size, status.st_mtime_ns
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def checksums(self) -> Tensor | None:
         """Return size in bytes and CRC-32 of each file, int64 of shape (n, 2); None if not all are in a zip archive."""

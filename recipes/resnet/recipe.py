@@ -239,6 +239,12 @@ class ResNetFineTuner(Classifier):
         return cls.build_network is not ResNetFineTuner.build_network
 
     @override
+    def photograph_crop(self) -> float | None:
+        """Return the share of the short side that evaluation keeps, if the data module is that of photographs."""
+        has_photographs = self.data_class is not None and issubclass(self.data_class, ImageFolderDataModule)
+        return crop_pct(self.hparams.image_size) if has_photographs else None
+
+    @override
     def export_metadata(self) -> dict[str, Any]:
         """Return the metadata, with the crop of photographs under timm's names."""
         crop = {"crop_pct": crop_pct(self.hparams.image_size), "crop_mode": "center", "interpolation": "bilinear"}

@@ -563,6 +563,10 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
             command != "export" and settings["format"] is not None,
             "--format is for export; a run writes its own checkpoints, and the others go by the suffix of --output",
         ),
+        (
+            settings["graph"] is not None and settings["format"] != "onnx",
+            f"{spelled('graph')} is the input of an onnx file; pass it to export with --format onnx",
+        ),
         (fits and ckpt, "fit begins with new weights; pass --resume FILE to resume from a checkpoint"),
         (fits and output, "fit writes results.json into its run's folder; --output is for the other commands"),
         (not fits and settings["resume"], f"--resume continues training; pass --ckpt FILE to {command}"),

@@ -68,7 +68,7 @@ _NEEDS = {
     "predict": ("predict_step", "predict_dataloader"),
 }
 """The method of the recipe and the method of the data module that each command calls."""
-_SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format"})
+_SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format", "graph"})
 
 
 def run_command(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
@@ -112,7 +112,7 @@ def _check_parts(experiment: Experiment) -> None:
 
 def _export(experiment: Experiment) -> None:
     run = experiment.spec.run
-    exported = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
+    exported = export(experiment.recipe, run.ckpt or "", run.format or "", run.output, run.graph)
     inputs = {f"input {name}": description for name, description in exported.inputs.items()}
     print_pairs({"written": relative_path(exported.path), **inputs, "checked": exported.check})
 

@@ -438,6 +438,8 @@ class RunSettings:
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
+        graph: input of an onnx file: one RGB image of any size, which the graph crops and resizes, or a batch of images
+            of the network's size; by default an image, where the recipe has photographs.
         seed: seed of all random numbers; random draws one, which the first line names and the run keeps.
         deterministic: stop at operations without a deterministic implementation.
         threads: of PyTorch in each process; on a processor the bits of a run depend on them, so a resume keeps them
@@ -462,6 +464,7 @@ class RunSettings:
     ckpt: OneCall[str | None] = None
     output: OneCall[str | None] = None
     format: OneCall[Literal["safetensors", "state-dict", "onnx"] | None] = None
+    graph: OneCall[Literal["image", "batch"] | None] = None
     seed: int | Literal["random"] = 1
     deterministic: Rare[Free[bool]] = False
     threads: int | None = None

@@ -218,7 +218,7 @@ def test_data_with_another_number_of_classes_is_refused(checkpoint: Path):
 
 
 def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpoint: Path):
-    message = "class 1 is 'bee' in the checkpoint and 'wasp' in the data; rename"
+    message = "order of the classes differs: class 1 is 'bee' in the checkpoint and 'wasp' in the data; rename"
     loaded, data = Small.load_from_checkpoint(checkpoint, weights_only=True), Data(("ant", "wasp", "bee"))
     with pytest.raises(UserError, match=message):
         quiet_trainer().test(loaded, data, verbose=False)
@@ -232,6 +232,20 @@ def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpo
         quiet_trainer().test(warm, data, verbose=False)
     quiet_trainer().test(Small(), Data(), ckpt_path=checkpoint, weights_only=True, verbose=False)
     quiet_trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_head_without_class_names_is_loaded_with_a_note_of_their_order(trains: bool, tmp_path: Path, caplog: Any):
+    torch.save(Small().network.state_dict(), tmp_path / "a.pt")
+    warm = Small(weights=str(tmp_path / "a.pt"))
+    with caplog.at_level("WARNING", "lightning_recipes"):
+        if trains:
+            quiet_trainer(max_epochs=1).fit(warm, Data())
+        else:
+            load_initial_weights(warm, exact=True)
+            quiet_trainer().test(warm, Data(), verbose=False)
+    (note,) = (record.getMessage() for record in caplog.records if "class_names" in record.getMessage())
+    assert "in the order of the data: ant, bee, wasp; pass weights_skip='1' for a new head" in note
 
 
 @pytest.mark.parametrize(("inputs", "targets"), [(torch.float64, torch.int32), (torch.uint8, torch.int16)])

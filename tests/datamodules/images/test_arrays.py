@@ -176,6 +176,13 @@ def test_a_checkpoint_keeps_whether_its_images_are_inverted(tmp_path: Path, digi
     assert note.endswith("; pass invert=True if light and dark are exchanged")
 
 
+def test_a_published_set_is_not_inverted_for_prediction_alone():
+    with pytest.raises(
+        UserError, match="invert=True: .* is light on dark.*; leave `invert` out, and pass it to predict"
+    ):
+        MNISTDataModule(dataset="digits", invert=True).setup("fit")
+
+
 LABELS = np.arange(6) % 3
 IMAGES = np.full((6, 9, 9), 200, np.uint8)
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
 from datamodules.errors import spelling_as_flags
+from datamodules.images.arrays import from_arrays
 from datamodules.images.finding import find_images
 from datamodules.images.source import Source
 
@@ -369,9 +370,19 @@ def test_labels_keep_their_commas_and_paths_their_blanks(tmp_path: Path):
 
 def test_numbered_classes_have_one_order(tmp_path: Path):
     for number in range(12):
-        _image(tmp_path / str(number) / "1.png", number)
-    (tmp_path / "x.csv").write_text("path,label\n" + "".join(f"{n}/1.png,{n}\n" for n in range(12)))
-    assert find_images(tmp_path).classes == find_images(tmp_path / "x.csv").classes == tuple(map(str, range(12)))
+        _image(tmp_path / "set" / str(number) / "1.png", number)
+        _image(tmp_path / "flat" / f"{number}.a.png", number)
+    (tmp_path / "set" / "x.csv").write_text("path,label\n" + "".join(f"{n}/1.png,{n}\n" for n in range(12)))
+    images = np.full((12, 9, 9), 200, np.uint8)
+    ways = {
+        "folder": find_images(tmp_path / "set"),
+        "table": find_images(tmp_path / "set" / "x.csv"),
+        "layout": find_images(tmp_path / "flat", layout="{class}.a.png"),
+        "arrays of numbers": from_arrays({"train": (images, np.arange(12))}),
+        "arrays of texts": from_arrays({"train": (images, np.arange(12).astype(str))}),
+    }
+    by_value = tuple(map(str, range(12)))
+    assert {way: source.classes for way, source in ways.items()} == dict.fromkeys(ways, by_value)
 
 
 def test_a_class_is_the_same_however_its_letters_are_composed(tmp_path: Path):

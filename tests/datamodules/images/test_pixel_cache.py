@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from datamodules.images.decoding import load_image
@@ -65,6 +66,16 @@ def test_a_file_that_has_changed_is_decoded_again(files, tmp_path):
     for images in (cached, ImageFiles(files, 20, _cache(tmp_path))):
         assert torch.equal(images[3], load_image(other, 20))
         assert not torch.equal(images[3], before)
+
+
+def test_a_replaced_file_of_equal_size_and_time_is_decoded_again(tmp_path):
+    path = tmp_path / "x.bmp"
+    images = []
+    for shade in (10, 200):
+        Image.new("RGB", (30, 30), (shade, shade, shade)).save(path)
+        os.utime(path, ns=(1, 1))
+        images.append(ImageFiles(FileTable([str(path)]), 20, _cache(tmp_path))[0].clone())
+    assert [int(image.max()) for image in images] == [10, 200]
 
 
 @pytest.mark.parametrize("name", ["pixels", "index"])

@@ -15,10 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, UserError
+from datamodules.images.decoding import crop_pct, evaluation_square
 from datamodules.translation.text import Vocabulary
-from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, __version__
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, __version__, predict
 from recipes.export import export
 from recipes.inputs import preprocessing
+from recipes.photograph_graph import take_photographs
+from tests.support.pictures import write_pictures
 from tests.support.plain_recipe import Plain
 
 
@@ -183,42 +186,100 @@ def test_onnx_without_its_packages_says_what_to_install(saved, monkeypatch: pyte
         export(MNISTClassifier(), str(saved[1]), "onnx")
 
 
-# The programs of docs/recipes/resnet-evaluation-export.md, as they stand there, and without this package
+# The programs of docs/recipes/resnet-evaluation-export.md, as they stand there
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes" / "resnet-evaluation-export.md"
 
 
-def run_program(marker: str, folder: Path) -> list[str]:
-    """The lines that the block with `marker` prints in a folder, in a process that finds no module of this checkout."""
+def program_of(marker: str) -> str:
+    """The block of the page with `marker`."""
     blocks = re.findall(r"```python(?: title=[^\n]*)?\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (text,) = (block for block in blocks if marker in block)
-    command = [sys.executable, "-I", "-c", text]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    return text
+
+
+def _resnet(folder: Path, size: int = 64) -> tuple[ResNetFineTuner, Path]:
+    """A network with statistics, whose classes depend on the image, and its checkpoint."""
+    torch.manual_seed(1)
+    options = {"num_classes": 10, "image_size": size, "weights": "none", "arch": "resnet20"}
+    recipe = ResNetFineTuner(**options)
+    recipe.network(torch.randn(64, 3, size, size))
+    data = ImageFolderDataModule(dataset="digits", image_size=size)
+    checkpoint = {"state_dict": recipe.state_dict(), "ImageFolderDataModule": data.state_dict()}
+    settings = {"dataset": "digits", "image_size": size}
+    torch.save(checkpoint | {"datamodule_hyper_parameters": settings}, folder / "best.ckpt")
+    recipe.on_load_checkpoint(torch.load(folder / "best.ckpt", weights_only=True))
+    return recipe.eval(), folder / "best.ckpt"
+
+
+def test_the_program_gives_the_class_of_predict_for_any_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("onnxruntime")
+    recipe, checkpoint = _resnet(tmp_path)
+    exported = export(ResNetFineTuner(**recipe.hparams), str(checkpoint), "onnx", str(tmp_path / "resnet.onnx"))
+    assert exported.inputs == {
+        "image": "uint8 of shape (1, height, width, 3): one upright RGB image of any size, pixels from 0 to 255"
+    }
+    monkeypatch.chdir(tmp_path)
+    program = program_of("resnet.onnx")
+    paths = write_pictures(tmp_path / "pictures")
+    differences = []
+    for path, row in zip(paths, predict(recipe, list(map(str, paths))), strict=True):
+        names: dict[str, Any] = {}
+        exec(program.replace("photo.jpg", str(path)), names)
+        probabilities = names["probabilities"][0]
+        differences.append(abs(float(probabilities.max()) - row["probability"]))
+        if np.diff(np.sort(probabilities)[-2:]) > 0.002:
+            assert str(probabilities.argmax()) == row["class"], path.name
+    assert max(differences) < 0.001
+    Image.fromarray(np.full((40, 40), 4000, np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        exec(program.replace("photo.jpg", "deep.png"), {})
+
+
+@pytest.mark.parametrize("size", [48, 96])
+def test_the_graph_crops_and_resizes_to_the_pixels_of_evaluation(size: int):
+    onnx = pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    image = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.UINT8, ["batch", 3, size, size])
+    pixels = onnx.helper.make_tensor_value_info("pixels", onnx.TensorProto.UINT8, ["batch", 3, size, size])
+    identity = onnx.helper.make_node("Identity", ["images"], ["pixels"])
+    graph = onnx.helper.make_graph([identity], "network", [image], [pixels])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+    take_photographs(model, size, crop_pct(size))
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    generator = torch.Generator().manual_seed(1)
+    differences = torch.zeros(256, dtype=torch.int64)
+    for height, width in ((1, 1), (1, 300), (300, 1), (5, 7), (55, 56), (96, 110), (110, 110), (301, 203), (997, 640)):
+        photograph = torch.randint(256, (1, height, width, 3), dtype=torch.uint8, generator=generator)
+        (found,) = session.run(None, {"image": photograph.numpy()})
+        expected = evaluation_square(photograph[0].permute(2, 0, 1), size)
+        differences += (torch.from_numpy(found)[0].int() - expected.int()).abs().flatten().bincount(minlength=256)
+    # A sum near a tie may be rounded to the other side, since onnxruntime adds in another order.
+    assert differences[2:].sum() == 0
+    assert differences[1] <= 2e-3 * differences.sum(), differences[:3]
+
+
+def test_a_batch_of_the_networks_size_is_the_other_graph(tmp_path: Path):
+    pytest.importorskip("onnxruntime")
+    recipe, checkpoint = _resnet(tmp_path)
+    exported = export(ResNetFineTuner(**recipe.hparams), str(checkpoint), "onnx", graph="batch")
+    images = torch.randint(256, (3, 3, 64, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = recipe.network(preprocessing(recipe)(images))
+    assert torch.allclose(run_file(exported.path, images=images)["logits"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_graph_of_an_image_needs_a_recipe_that_crops(saved: tuple[MNISTClassifier, Path]):
+    with pytest.raises(UserError, match="graph='image': mnist does not know .*; pass graph='batch'"):
+        export(MNISTClassifier(), str(saved[1]), "onnx", graph="image")
 
 
 @pytest.mark.slow
-def test_a_photograph_comes_to_an_onnx_file_as_to_predict(tmp_path: Path):
-    pytest.importorskip("onnxruntime")
-    torch.manual_seed(1)
+def test_the_program_of_a_state_dict_builds_the_network(tmp_path: Path):
     options = {"num_classes": 10, "image_size": 64, "weights": "none"}
     recipe = ResNetFineTuner(**options)
-    recipe.network(torch.randn(16, 3, 64, 64))  # BatchNorm has statistics then.
-    recipe.eval()
-    smooth = np.random.default_rng(1).integers(256, size=(6, 9, 3), dtype=np.uint8)
-    Image.fromarray(smooth).resize((300, 200), Image.Resampling.BICUBIC).save(tmp_path / "photo.jpg")
-    data = ImageFolderDataModule(dataset="digits", image_size=64, predict_inputs=[str(tmp_path / "photo.jpg")])
-    checkpoint = {"state_dict": recipe.state_dict(), "ImageFolderDataModule": data.state_dict()}
-    settings = {"dataset": "digits", "image_size": 64}
-    torch.save(checkpoint | {"datamodule_hyper_parameters": settings}, tmp_path / "best.ckpt")
-    for kind, name in (("onnx", "resnet.onnx"), ("state-dict", "resnet.pt")):
-        export(ResNetFineTuner(**options), str(tmp_path / "best.ckpt"), kind, str(tmp_path / name))
-    name, probability = run_program("resnet.onnx", tmp_path)[0].split()
-
-    data.setup("predict")
-    (batch,) = data.predict_dataloader()
-    with torch.no_grad():
-        expected = recipe.network(data.on_after_batch_transfer(batch, 0)[0]).softmax(1)[0]
-    assert expected[int(name)] == pytest.approx(float(probability), rel=0.02)
-    run_program("resnet.pt", tmp_path)
+    torch.save({"state_dict": recipe.state_dict(), "class_names": [*map(str, range(10))]}, tmp_path / "best.ckpt")
+    export(ResNetFineTuner(**options), str(tmp_path / "best.ckpt"), "state-dict", str(tmp_path / "resnet.pt"))
+    command = [sys.executable, "-I", "-c", program_of("resnet.pt")]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
