@@ -25,7 +25,7 @@ def main() -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".html", ".npz", ".py", ".pyi", ".xz") or path.name == "py.typed"
+        if path.suffix in (".html", ".json", ".npz", ".py", ".pyi", ".xz") or path.name == "py.typed"
     }
     tracked = set(subprocess.check_output(["git", "ls-files", *SOURCES], cwd=ROOT, text=True).splitlines())
     for archive in map(Path, sys.argv[1:]):

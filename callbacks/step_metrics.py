@@ -22,7 +22,7 @@ from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_number
 from callbacks.lib.lightning_internals import OneLightningCallback, log_after_update, log_interval
 from callbacks.lib.targets import micro_batch_outputs
 from callbacks.lib.updates import updates_made
-from callbacks.update_loop import install_update_loop
+from callbacks.update_loop import UpdateLoop, install_update_loop
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.ranges import check_types
@@ -381,7 +381,9 @@ class StepMetrics(OneLightningCallback):
                 )
         rates: dict[str, float] = {}
         if is_due:
-            install_update_loop(trainer).threads.report_waits()
+            loop = trainer.fit_loop.epoch_loop
+            if isinstance(loop, UpdateLoop):
+                loop.threads.report_waits()
             means |= self.losses.means(totals[0])
             if totals[0][1]:
                 seconds = max(1e-9, time.monotonic() - self._since)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
@@ -205,6 +205,12 @@ class LabelCheck:
         check_labels(labels, self.num_classes, f"the last {self.part} batches", error=RunFailedError)
 
 
+def _head_of(network: nn.Module) -> str:
+    """Return the name of the head of a classifier, to which its last tensor belongs."""
+    names: list[str] = [*network.state_dict()]
+    return names[-1].rpartition(".")[0]
+
+
 class CheckLabels(pl.Callback):
     """Callback that refuses labels out of range, and data with other classes than the classifier's.
 
@@ -250,8 +256,6 @@ class CheckLabels(pl.Callback):
         names = data_contract(pl_module.data_module()).class_names
         if len(names) != len(pl_module.class_names):
             return
-        # The last tensor of a classifier belongs to its head.
-        head = [*pl_module.network.state_dict()][-1].rpartition(".")[0]
         saved_names = pl_module.names_in_checkpoint
         for i, (saved_name, data_name) in enumerate(zip(saved_names, names)):
             if saved_name != data_name:
@@ -259,13 +263,14 @@ class CheckLabels(pl.Callback):
                 raise UserError(
                     f"{order}class {i} is {saved_name!r} in the checkpoint and {data_name!r} in the data; rename the"
                     " data's classes to those of the checkpoint, or train on others with it as"
-                    f" {spelled('weights')} and {spelled('weights_skip', head)}"
+                    f" {spelled('weights')} and {spelled('weights_skip', _head_of(pl_module.network))}"
                 )
         if pl_module.has_unnamed_head and names:
             listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
             warn(
                 "note: weights from a file without class_names: the classes of its head are taken in the order of the"
-                f" data: {listed}; pass {spelled('weights_skip', head)} for a new head if they are not"
+                f" data: {listed}; pass {spelled('weights_skip', _head_of(pl_module.network))} for a new head"
+                " if they are not"
             )
             pl_module.has_unnamed_head = False
         pl_module.take_class_names(names)

@@ -182,6 +182,7 @@ def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(name, 
     assert rates is None or {round(rate, 9) for rate in module.rates.values()} == rates
     # Lightning logs tips of its own, now and then.
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_recipes")]
+    ours = [line for line in ours if "nothing was drawn" not in line]  # The module is built first.
     assert (ours[-1:] or [""])[0] == note
 
 
