@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.fabric
+import lightning.fabric as fabric
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -261,7 +261,7 @@ def private_names(text: str) -> set[str]:
 
 @functools.cache
 def names_of_lightning() -> set[str]:
-    folders = [Path(str(package.__file__)).parent for package in (lightning.fabric, lightning.pytorch)]
+    folders = [Path(str(package.__file__)).parent for package in (fabric, pl)]
     return set().union(*(private_names(file.read_text()) for folder in folders for file in folder.rglob("*.py")))
 
 
