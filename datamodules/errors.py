@@ -20,8 +20,6 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 _PACKAGES = [str(Path(__file__).parents[1] / name) for name in ("recipes", "callbacks", "datamodules")]
-_LIBRARIES = tuple(folder + os.sep for folder in (*_PACKAGES, get_paths()["purelib"]))
-"""Folders whose files are not the user's program."""
 
 _flags: frozenset[str] = frozenset()
 """The settings that are flags, for the whole process: also threads and loader workers spell settings."""
@@ -119,8 +117,10 @@ def _print_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
     if not isinstance(error, UserError):
         sys.__excepthook__(kind, error, trace)
         return
+    # Here, since reading the paths of this Python takes longer than all else that a wrong flag needs.
+    libraries = tuple(folder + os.sep for folder in (*_PACKAGES, get_paths()["purelib"]))
     frames = traceback.extract_tb(trace)
-    of_program = list(takewhile(lambda frame: not frame.filename.startswith(_LIBRARIES), frames))
+    of_program = list(takewhile(lambda frame: not frame.filename.startswith(libraries), frames))
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(of_program)]
     sys.stderr.write("".join([*lines, f"{kind.__name__}: {error}\n"]))
 

@@ -7,7 +7,6 @@ a row for, this hash has to be the row's.
 import argparse
 import datetime
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from datamodules.errors import RunFailedError, UserError
 from recipes.runner.errors import print_error, rank_zero_print
 from recipes.runner.machine import bf16_unit
 from recipes.runner.report import print_pairs
-from recipes.runner.saved_run import versions, write_text
+from recipes.runner.saved_run import processor, versions, write_text
 from recipes.runner.verify import read_saves
 
 GOLDENS = Path(__file__).with_name("goldens.json")
@@ -63,14 +62,9 @@ class Golden:
 
 def processor_kind() -> tuple[str, str]:
     """Return the kind of this processor, on which the bits depend, and the name of its model."""
-    fields: dict[str, str] = {}
-    path = Path("/proc/cpuinfo")
-    if path.is_file():  # On Linux.
-        lines = path.read_text(encoding="utf-8").splitlines()
-        fields = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in reversed(lines))}
-    maker = fields.get("vendor_id") or platform.machine()
+    maker, model = processor()
     parts = (maker, torch.backends.cpu.get_cpu_capability(), bf16_unit())
-    return " ".join(part for part in parts if part), fields.get("model name") or platform.processor() or maker
+    return " ".join(part for part in parts if part), model
 
 
 def read_goldens(path: Path = GOLDENS) -> list[Golden]:

@@ -527,6 +527,7 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
         hint = f"; did you mean --{further}?"
     elif reason:
         hint = f": {reason}"
-    elif not hint and name not in flags and _recipes_with(name):
-        hint = f"; it is a flag of {', '.join(_recipes_with(name))}"
+    elif not hint:
+        owners = _recipes_with(name)
+        hint = f"; it is a flag of {', '.join(owners)}" if owners else ""
     return f"there is no flag --{flag}{hint or '; --help-all lists the flags'}"

@@ -416,7 +416,7 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
 class _MakeCallbacks:
     """Makes the callbacks of a Trainer; other processes can receive it."""
 
-    callbacks: Sequence[Callback] | Callable[[], Sequence[Callback] | Callback]
+    callbacks: Callback | Sequence[Callback] | Callable[[], Callback | Sequence[Callback]]
 
     def __call__(self) -> Sequence[Callback]:
         made = self.callbacks() if callable(self.callbacks) else self.callbacks
@@ -516,7 +516,7 @@ def fit(
         raise UserError(f"fit() takes no {', '.join(sorted(unsupported))}: other commands of a recipe do")
     if "devices" not in settings and not started_by_launcher(os.environ):
         arguments["devices"] = 1
-    make_callbacks = _MakeCallbacks([callbacks] if isinstance(callbacks, Callback) else callbacks)
+    make_callbacks = _MakeCallbacks(callbacks)
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
     typed = Command(program, call=_call(recipe, settings))
     with nullcontext() if verbose else warnings_only():

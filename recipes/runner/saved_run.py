@@ -289,13 +289,14 @@ def hardware(trainer: pl.Trainer) -> str:
     return f"{description} with {counted_threads(torch.get_num_threads())}"
 
 
-def _processor() -> str:
-    """Return the model of the CPU and the instruction set that torch uses."""
-    model = platform.processor() or platform.machine()
+def processor() -> tuple[str, str]:
+    """Return the maker of the CPU and the name of its model, each as far as the system tells it."""
+    fields: dict[str, str] = {}
     with contextlib.suppress(OSError):  # Not on Linux.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
+        fields = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in reversed(lines))}
+    model = fields.get("model name") or platform.processor() or platform.machine()
+    return fields.get("vendor_id") or platform.machine(), model
 
 
 def environment(trainer: pl.Trainer) -> dict[str, Any]:
@@ -303,7 +304,7 @@ def environment(trainer: pl.Trainer) -> dict[str, Any]:
     on_cpu = trainer.strategy.root_device.type == "cpu"
     return {
         "device": _device(trainer),
-        "processor": _processor(),
+        "processor": f"{processor()[1]} ({torch.backends.cpu.get_cpu_capability()})",
         **({"threads": torch.get_num_threads()} if on_cpu else {}),
         "precision": str(trainer.precision),
         **{name: version for name, version in versions().items() if name != "python"},

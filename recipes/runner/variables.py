@@ -47,7 +47,7 @@ def of_a_worker(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_number(env: Mapping[str, str], *names: str) -> int:
-    """Return the first of these variables of Slurm that is a number, or 0."""
+    """Return the first of these variables of a launcher that is a number, or 0."""
     numbers = [int(env[name]) for name in names if env.get(name, "").isdigit()]
     return numbers[0] if numbers else 0
 
