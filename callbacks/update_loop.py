@@ -17,10 +17,11 @@ from typing_extensions import override
 from callbacks.lib.hook_calls import StockCalls, epoch_calls
 from callbacks.lib.lightning_internals import callbacks_of
 from callbacks.lib.loaded_updates import LoadedUpdates, check_interval, numbered_loaders, wrap_training_loaders
+from callbacks.lib.optimizers import UpdateSchedule
 from callbacks.lib.ranks import check_decision
 from callbacks.lib.results import SharedEvaluationLoop, UpdateResults, share_evaluations
 from callbacks.lib.threads import RunThreads
-from callbacks.lib.update_step import UpdateStep, uneven_micro_batch
+from callbacks.lib.update_step import NO_CONTEXT, UpdateStep, uneven_micro_batch
 from datamodules.errors import UserError
 from datamodules.lightning import GradientAccumulationScheduler, SIGTERMException, _TrainingEpochLoop, pl
 from datamodules.loading.updates import Update
@@ -63,6 +64,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self._validates = False
         self._validates_every = 1
         self._has_schedules = False
+        self._schedules: list[UpdateSchedule] = []
         self._has_plateaus = False
         self._updates_in_epoch: int | float = 0
 
@@ -118,6 +120,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self.step.skips_backward = self.automatic_optimization._skip_backward
         configs = self.trainer.lr_scheduler_configs
         self._has_schedules = bool(configs)
+        self._begin_schedules()
         self._has_plateaus = any(config.reduce_on_plateau for config in configs)
         self._updates_in_epoch = self.trainer.num_training_batches
         self._validates = self._should_check_val_epoch()
@@ -125,6 +128,15 @@ class UpdateLoop(_TrainingEpochLoop):
         # Otherwise the interval is a time, or counts the updates of the whole run: then each update asks Lightning.
         is_within_epoch = type(interval) is int and self.trainer.check_val_every_n_epoch is not None
         self._validates_every = interval if is_within_epoch else 1
+
+    def _begin_schedules(self, *, training: bool = True) -> None:
+        """Pass the epoch to the schedules of its updates; those that Lightning's Tuner has replaced set no rates."""
+        for schedule in self._schedules:
+            schedule.end_epoch()
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs if training]
+        self._schedules = [scheduler for scheduler in schedulers if isinstance(scheduler, UpdateSchedule)]
+        for schedule in self._schedules:
+            schedule.begin_epoch(self.trainer)
 
     @override
     def run(self, data_fetcher: Any) -> None:
@@ -194,7 +206,7 @@ class UpdateLoop(_TrainingEpochLoop):
     def _logs_of(self, update: Update[Any]) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the hooks of an update; on a rank with a stand-in, what they log does not count."""
         if not update.is_stand_in:
-            return contextlib.nullcontext()
+            return NO_CONTEXT
         return uneven_micro_batch(self.calls.module, self.results, (), is_stand_in=True)
 
     def _resumes_in_validation(self, data_fetcher: Any) -> bool:
@@ -221,12 +233,16 @@ class UpdateLoop(_TrainingEpochLoop):
         return self.epoch_is_over or 0 <= self.max_steps <= self.global_step
 
     @property
+    def updates_made(self) -> int | None:
+        """Number of updates so far in a running epoch of automatic optimization; else None, see `updates_made`."""
+        return self.automatic_optimization.optim_progress.optimizer.step.total.completed if self._is_automatic else None
+
+    @property
     @override
     def global_step(self) -> int:
         # Callbacks read this several times in an update. Under automatic optimization one counter holds the number.
-        if self._is_automatic:
-            return self.automatic_optimization.optim_progress.optimizer.step.total.completed
-        return super().global_step
+        made = self.updates_made
+        return super().global_step if made is None else made
 
     @property
     @override
@@ -323,6 +339,7 @@ class UpdateLoop(_TrainingEpochLoop):
     def teardown(self) -> None:
         super().teardown()
         self.threads.end()
+        self._begin_schedules(training=False)
         for loader in numbered_loaders(self.trainer.train_dataloader):
             loader.keeps_order = False
             loader.divide_updates(None)

@@ -1,12 +1,10 @@
-"""Check at the start of training that a recipe's optimiser and schedule match its settings and the run."""
+"""Check at the start of training that a recipe's optimizer and schedule match its settings and the run."""
 
 import math
 from typing import Any
 
-from typing_extensions import override
-
 from callbacks.lib.optimizers import schedule_of
-from callbacks.lib.updates import total_updates, updates_made
+from callbacks.lib.updates import total_updates
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.notes import warn
@@ -14,25 +12,20 @@ from recipes.optim import optimizer_class
 from recipes.schedules import ENDS_AT_0, settings_of
 
 
-class CheckOptimization(pl.Callback):
-    """Callback that checks a recipe's optimiser and schedule, and sets the rates of the first update.
-
-    Runs on: `on_train_start`.
+def check_optimization(trainer: pl.Trainer, recipe: Any) -> None:
+    """Check a recipe's optimizer and schedule as training starts, and set the rates of the first update.
 
     Raises:
         UserError: the schedule follows a score, and the run validates nothing, or validates by time; or the run cannot
             have its milestones.
     """
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        refuse_plateau_by_time(trainer)
-        _check_optimizer(trainer, pl_module)
-        _check_schedule(trainer, pl_module)
-        for optimizer in trainer.optimizers:
-            schedule = schedule_of(optimizer, trainer)
-            if schedule:
-                schedule.set_rates(updates_made(trainer))
+    refuse_plateau_by_time(trainer)
+    _check_optimizer(trainer, recipe)
+    _check_schedule(trainer, recipe)
+    for optimizer in trainer.optimizers:
+        schedule = schedule_of(optimizer, trainer)
+        if schedule:
+            schedule.read_length(trainer)
 
 
 def refuse_plateau_by_time(trainer: pl.Trainer) -> None:
@@ -51,7 +44,7 @@ def refuse_plateau_by_time(trainer: pl.Trainer) -> None:
 
 
 def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
-    """Warn if `configure_optimizers` has built another optimiser than the settings name, or no schedule."""
+    """Warn if `configure_optimizers` has built another optimizer than the settings name, or no schedule."""
     if not trainer.optimizers:
         return
     name = recipe.hparams.optimizer
@@ -80,6 +73,6 @@ def _check_schedule(trainer: pl.Trainer, recipe: Any) -> None:
             f"{spelled('schedule', 'plateau')} follows {followed}, and this run validates nothing; pass another"
             " schedule"
         )
-    settings.factor(1, trainer)
+    settings.plan(trainer)
     if math.isinf(total_updates(trainer)) and settings.schedule in ENDS_AT_0:
         warn(f"the run has no end, so {spelled('schedule', settings.schedule)} stays at its peak")

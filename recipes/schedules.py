@@ -5,7 +5,7 @@ Only `ReduceLROnPlateau`, which follows a score, has a state.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -123,28 +123,32 @@ class ScheduleSettings:
             return self.floor + (1 - self.floor) * factor
         return max(self.floor, factor)
 
-    def factor(self, update: int, trainer: pl.Trainer) -> float:
-        """Return the factor on the rates after `update` updates; 1 where the curve needs an end and there is none.
+    def plan(self, trainer: pl.Trainer) -> Callable[[int], float]:
+        """Return the function from the number of updates made to the factor on the rates, in a run of this length.
+
+        The factor is 1 where the curve needs an end and the run has none.
 
         Args:
-            update: the number of updates made.
             trainer: a Trainer that trains, since the length of the run is not known earlier.
 
         Raises:
             UserError: a milestone in epochs needs a loader with a length, or one in per cent needs a run with an end.
         """
         if self.schedule in ("exponential", "multistep"):
-            return self.floored(self._stepwise(update, trainer))
+            updates = sorted(duration_to_updates(time, trainer) for time in self.milestones)
+            of_epoch = duration_to_updates(_EACH_EPOCH, trainer) if self.schedule == "exponential" else 1
+            return lambda update: self.floored(self._stepwise(update, updates, max(1, of_epoch)))
         total = total_updates(trainer)
-        return self.floored(1.0 if math.isinf(total) else curve(self.schedule, min(1.0, update / max(1.0, total))))
+        if math.isinf(total):
+            return lambda _: self.floored(1.0)
+        return lambda update: self.floored(curve(self.schedule, min(1.0, update / max(1.0, total))))
 
-    def _stepwise(self, update: int, trainer: pl.Trainer) -> float:
+    def _stepwise(self, update: int, milestones: Sequence[int], of_epoch: int) -> float:
         """Return the factor of a schedule that is a product of its steps, as torch chains schedulers."""
-        updates = sorted(duration_to_updates(time, trainer) for time in self.milestones)
-        passed = bisect_right(updates, update)
+        passed = bisect_right(milestones, update)
         if self.schedule == "multistep":
             return float(self.arguments.get("gamma", 0.1) ** passed)
-        epochs = update // max(1, duration_to_updates(_EACH_EPOCH, trainer))
+        epochs = update // of_epoch
         return float(self.arguments.get("gamma", 0.95) ** epochs * self.arguments.get("milestone_gamma", 0.1) ** passed)
 
 
@@ -194,12 +198,5 @@ def build_schedule(optimizer: Optimizer, recipe: Any) -> OptimizerLRScheduler:
         config: Any = {"scheduler": plateau, "monitor": recipe.monitor, "frequency": frequency}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
-    def factor(update: int) -> float:
-        if update == 0:
-            # The optimiser is built before the length of the run is known. The first update's factor does not depend
-            # on it.
-            return settings.floored(curve(settings.schedule, 0.0))
-        return settings.factor(update, recipe.trainer)
-
-    schedule = UpdateSchedule(optimizer, recipe, factor)
+    schedule = UpdateSchedule(optimizer, recipe, settings.plan, first=settings.floored(curve(settings.schedule, 0.0)))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

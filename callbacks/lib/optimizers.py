@@ -110,19 +110,30 @@ class UpdateSchedule(LRScheduler):
 
     It sets the rates as the optimizer steps, so they are right after a resume, another length of the run, or another
     rate in the checkpoint. `step` sets them for the next update, for callbacks and loggers that read them in between.
+    `UpdateLoop` begins each epoch with `begin_epoch`; in Lightning's own loop each step reads the length of the run.
     It has no state.
 
     Args:
         optimizer: any optimizer; the rates of its groups are the peaks.
         module: the module that trains with the optimizer.
-        curve: function from the number of an update to a factor of the rates; at 0 it must not need a Trainer.
+        plan: returns, for a Trainer that trains, the function from the number of an update to a factor of the rates.
+        first: the factor of the first update, which does not depend on the length of the run.
     """
 
-    def __init__(self, optimizer: Optimizer, module: pl.LightningModule, curve: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        module: pl.LightningModule,
+        plan: Callable[[pl.Trainer], Callable[[int], float]],
+        first: float,
+    ) -> None:
         self.used: list[Rate] = []
         """The rates of the last step, by group."""
         self._module = module
-        self._curve = curve
+        self._plan = plan
+        self._curve: Callable[[int], float] = lambda _: first
+        self._trainer: pl.Trainer | None = None
+        """The Trainer of an `UpdateLoop` within an epoch of this schedule."""
         self.remove()
         super().__init__(optimizer)
         stepping_optimizer(optimizer).register_step_pre_hook(self._before_step)
@@ -141,6 +152,20 @@ class UpdateSchedule(LRScheduler):
         """Remove the factors of `warm_up`."""
         self.warm_up(_no_warmup, _no_scale)
 
+    def begin_epoch(self, trainer: pl.Trainer) -> None:
+        """Keep the length of the run for an epoch, between two of which it may change."""
+        self._trainer = trainer
+        self.read_length(trainer)
+
+    def end_epoch(self) -> None:
+        """End the epoch of `begin_epoch`."""
+        self._trainer = None
+
+    def read_length(self, trainer: pl.Trainer) -> None:
+        """Read the length of the run, and set the rates of its next update."""
+        self._curve = self._plan(trainer)
+        self.set_rates(updates_made(trainer))
+
     def set_rates(self, update: int) -> None:
         """Set the rates of the update with this number, counted from 0."""
         self.last_epoch = update
@@ -153,17 +178,18 @@ class UpdateSchedule(LRScheduler):
         self._last_lr = [group["lr"] for group in groups]
 
     def _before_step(self, *_: Any) -> None:
-        trainer = attached_trainer(self._module)
-        # Lightning's Tuner replaces this scheduler with its own, while this hook stays registered.
-        if trainer is None or all(config.scheduler is not self for config in trainer.lr_scheduler_configs):
-            return
-        updates = updates_made(trainer)
-        # `step` has set them after the last update of the epoch, unless other code has changed them since. The length
-        # of the run may change between two epochs.
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        is_set = updates == self.last_epoch and all(map(operator.is_, rates, self._last_lr))
-        if not is_set or trainer.fit_loop.batch_idx <= 0:
-            self.set_rates(updates)
+        if self._trainer is None:
+            trainer = attached_trainer(self._module)
+            # Lightning's Tuner replaces this scheduler with its own, while this hook stays registered.
+            if trainer is None or all(config.scheduler is not self for config in trainer.lr_scheduler_configs):
+                return
+            self.read_length(trainer)
+        else:
+            updates = updates_made(self._trainer)
+            # `step` has set them after the last update, unless other code has changed them since.
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            if updates != self.last_epoch or not all(map(operator.is_, rates, self._last_lr)):
+                self.set_rates(updates)
         self.used = self._last_lr
 
     @override

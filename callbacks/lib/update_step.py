@@ -93,6 +93,10 @@ def weighted_gradients(module: nn.Module, weight: float) -> Iterator[None]:
             handle.remove()
 
 
+NO_CONTEXT = contextlib.nullcontext()
+"""Made once, since a step enters several."""
+
+
 class _MicroBatch(NamedTuple):
     """Micro-batch that this rank computes; `is_first` and `is_last` are its position among those of this rank."""
 
@@ -195,7 +199,7 @@ class UpdateStep:
         outputs: list[dict[str, Any]] = []
 
         def closure() -> Tensor | None:
-            with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+            with NO_CONTEXT if torch.is_grad_enabled() else torch.enable_grad():
                 return self._compute_gradients(update, batch_idx, outputs)
 
         if self.skips_backward:
@@ -441,7 +445,7 @@ class UpdateStep:
             self._first_update = FirstUpdate(self.trainer)
         first_update = self._first_update
         statistics.begin()
-        with contextlib.nullcontext() if first_update is None else first_update.watched_collectives():
+        with NO_CONTEXT if first_update is None else first_update.watched_collectives():
             result = without_backward(module, gradients.parameters, self._training_step, batch, batch_idx)
         if batch is not None and not micro_batch.is_stand_in:
             statistics.collect()
@@ -537,7 +541,7 @@ class UpdateStep:
     def _uneven(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a micro-batch in an update of which some ranks have one micro-batch more."""
         if not self._is_uneven(update):
-            return contextlib.nullcontext()
+            return NO_CONTEXT
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._synchronised):
             raise UserError(
                 f"torch's SyncBatchNorm waits for all devices in each micro-batch, and this update has {update.count}"
@@ -548,5 +552,5 @@ class UpdateStep:
     def _weighted(self, share: float) -> contextlib.AbstractContextManager[Any]:
         """Return a context that weights the gradients of a `training_step` with its own backward passes."""
         if share == 1.0:
-            return contextlib.nullcontext()
+            return NO_CONTEXT
         return weighted_gradients(self.calls.module, share)

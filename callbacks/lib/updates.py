@@ -148,8 +148,12 @@ def updates_made(trainer: pl.Trainer) -> int:
     Lightning's `global_step` adds the steps of all optimizers. Under manual optimization only the module knows when
     they step, so each trained batch counts as an update.
     """
-    automatic = trainer.lightning_module.automatic_optimization
-    return trainer.global_step if automatic else _trained_batches(trainer)
+    # `UpdateLoop` knows the number without asking the module; several callbacks ask for it in each update.
+    made: int | None = getattr(trainer.fit_loop.epoch_loop, "updates_made", None)
+    if made is None:
+        automatic = trainer.lightning_module.automatic_optimization
+        made = trainer.global_step if automatic else _trained_batches(trainer)
+    return made
 
 
 def may_hold_gradients(trainer: pl.Trainer) -> bool:
