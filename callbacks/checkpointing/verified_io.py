@@ -262,6 +262,26 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
+def raise_failures(trainer: pl.Trainer) -> None:
+    """Fail a run, after its training, whose last save failed; called on all ranks.
+
+    Raises:
+        RunFailedError: a checkpoint could not be written.
+    """
+    io = trainer.strategy.checkpoint_io
+    problem = None
+    if isinstance(io, VerifiedCheckpointIO) and io.failures:
+        files = "; ".join(f"{path}: {reason}" for path, reason in io.failures.items())
+        problem = (
+            f"the training is done, and its checkpoints could not be saved ({files}); make room, and repeat from"
+            f" the last one that was saved with {spelled('resume')}"
+        )
+    # All ranks raise the error of rank 0: a rank that ends alone leaves the others waiting.
+    problem = trainer.strategy.broadcast(problem)
+    if problem:
+        raise RunFailedError(problem)
+
+
 class CheckpointGuard(OneLightningCallback):
     """Rejects ranks that resume from different checkpoints, and fails a run whose last save failed.
 
@@ -301,15 +321,4 @@ class CheckpointGuard(OneLightningCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        io = trainer.strategy.checkpoint_io
-        problem = None
-        if isinstance(io, VerifiedCheckpointIO) and io.failures:
-            files = "; ".join(f"{path}: {reason}" for path, reason in io.failures.items())
-            problem = (
-                f"the training is done, and its checkpoints could not be saved ({files}); make room, and repeat from"
-                f" the last one that was saved with {spelled('resume')}"
-            )
-        # All ranks raise the error of rank 0: a rank that ends alone leaves the others waiting.
-        problem = trainer.strategy.broadcast(problem)
-        if problem:
-            raise RunFailedError(problem)
+        raise_failures(trainer)

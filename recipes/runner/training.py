@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
-from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.checkpointing.verified_io import raise_failures
 from callbacks.checkpointing.writing import forget_failures
 from callbacks.lib.lightning_internals import callbacks_of, raised_by_restoring, set_callbacks
 from callbacks.lib.signals import SIGNALS, Preempted, is_batch_job, requeue_on
@@ -51,7 +51,7 @@ from recipes.runner.saved_run import Stopwatch, write_rows
 from recipes.runner.verify import (
     Interval,
     IntervalEnd,
-    WeightsRecorder,
+    RecordedCheckpointIO,
     check_beginning,
     compare,
     read_saves,
@@ -248,21 +248,20 @@ def train(experiment: Experiment, started_at: float) -> RunResult:
 
 def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch) -> RunResult:
     saves: list[Callback] = []
-    records: list[Callback] = [stopwatch]
-    on_saved = None
+    checkpoint_io = None
     if folder and experiment.spec.trainer.enable_checkpointing is not False:
         monitor = experiment.recipe.monitor if experiment.validates else None
         saves += checkpoint_callbacks(folder, monitor, experiment.recipe, experiment.spec.run)
-        recorder = WeightsRecorder(
+        checkpoint_io = RecordedCheckpointIO(
             folder,
             experiment.recipe.title,
             experiment.spec.saved,
             experiment.spec.config,
             experiment.spec.auto_settings,
         )
-        records.append(recorder)
-        on_saved = recorder.saved
-    trainer = build_trainer(experiment, experiment.callbacks(saves, records), folder, VerifiedCheckpointIO(on_saved))
+    trainer = build_trainer(experiment, experiment.callbacks(saves, [stopwatch]), folder, checkpoint_io)
+    if checkpoint_io is not None:
+        checkpoint_io.begin(trainer)
     if folder and is_rank_zero():
         write_config(folder, experiment.spec.config)
         log_settings(trainer.loggers, experiment.spec.config)
@@ -329,6 +328,7 @@ def _train_and_test(
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
     with guarded(trainer, experiment, folder, restores=resume):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
+        raise_failures(trainer)
     stopped_early = why_stopped(callbacks_of(trainer))
     epochs = trainer.current_epoch
     # Before the best checkpoint is loaded.
@@ -383,10 +383,11 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         monitor = recipe.monitor if experiment.validates else None
         # The callbacks of the run, so that checkpoints are saved at the same moments.
         saves = checkpoint_callbacks(folder, monitor, recipe, experiment.spec.run)
-        recorder = WeightsRecorder(folder, recipe.title, None, experiment.spec.config)
-        callbacks = experiment.callbacks(saves, [recorder, IntervalEnd(interval.step, folder / "end.ckpt")])
-        trainer = build_trainer(experiment, callbacks, checkpoint_io=VerifiedCheckpointIO(recorder.saved))
+        checkpoint_io = RecordedCheckpointIO(folder, recipe.title, None, experiment.spec.config)
+        callbacks = experiment.callbacks(saves, [IntervalEnd(interval.step, folder / "end.ckpt")])
+        trainer = build_trainer(experiment, callbacks, checkpoint_io=checkpoint_io)
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.
+        checkpoint_io.begin(trainer)
         with suppress(IntervalEnd.Reached):
             trainer.fit(recipe, experiment.data, ckpt_path=experiment.spec.point.checkpoint, weights_only=True)
         if trainer.is_global_zero:

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.checkpointing.verified_io import CheckpointGuard
+from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.checkpointing.writing import best_effort
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
@@ -43,13 +43,10 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
     return sha256.hexdigest()
 
 
-class WeightsRecorder(CheckpointGuard):
-    """Callback that saves a run's settings in its checkpoints, and appends to ``weights.jsonl``.
+class RecordedCheckpointIO(VerifiedCheckpointIO):
+    """Writes the checkpoints of a run with its settings, and a line with the hash of each into ``weights.jsonl``.
 
-    Call `saved` with each checkpoint that was written.
-
-    Runs on: `setup`, where it records the environment, and prints how it differs from before a resume; each save; and
-    the hooks of `CheckpointGuard`.
+    Call `begin` with the Trainer before it trains.
 
     Args:
         folder: the run's folder.
@@ -67,7 +64,7 @@ class WeightsRecorder(CheckpointGuard):
         config: Mapping[str, Any],
         auto_settings: Sequence[str] = (),
     ) -> None:
-        super().__init__(str(resumed.path) if resumed else None)
+        super().__init__(on_saved=self._record)
         self._path = folder / _FILE
         self._before = dict(resumed.environment) if resumed else {}
         self._start: dict[str, Any] = {
@@ -78,27 +75,30 @@ class WeightsRecorder(CheckpointGuard):
         }
         self._auto_settings = list(auto_settings)
         self._last: dict[str, Any] | None = None
+        self._trainer: pl.Trainer | None = None
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Record the environment of a training, and print how it differs from that before a resume."""
+        self._trainer = trainer
+        self._start["environment"] = environment(trainer)
+        self._before.pop("threads", None)  # `UpdateLoop` reports other threads.
+        changed = differences(self._before, self._start["environment"])
+        if changed:
+            rank_zero_print(f"bits may differ from here on: {changed}")
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._start["environment"] = environment(trainer)
-            self._before.pop("threads", None)  # `UpdateLoop` reports other threads.
-            changed = differences(self._before, self._start["environment"])
-            if changed:
-                rank_zero_print(f"bits may differ from here on: {changed}")
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if "callbacks" in checkpoint and self._trainer is not None:  # A file of weights alone has no settings.
+            checkpoint = {
+                **checkpoint,
+                "config": self._start["config"],
+                "auto_settings": self._auto_settings,
+                "environment": self._start["environment"],
+                "run_ids": run_ids(self._trainer.loggers),
+            }
+        super().save_checkpoint(checkpoint, path, storage_options)
 
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        checkpoint["config"] = self._start["config"]
-        checkpoint["auto_settings"] = self._auto_settings
-        checkpoint["environment"] = self._start["environment"]
-        checkpoint["run_ids"] = run_ids(trainer.loggers)
-
-    def saved(self, checkpoint: Mapping[str, Any]) -> None:
+    def _record(self, checkpoint: Mapping[str, Any]) -> None:
         """Append the hash of the weights in a checkpoint, unless another file has just been saved with the same."""
         with best_effort("the hash of the weights"):
             sha256 = weights_hash(checkpoint["state_dict"])

@@ -8,7 +8,7 @@ import torch
 
 from datamodules.errors import UserError
 from recipes.runner.saved_run import SavedRun
-from recipes.runner.verify import Interval, WeightsRecorder, find_interval, read_saves, weights_hash
+from recipes.runner.verify import Interval, RecordedCheckpointIO, find_interval, read_saves, weights_hash
 
 
 def sha(resumed_from: int | None, step: int) -> str:
@@ -25,11 +25,11 @@ def save(resumed_from: int | None, step: int) -> Interval:
 
 def record(folder: Path, resumed_from: int | None, *steps: int) -> None:
     resumed = None if resumed_from is None else saved(folder, resumed_from)
-    recorder = WeightsRecorder(folder, "mnist", resumed, {"lr": 0.1})
+    recorder = RecordedCheckpointIO(folder, "mnist", resumed, {"lr": 0.1})
     for step in steps:
         for _ in ("best.ckpt", "last.ckpt"):
             weights = {"w": torch.tensor([resumed_from or 0, step])}
-            recorder.saved({"state_dict": weights, "global_step": step, "epoch": 0})
+            recorder.save_checkpoint({"state_dict": weights, "global_step": step, "epoch": 0}, folder / "saved.ckpt")
 
 
 def ends(folder: Path, *checkpoints: int) -> tuple[int, int, str] | None:
