@@ -462,9 +462,11 @@ class StepMetrics(OneLightningCallback):
     def _refuse_divergence(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         name = first_not_finite(pl_module)
         if name:
+            # Of the epochs that have begun, since at the end of the training `current_epoch` is that of none.
+            epoch = trainer.fit_loop.epoch_progress.current.ready
             raise RunFailedError(
                 f"the run has diverged: {name} holds NaN or infinity after update {trainer.global_step:,} (epoch"
-                f" {trainer.current_epoch + 1}), and all was finite after update {self._checked_step:,}; checkpoints"
+                f" {epoch}), and all was finite after update {self._checked_step:,}; checkpoints"
                 f" from before are kept. Pass a lower {spelled('lr')}, {spelled('gradient_clip_val', 1)}, a longer"
                 f" {spelled('warmup')} or {spelled('precision', '32-true')}"
             )

@@ -1,6 +1,7 @@
 """Compile the network of a recipe with torch.compile: in place, in training, for batches of every size."""
 
 import functools
+import shlex
 from typing import Any, Literal, get_args
 
 import torch
@@ -71,6 +72,11 @@ def compile_network(
         except torch._dynamo.exc.ShortenTraceback as error:  # The backend failed, or there is no C++ compiler.
             cause = first_line(getattr(error, "inner_exception", error))
             hint = f"pass {spelled('compile', False)}, or install a C++ compiler such as g++ where it is missing"
+            if isinstance(getattr(error, "inner_exception", None), OSError) and ".so" in cause:
+                # As "file too short": a process was killed, or the disk was full, while it wrote the library.
+                from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+                hint = f"a library in torch's cache is damaged: type rm -r {shlex.quote(cache_dir())}"
             raise RunFailedError(f"torch.compile fails on this network ({cause}); {hint}") from error
 
     # The attribute that `nn.Module.compile` sets. A hook could not mark sizes, since hooks are part of the graph.

@@ -422,7 +422,7 @@ def evaluate(experiment: Experiment, step: str) -> None:
             scores_of_loaders = evaluate_loaders(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False)
             rows = [merged(scores_of_loaders)] if scores_of_loaders else []
     if not rows:
-        raise UserError(f"there is nothing to {experiment.spec.command}: the data have no such part, or it is empty")
+        raise _nothing_to_evaluate(experiment)
     if not any(rows):
         raise UserError(f"{step} of {type(recipe).__name__} logs no score; call self.log(NAME, VALUE) in it")
     if not trainer.is_global_zero:
@@ -440,6 +440,16 @@ def evaluate(experiment: Experiment, step: str) -> None:
     if predicts and unreadable:
         total = len(data_contract(data).prediction_names)
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
+
+
+def _nothing_to_evaluate(experiment: Experiment) -> UserError:
+    """Return the error of a command whose part of the data does not exist, with the command that works."""
+    command = experiment.spec.command
+    problem = f"there is nothing to {command}: the data have no such part, or it is empty"
+    if command != "test" or not experiment.validates:
+        return UserError(problem)
+    validate = experiment.typed.alone("validate").using(ckpt=experiment.spec.run.ckpt)
+    return UserError(f"{problem}; this scores the validation part:", commands=[validate])
 
 
 def _files_of(experiment: Experiment, tables: Mapping[str, ResultTable]) -> dict[str, Path]:

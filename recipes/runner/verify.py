@@ -241,7 +241,8 @@ def check_beginning(interval: Interval, world_size: int, global_batch_size: int 
         devices = int(interval.environment.get("devices", 1)) * int(interval.environment.get("num_nodes", 1))
         if global_batch_size is None and world_size != devices:
             raise UserError(
-                f"the run began on {devices} devices, and is repeated from there: pass {spelled('devices', devices)}"
+                f"the run began on {devices} devices, and is repeated from its beginning, where no checkpoint holds how"
+                f" many samples an update has: pass {spelled('devices', devices)}"
             )
         return
     sha256 = weights_hash(load_plain(interval.begin.path)["state_dict"])

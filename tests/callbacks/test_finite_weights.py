@@ -47,6 +47,15 @@ def test_without_checkpoints_it_stops_at_the_next_log_or_at_the_end(interval: in
         fit(Diverging(at=1), log_every_n_steps=interval)
 
 
+def test_what_diverges_in_the_last_epoch_is_named_with_that_epoch() -> None:
+    class Late(Diverging):
+        def on_train_epoch_start(self) -> None:
+            self.at = 11 if self.current_epoch == 1 else -1
+
+    with pytest.raises(UserError, match=r"after update 24 \(epoch 2\), and all was finite after update 18"):
+        fit(Late(at=-1), log_every_n_steps=9, max_epochs=2)
+
+
 def test_a_nan_whose_update_is_skipped_stops_nothing() -> None:
     trainer = fit(Diverging(at=4), log_every_n_steps=1, **precision_on("cpu", "16-mixed"))
     assert trainer.global_step == 12

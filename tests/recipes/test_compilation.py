@@ -172,6 +172,18 @@ def test_a_machine_without_a_compiler_says_so_in_one_line():
         network(torch.zeros(3, 2))
 
 
+def test_a_damaged_library_in_the_cache_is_named_with_the_folder_to_remove(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/a cache")
+
+    def load(*_: Any) -> Any:
+        raise OSError("/tmp/a cache/ab/cab.so: file too short")
+
+    torch._dynamo.reset()
+    compile_network(network := torch.nn.Sequential(torch.nn.Linear(2, 2)), backend=load)  # type: ignore[arg-type]
+    with pytest.raises(RunFailedError, match="file too short.*; a library in .* is damaged: type rm -r '/tmp/a cache'"):
+        network(torch.zeros(3, 2))
+
+
 @pytest.mark.slow
 def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(tmp_path: Path):
     # In float64: operations that are compiled round differently, and training amplifies that.

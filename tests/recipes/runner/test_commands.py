@@ -178,6 +178,20 @@ def test_the_scores_of_all_loaders_are_kept_and_an_evaluation_that_logs_none_say
     )
 
 
+class Untested(TwoParts):
+    def test_dataloader(self) -> list[Any]:
+        return []
+
+
+def test_a_part_that_the_data_lack_is_named_with_the_command_that_works(tmp_path: Path):
+    ckpt = "--ckpt runs/line/one/checkpoints/last.ckpt"
+    commands = ("--name one --max-epochs 1 --logger none", f"test {ckpt}")
+    _, tested = typed(tmp_path, *commands, recipe=f"{__name__}:Scored", data=f"{__name__}:Untested")
+    problem, command = tested.err.splitlines()
+    assert problem.startswith("error: there is nothing to test: the data have no such part, or it is empty; this scores")
+    assert command.endswith(f" validate {ckpt}")
+
+
 def test_a_name_in_another_encoding_is_printed_with_escapes(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)

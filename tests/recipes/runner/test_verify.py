@@ -137,7 +137,7 @@ def test_an_interval_from_the_beginning_is_repeated_on_the_devices_of_the_run(tr
     record.write_text(record.read_text().replace('"devices": 1', '"devices": 2', 1))
     (refused,) = typed(tmp_path, "verify runs/quadrants/one --devices 1")
     assert refused.status == 2
-    assert "the run began on 2 devices, and is repeated from there: pass --devices 2" in refused.err
+    assert "no checkpoint holds how many samples an update has: pass --devices 2" in refused.err
 
 
 def test_a_resume_elsewhere_says_what_differs(trained: Path, tmp_path: Path) -> None:
