@@ -15,7 +15,7 @@ from recipes.calls import call_network
 from recipes.figures.images import Picture
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
-from recipes.mistakes import is_image_batch, training_grid
+from recipes.mistakes import Explanation, is_image_batch, training_grid
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables, Headline
 
@@ -189,6 +189,15 @@ class Classifier(Recipe):
             return {}
         preprocessing = data_contract(self.data_module()).preprocessing()
         return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
+
+    def explain(self, mistakes: tuple[Tensor, Tensor] | None) -> Explanation | None:
+        """Return what explains the mistakes of an evaluation on this rank; called on all ranks after an evaluation.
+
+        Args:
+            mistakes: images as the network got them, of shape (n, channels, height, width), and the predicted classes,
+                int64 of shape (n,); None without a mistake.
+        """
+        return None
 
     @override
     def headline(self, scores: dict[str, float]) -> list[Headline]:

@@ -1,14 +1,34 @@
 """Show images of a classifier as its network sees them: a training batch, and the most confident mistakes."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recipes.figures.images import ImageGrid, displayed
+from recipes.figures.images import LARGEST_SIDE, ImageGrid, displayed
 
-_MAX_IMAGES = 24
+MAX_IMAGES = 24
+"""How many images a grid shows."""
+
+EXPLAINED_SIDE = 84
+"""Pixels of the longer side of a mistake that is shown with what explains it, so that a page stays small."""
+
+
+class Explanation(NamedTuple):
+    """Images that explain predictions, such as the positions that the network looked at.
+
+    Args:
+        images: the same number of images for each prediction: uint8 of shape (n, k, 3, height, width), of the size that
+            `displayed` returns for a side of `EXPLAINED_SIDE`; k may be 0.
+        captions: the lines below each image, for n predictions of k images.
+        note: a sentence about the images, or why there are none.
+    """
+
+    images: Tensor
+    captions: Sequence[Sequence[Sequence[str]]]
+    note: str = ""
 
 
 def is_image_batch(inputs: Any) -> bool:
@@ -38,8 +58,8 @@ def training_grid(
         labels: whole numbers of shape (batch,), or probabilities of shape (batch, classes).
         preprocessing: the normalisation to undo.
     """
-    shown = displayed(images[:_MAX_IMAGES], preprocessing)
-    captions = [_label(label, class_names) for label in labels[:_MAX_IMAGES].cpu()]
+    shown = displayed(images[:MAX_IMAGES], preprocessing)
+    captions = [_label(label, class_names) for label in labels[:MAX_IMAGES].cpu()]
     note = "The first batch as the network sees it, augmented, with its labels."
     if preprocessing is None:
         note += " How it was normalised is not known: the brightness is stretched."
@@ -72,25 +92,37 @@ class MistakeImages:
         positions = torch.arange(self.seen, self.seen + len(images), device=images.device).double()
         rows = torch.stack((positions, true, predicted, confidence), 1)
         self.seen += len(images)
-        best = confidence.topk(min(_MAX_IMAGES, len(images))).indices
+        best = confidence.topk(min(MAX_IMAGES, len(images))).indices
         # Only the worst mistakes are kept, so that the memory does not grow with the data set.
         images = images.detach()[best]
         rows = rows[best]
         if self.images is not None and self.rows is not None and self.images.shape[1:] == images.shape[1:]:
             images = torch.cat((self.images, images))
             rows = torch.cat((self.rows, rows))
-            best = rows[:, 3].topk(min(_MAX_IMAGES, len(rows))).indices
+            best = rows[:, 3].topk(min(MAX_IMAGES, len(rows))).indices
             images = images[best]
             rows = rows[best]
         self.images = images
         self.rows = rows
 
-    def displayed(self, numbers: Tensor | None, preprocessing: nn.Module | None) -> tuple[Tensor, Tensor] | None:
+    def wrong(self) -> tuple[Tensor, Tensor] | None:
+        """Return the images of mistakes as the network got them, and the predicted classes; None without a mistake."""
+        if self.images is None or self.rows is None:
+            return None
+        is_wrong = self.rows[:, 3] >= 0
+        if not is_wrong.any():
+            return None
+        return self.images[is_wrong], self.rows[is_wrong, 2].long()
+
+    def displayed(
+        self, numbers: Tensor | None, preprocessing: nn.Module | None, explanation: Explanation | None = None
+    ) -> "ShownMistakes | None":
         """Return the images as bytes of shape (kept, channels, height, width), and their rows with sample numbers.
 
         Args:
             numbers: numbers of this rank's samples in the data set, int64 of shape (n,).
             preprocessing: the normalisation to undo.
+            explanation: what explains the mistakes, in the order of `wrong`.
 
         Returns:
             None without a mistake, or if the samples have no numbers.
@@ -101,14 +133,24 @@ class MistakeImages:
         if not is_wrong.any():
             return None
         # All kept images are converted: without a known normalisation, their common range becomes that of bytes.
-        images = displayed(self.images, preprocessing)[is_wrong.cpu()]
+        is_explained = explanation is not None and explanation.images.shape[1] > 0
+        side = EXPLAINED_SIDE if is_explained else LARGEST_SIDE
+        images = displayed(self.images, preprocessing, side)[is_wrong.cpu()]
         rows = self.rows[is_wrong].cpu()
         rows[:, 0] = numbers[rows[:, 0].long()].double()
-        return images, rows
+        return ShownMistakes(images, rows, explanation)
+
+
+class ShownMistakes(NamedTuple):
+    """Mistakes of a rank: their images as bytes, their rows as in `MistakeImages`, and what explains them."""
+
+    images: Tensor
+    rows: Tensor
+    explanation: Explanation | None = None
 
 
 def mistakes_grid(
-    of_ranks: Sequence[tuple[Tensor, Tensor] | None],
+    of_ranks: Sequence[ShownMistakes | None],
     class_names: Sequence[str],
     sample_names: Sequence[str],
     part: str,
@@ -121,17 +163,17 @@ def mistakes_grid(
         sample_names: the names of the samples by number; if empty, captions have the numbers.
         part: the evaluated part of the data, such as "test".
     """
-    kept_pairs = [pair for pair in of_ranks if pair is not None]
-    if not kept_pairs or len({images.shape[1:] for images, _ in kept_pairs}) > 1:
+    shown = [mistakes for mistakes in of_ranks if mistakes is not None]
+    if not shown or len({mistakes.images.shape[1:] for mistakes in shown}) > 1:
         return None
-    images = torch.cat([images for images, _ in kept_pairs])
-    rows = torch.cat([rows for _, rows in kept_pairs]).tolist()
+    images = torch.cat([mistakes.images for mistakes in shown])
+    rows = torch.cat([mistakes.rows for mistakes in shown]).tolist()
 
     def by_confidence(index: int) -> tuple[float, float]:
         # By number in case of equal probabilities, so that the order does not depend on the number of ranks.
         return -rows[index][3], rows[index][0]
 
-    order = sorted(range(len(rows)), key=by_confidence)[:_MAX_IMAGES]
+    order = sorted(range(len(rows)), key=by_confidence)[:MAX_IMAGES]
     captions = []
     for index in order:
         number, true, predicted, probability = rows[index]
@@ -139,4 +181,27 @@ def mistakes_grid(
         prediction = f"{class_names[int(predicted)]} ({100 * probability:.0f} %)"
         captions.append((prediction, f"is {class_names[int(true)]}", name))
     note = "What the network said and how surely, what is true, and the sample; the most confident mistakes first."
-    return ImageGrid(f"Mistakes, {part}", images[order], captions, note)
+    grid = ImageGrid(f"Mistakes, {part}", images[order], captions, note)
+    explanations = [mistakes.explanation for mistakes in shown if mistakes.explanation is not None]
+    return _explained(grid, explanations, order) if explanations else grid
+
+
+def _explained(grid: ImageGrid, explanations: Sequence[Explanation], order: Sequence[int]) -> ImageGrid:
+    """Return a grid with the images that explain each of its images beside it.
+
+    Args:
+        order: the positions of the grid's images in the explanations of all ranks.
+    """
+    note = " ".join(filter(None, (grid.note, explanations[0].note)))
+    if not explanations[0].images.shape[1]:
+        return replace(grid, note=note)
+    beside = torch.cat([explanation.images for explanation in explanations])[order]
+    captions_beside = [captions for explanation in explanations for captions in explanation.captions]
+    images = grid.images.unsqueeze(1)
+    if images.shape[2] != beside.shape[2]:
+        images = images.expand(-1, -1, beside.shape[2], -1, -1)
+    captions = []
+    for caption, index in zip(grid.captions, order, strict=True):
+        captions += [caption, *captions_beside[index]]
+    together = torch.cat((images, beside), 1)
+    return replace(grid, images=together.flatten(0, 1), captions=captions, note=note, group=together.shape[1])
