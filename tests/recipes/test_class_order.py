@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[[list[str], Path], Any]] = {
     "layout": lambda names, place: find_images(_folders(names, place), layout="{class}/*.png").classes,
     "table": lambda names, place: find_images(_table(names, place)).classes,
     "lines of JSON": lambda names, place: find_images(_lines(names, place)).classes,
-    "arrays of texts": lambda names, place: _arrays(np.array(names * 2)),
+    "arrays of texts": lambda names, _: _arrays(np.array(names * 2)),
 }
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from benchmarks.harness.pictures import write_pictures
 from datamodules import ImageFolderDataModule, MNISTDataModule, UserError
 from datamodules.images.decoding import crop_pct, evaluation_square
 from datamodules.translation.text import Vocabulary
@@ -21,7 +22,6 @@ from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, __versi
 from recipes.export import export
 from recipes.inputs import preprocessing
 from recipes.photograph_graph import take_photographs
-from tests.support.pictures import write_pictures
 from tests.support.plain_recipe import Plain
 
 
