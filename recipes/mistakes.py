@@ -72,12 +72,10 @@ class MistakeImages:
     def __init__(self) -> None:
         self.seen = 0
         """Samples of this rank so far."""
-        self.images: Tensor | None = None
-        """Inputs of the network, of shape (kept, channels, height, width)."""
-        self.rows: Tensor | None = None
-        """Position in this rank's samples, true and predicted class, probability of the predicted class: (kept, 4).
-
-        Samples that are no mistake have the probability -1."""
+        self.kept: tuple[Tensor, Tensor, Tensor] | None = None
+        """Of the samples that are kept: inputs of the network, of shape (kept, channels, height, width); true and
+        predicted class and probability of the predicted class, float32 of shape (kept, 3); and positions in this rank's
+        samples, int64 of shape (kept,). The probability is -1 where there is no mistake."""
 
     def add(self, images: Tensor, scored: Tensor) -> None:
         """Add a batch.
@@ -86,33 +84,30 @@ class MistakeImages:
             images: inputs of shape (batch, channels, height, width).
             scored: true class, predicted class and its probability, of shape (batch, 3 or more).
         """
-        true, predicted, probability = scored[:, :3].double().unbind(1)
+        true, predicted, probability = scored[:, :3].float().unbind(1)
         is_wrong = (true >= 0) & (true != predicted)
         confidence = torch.where(is_wrong, probability.nan_to_num(0.0), -1.0)
-        positions = torch.arange(self.seen, self.seen + len(images), device=images.device).double()
-        rows = torch.stack((positions, true, predicted, confidence), 1)
+        positions = torch.arange(self.seen, self.seen + len(images), device=images.device)
+        rows = torch.stack((true, predicted, confidence), 1)
         self.seen += len(images)
         best = confidence.topk(min(MAX_IMAGES, len(images))).indices
         # Only the worst mistakes are kept, so that the memory does not grow with the data set.
-        images = images.detach()[best]
-        rows = rows[best]
-        if self.images is not None and self.rows is not None and self.images.shape[1:] == images.shape[1:]:
-            images = torch.cat((self.images, images))
-            rows = torch.cat((self.rows, rows))
-            best = rows[:, 3].topk(min(MAX_IMAGES, len(rows))).indices
-            images = images[best]
-            rows = rows[best]
-        self.images = images
-        self.rows = rows
+        kept = (images.detach()[best], rows[best], positions[best])
+        if self.kept is not None and self.kept[0].shape[1:] == images.shape[1:]:
+            images, rows, positions = (torch.cat(pair) for pair in zip(self.kept, kept, strict=True))
+            best = rows[:, 2].topk(min(MAX_IMAGES, len(rows))).indices
+            kept = (images[best], rows[best], positions[best])
+        self.kept = kept
 
     def wrong(self) -> tuple[Tensor, Tensor] | None:
         """Return the images of mistakes as the network got them, and the predicted classes; None without a mistake."""
-        if self.images is None or self.rows is None:
+        if self.kept is None:
             return None
-        is_wrong = self.rows[:, 3] >= 0
+        images, rows, _ = self.kept
+        is_wrong = rows[:, 2] >= 0
         if not is_wrong.any():
             return None
-        return self.images[is_wrong], self.rows[is_wrong, 2].long()
+        return images[is_wrong], rows[is_wrong, 1].long()
 
     def displayed(
         self, numbers: Tensor | None, preprocessing: nn.Module | None, explanation: Explanation | None = None
@@ -127,22 +122,21 @@ class MistakeImages:
         Returns:
             None without a mistake, or if the samples have no numbers.
         """
-        if self.images is None or self.rows is None or numbers is None or len(numbers) < self.seen:
+        if self.kept is None or numbers is None or len(numbers) < self.seen:
             return None
-        is_wrong = self.rows[:, 3] >= 0
+        images, rows, positions = self.kept
+        is_wrong = rows[:, 2] >= 0
         if not is_wrong.any():
             return None
-        # All kept images are converted: without a known normalisation, their common range becomes that of bytes.
         is_explained = explanation is not None and explanation.images.shape[1] > 0
-        side = EXPLAINED_SIDE if is_explained else LARGEST_SIDE
-        images = displayed(self.images, preprocessing, side)[is_wrong.cpu()]
-        rows = self.rows[is_wrong].cpu()
-        rows[:, 0] = numbers[rows[:, 0].long()].double()
-        return ShownMistakes(images, rows, explanation)
+        # All kept images are converted: without a known normalisation, their common range becomes that of bytes.
+        shown = displayed(images, preprocessing, EXPLAINED_SIDE if is_explained else LARGEST_SIDE)[is_wrong.cpu()]
+        numbers = numbers[positions[is_wrong].cpu()].double().unsqueeze(1)
+        return ShownMistakes(shown, torch.cat((numbers, rows[is_wrong].cpu().double()), 1), explanation)
 
 
 class ShownMistakes(NamedTuple):
-    """Mistakes of a rank: their images as bytes, their rows as in `MistakeImages`, and what explains them."""
+    """Mistakes of a rank: images as bytes; number, true and predicted class and probability; and what explains them."""
 
     images: Tensor
     rows: Tensor
