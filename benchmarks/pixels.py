@@ -13,7 +13,7 @@ import argparse
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,8 +181,8 @@ def _of_graph(
     return pixels, classes
 
 
-def compare(paths: Sequence[Path], size: int, folder: Path) -> list[Difference]:
-    """Return the differences of each way for some images, which stand in one folder.
+def compare(paths: Sequence[Path], size: int, folder: Path) -> Iterator[Difference]:
+    """Yield the differences of each way for some images, which stand in one folder.
 
     Args:
         paths: the images; their names differ.
@@ -193,17 +193,18 @@ def compare(paths: Sequence[Path], size: int, folder: Path) -> list[Difference]:
     recipe, checkpoint = _network(size, folder)
     right = _classes(recipe, expected)
 
-    def difference(way: str, pixels: Pixels, classes: Mapping[str, int]) -> Difference:
+    def difference(way: str, pixels: Pixels, classes: Mapping[str, int] | None = None) -> Difference:
         largest = {name: int((image.int() - expected[name].int()).abs().max()) for name, image in pixels.items()}
-        changed = sum(classes[name] != right[name] for name in pixels)
-        return Difference(way, len(pixels), max(largest.values()), sum(map(bool, largest.values())), changed)
+        others = {name: image for name, image in pixels.items() if largest[name]}
+        if classes is None:
+            # Equal pixels have equal classes.
+            classes = _classes(recipe, others)
+        changed = sum(number != right[name] for name, number in classes.items())
+        return Difference(way, len(pixels), max(largest.values()), len(others), changed)
 
-    rows = []
     for way, read in WAYS.items():
-        pixels = read(paths, size)
-        rows.append(difference(way, pixels, _classes(recipe, pixels)))
-    rows.append(difference("ONNX graph", *_of_graph(paths, size, recipe, checkpoint)))
-    return rows
+        yield difference(way, read(paths, size))
+    yield difference("ONNX graph", *_of_graph(paths, size, recipe, checkpoint))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -212,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--copies", type=int, default=33, help="images of each of 31 kinds")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 224], help="sides of the network's inputs")
     options = parser.parse_args(arguments)
+    # Images are small work, in which threads wait for each other.
+    torch.set_num_threads(1)
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
