@@ -26,6 +26,7 @@ from callbacks.lib.lightning_internals import OneLightningCallback
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
+from datamodules.loading.randomness import widest_float
 
 
 class _SynchronisedFunction(torch.autograd.Function):
@@ -94,13 +95,13 @@ class _SynchronisedGradient(torch.autograd.Function):
         total: float,
     ) -> tuple[Tensor | None, ...]:
         grad_input = None
-        sums = torch.zeros(2, len(mean), dtype=torch.float64, device=x.device)
+        sums = torch.zeros(2, len(mean), dtype=widest_float(x.device), device=x.device)
         if x.numel() > 0:
             # In evaluation mode the kernel yields sum(dy * x_hat) and sum(dy), in one pass over x and dy.
             _, by_x_hat, plain = torch.ops.aten.native_batch_norm_backward(
                 grad_output, x, None, mean, variance, None, None, False, eps, [False, True, True]
             )
-            sums = torch.stack([by_x_hat, plain]).double()
+            sums = torch.stack([by_x_hat, plain]).to(sums.dtype)
         grad_weight = sums[0].to(weight.dtype) if weight is not None and needed[1] else None
         grad_bias = sums[1].to(weight.dtype) if weight is not None and needed[2] else None
         if needed[0]:

@@ -146,6 +146,23 @@ class DataContract(Protocol):
         """
         raise UserError(f"{self.title} does not number its samples", to_type="pass an ImageFolderDataModule")
 
+    def chosen_batches(
+        self, part: str, numbers: Tensor, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Return an iterator of (inputs, targets, sample numbers) of some samples of a part, on the device.
+
+        The samples are prepared without augmentation, and unreadable ones are left out. The ranks together get each
+        sample once, in batches that do not depend on the number of ranks.
+
+        Args:
+            part: a part that has been set up, such as "train".
+            numbers: the numbers of the samples, int64 of shape (n,).
+
+        Raises:
+            UserError: the samples have no numbers.
+        """
+        raise UserError(f"{self.title} does not number its samples", to_type="pass an ImageFolderDataModule")
+
     @property
     def unreadable_inputs(self) -> Mapping[int, UserError]:
         """Errors of inputs that cannot be read, by index in `prediction_names`. Complete after prediction.

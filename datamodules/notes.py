@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 from datamodules.lightning import rank_zero_only
 
@@ -26,12 +27,23 @@ warn = rank_zero_only(log.warning)
 
 
 @contextmanager
-def inform_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
+def inform_if_slow(text: str, seconds: float = 2.0, log: Callable[[str], None] = inform) -> Iterator[None]:
     """Log a text if the ``with`` block takes longer than `seconds`, as reading from a slow disk does."""
-    timer = threading.Timer(seconds, inform, [text])
+    timer = threading.Timer(seconds, log, [text])
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+PATIENCE = 15.0
+"""Seconds that a process waits for a lock before it logs that."""
+
+
+def waiting_for(lock: Path) -> AbstractContextManager[None]:
+    """Log a line if the ``with`` block waits longer than `PATIENCE` for a lock that another process holds."""
+    # On any rank, since only this one may be waiting, and in programs that show warnings only.
+    text = f"waiting for another process, which holds {lock}; end it if it hangs or is stopped"
+    return inform_if_slow(text, PATIENCE, lambda line: log.warning(line, extra={"any_rank": True}))

@@ -1,6 +1,6 @@
 """Base class of all recipes: hyperparameters, optimizer, schedule, checkpoint contents."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from io import IOBase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -224,8 +224,16 @@ class Recipe(OneLightning, pl.LightningModule):
             load_initial_weights(self)
         self.has_weights = True
 
-    def take_names_of_weights(self, names: Sequence[str]) -> None:
-        """Take the class names in a file of weights whose last layer was loaded; empty if it has none."""
+    def problem_of_head(self, content: Mapping[str, Any]) -> str:
+        """Return why the last layer in a file of weights cannot be used, and what to pass; empty if it can.
+
+        Args:
+            content: the content of the file, such as ``class_names``.
+        """
+        return ""
+
+    def take_names_of_weights(self, content: Mapping[str, Any]) -> None:
+        """Take the class names of a file of weights whose last layer was loaded."""
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:

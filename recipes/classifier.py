@@ -1,11 +1,12 @@
 """Base class of the image classifiers: scores, class names, predictions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.contract import Free, Rare, data_contract
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
@@ -15,9 +16,11 @@ from recipes.calls import call_network
 from recipes.figures.images import Picture
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
-from recipes.mistakes import is_image_batch, training_grid
+from recipes.mistakes import Explanation, is_image_batch, training_grid
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables, Headline
+from recipes.weights import head_of, order_head
+from recipes.weights_file import read_class_names
 
 
 class Classifier(Recipe):
@@ -42,6 +45,8 @@ class Classifier(Recipe):
         num_classes: labels are 0 to this less one; null takes the data's.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
         top_k: how many classes ``predict`` names for each image, the likeliest first.
+        weights_classes: the classes of the last layer in a file of ``weights`` that does not name them: a file with a
+            name in each line, or a JSON list; or data if they are in the order of the data's classes.
     """
 
     monitor = "val/accuracy"
@@ -60,6 +65,7 @@ class Classifier(Recipe):
         num_classes: int | None = 10,
         label_smoothing: float = 0.0,
         top_k: Rare[Free[int]] = 5,
+        weights_classes: Rare[str | None] = None,
         **kwargs: Any,
     ) -> None:
         if num_classes is None:
@@ -72,6 +78,11 @@ class Classifier(Recipe):
                 f"{spelled('num_classes', num_classes)} leaves nothing to classify; pass {spelled('num_classes', 2)} or"
                 " more"
             )
+        if weights_classes and kwargs.get("weights") in (None, "none", "imagenet"):
+            raise UserError(
+                f"{spelled('weights_classes')} names the classes in a file of weights; pass"
+                f" {spelled('weights', 'FILE')} with it"
+            )
         check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
         # A buffer, so that it moves to the device. It is not in the state dict, whose names would otherwise depend on
@@ -82,7 +93,8 @@ class Classifier(Recipe):
         self.test_scores = ClassificationScores(num_classes)
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self.names_in_checkpoint: Sequence[str] = ()
-        self.has_unnamed_head = False
+        self.has_head_of_file = False
+        """Whether the last layer is that of a file of weights, whose rows can still change their order."""
         self.confusion_matrix: Tensor | None = None
         self.all_labels_count = False
         """Whether it is known that no label of the training set is -100; `CheckLabels` sets it."""
@@ -104,11 +116,63 @@ class Classifier(Recipe):
         """Set the class names, in the order of the labels; `CheckLabels` passes those of the data."""
         self.class_names = names
 
+    def _names_of_head(self, content: Mapping[str, Any]) -> Sequence[str]:
+        """Return the class names of the last layer in a file of weights; empty if they are not known.
+
+        Raises:
+            UserError: `weights_classes` contradicts the file or the number of classes.
+        """
+        saved: Sequence[str] = content.get("class_names", ())
+        given = self.hparams.weights_classes
+        if given in (None, "data"):
+            return saved
+        names = read_class_names(given)
+        if saved and list(saved) != names:
+            raise UserError(
+                f"{given} has other classes than {self.hparams.weights}, which names its own: {', '.join(saved[:12])};"
+                f" leave {spelled('weights_classes')} out"
+            )
+        if len(names) != len(self.class_names):
+            raise UserError(f"{given} has {len(names)} classes, and the network {len(self.class_names)}")
+        return names
+
     @override
-    def take_names_of_weights(self, names: Sequence[str]) -> None:
+    def problem_of_head(self, content: Mapping[str, Any]) -> str:
+        names = data_contract(self.data_module()).class_names
+        # Without names in the data, the classes are numbers, and so are the rows of the last layer.
+        is_in_trainer = attached_trainer(self) is not None
+        if self._names_of_head(content) or self.hparams.weights_classes or (is_in_trainer and not names):
+            return ""
+        order = f" (the data has {', '.join(names[:12])}{', ...' if len(names) > 12 else ''})" if names else ""
+        return (
+            f"does not name the classes of its last layer; pass {spelled('weights_classes', 'FILE')} with their names"
+            f" in its order, or {spelled('weights_classes', 'data')} if that is the order of the data's{order}"
+        )
+
+    @override
+    def take_names_of_weights(self, content: Mapping[str, Any]) -> None:
         """Keep the class names in a file of weights; `CheckLabels` compares them with those of the data."""
+        self.names_in_checkpoint = self._names_of_head(content)
+        self.has_head_of_file = True
+
+    def take_order(self, names: Sequence[str]) -> bool:
+        """Put the last layer of a file of weights into the order of other class names; return whether it could.
+
+        Args:
+            names: the names in `names_in_checkpoint` in another order.
+        """
+        if not self.has_head_of_file:
+            return False
+        position = {name: row for row, name in enumerate(self.names_in_checkpoint)}
+        if not order_head(self.network, [position[name] for name in names]):
+            return False
         self.names_in_checkpoint = names
-        self.has_unnamed_head = not names
+        return True
+
+    @property
+    def head_name(self) -> str:
+        """The name of the last layer of the network."""
+        return head_of(self.network)
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -190,6 +254,15 @@ class Classifier(Recipe):
         preprocessing = data_contract(self.data_module()).preprocessing()
         return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
 
+    def explain(self, mistakes: tuple[Tensor, Tensor] | None) -> Explanation | None:
+        """Return what explains the mistakes of an evaluation on this rank; called on all ranks after an evaluation.
+
+        Args:
+            mistakes: images as the network got them, of shape (n, channels, height, width), and the predicted classes,
+                int64 of shape (n,); None without a mistake.
+        """
+        return None
+
     @override
     def headline(self, scores: dict[str, float]) -> list[Headline]:
         prefix = "test" if "test/accuracy" in scores else "val"
@@ -222,6 +295,7 @@ class Classifier(Recipe):
         if names:
             self.class_names = names
             self.names_in_checkpoint = names
+            self.has_head_of_file = False
         weights = checkpoint.get("class_weights")
         if weights is not None:
             self.class_weights = weights.to(self.device)

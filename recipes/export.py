@@ -25,7 +25,8 @@ from recipes.inputs import preprocessing
 from recipes.version import __version__, install_command
 from recipes.weights import read_weights
 
-_ENDINGS = {"safetensors": ".safetensors", "state-dict": ".pt", "onnx": ".onnx"}
+_ENDINGS = {"safetensors": ".safetensors", "state-dict": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
+_GRAPHS = ("onnx", "pt2")
 _BATCHES = (2, 1, 5)
 _TOLERANCE = 1e-4
 _PHOTOGRAPHS = ((37, 51), (300, 200), (97, 640))
@@ -246,6 +247,25 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any], kept: fl
     return checked if kept is None else f"{checked}, {_check_photographs(graph, run_on_photograph)}"
 
 
+def _write_pt2(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
+    """Write a graph for any batch size that `torch.export.load` reads; return what was checked."""
+    try:
+        shapes = ({0: torch.export.Dim("batch")},)
+        program = torch.export.export(graph, (graph.example(2),), dynamic_shapes=shapes)
+        for node in program.graph.nodes:
+            node.meta.pop("stack_trace", None)  # It names folders of this machine.
+        with path.open("wb") as file:
+            torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
+        loaded = torch.export.load(str(path)).module()
+    except OSError:
+        raise
+    except Exception as error:  # The exporter may raise any exception for a network.
+        raise UserError(
+            f"the network cannot be written as pt2 ({first_line(error)}); pass {spelled('format', 'safetensors')}"
+        ) from error
+    return _check_outputs("pt2", graph, loaded, _TOLERANCE)
+
+
 def _kept_of_photograph(recipe: Recipe, graph: str | None) -> float | None:
     """Return the share of the short side that a graph of one image keeps; None for a graph of batches.
 
@@ -276,7 +296,7 @@ def export(
     Args:
         recipe: the recipe, built with the checkpoint's settings.
         checkpoint_path: the checkpoint.
-        kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; onnx with the
+        kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; onnx or pt2 with the
             computation. Its graph takes uint8 images if the checkpoint has their normalisation.
         output: the file to write; by default beside the checkpoint.
         graph: input of an onnx file: "image" for one RGB image of any size, which the graph crops and resizes, or
@@ -292,9 +312,9 @@ def export(
     if kind == "onnx" and missing_packages:
         raise UserError(f"onnx needs {', '.join(missing_packages)}; run {install_command('onnx')}")
     example = recipe.example_input_array
-    if kind == "onnx" and not isinstance(example, Tensor):
+    if kind in _GRAPHS and not isinstance(example, Tensor):
         raise UserError(
-            f"{recipe.title} cannot be written as onnx: it has no example_input_array with the shape of the network's"
+            f"{recipe.title} cannot be written as {kind}: it has no example_input_array with the shape of the network's"
             f" input; pass {spelled('format', 'safetensors')}"
         )
     path = Path(output) if output else Path(checkpoint_path).with_suffix(_ENDINGS[kind])
@@ -310,7 +330,7 @@ def export(
         try:
             with atomic_write(path) as temporary:
                 temporary.touch()  # Raises an OSError if the folder is not writable; exporters raise other errors.
-                if not isinstance(example, Tensor) or kind != "onnx":
+                if not isinstance(example, Tensor) or kind not in _GRAPHS:
                     return Exported(path, {}, _write_weights(recipe, temporary, kind, metadata))
                 # In float32 for every precision of training: onnxruntime has no other convolution for CPUs.
                 network = _Graph(recipe, recipe.network.float(), example, preprocessing(recipe))
@@ -318,6 +338,8 @@ def export(
                 if kept is not None:
                     metadata["inputs"] = {photograph_graph.INPUT: photograph_graph.DESCRIPTION}
                     metadata["layout"] = "NHWC"
+                if kind == "pt2":
+                    return Exported(path, metadata["inputs"], _write_pt2(network, temporary, metadata))
                 return Exported(path, metadata["inputs"], _write_onnx(network, temporary, metadata, kept))
         except OSError as error:
             reason = error.strerror or error

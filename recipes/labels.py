@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ from datamodules.lightning import pl
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.numbered import NumberedDataLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
-from datamodules.notes import warn
+from datamodules.notes import inform
 
 _BATCHES_BETWEEN_CHECKS = 50  # On a GPU, where each check waits for the device.
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -205,12 +205,6 @@ class LabelCheck:
         check_labels(labels, self.num_classes, f"the last {self.part} batches", error=RunFailedError)
 
 
-def _head_of(network: nn.Module) -> str:
-    """Return the name of the head of a classifier, to which its last tensor belongs."""
-    names: list[str] = [*network.state_dict()]
-    return names[-1].rpartition(".")[0]
-
-
 class CheckLabels(pl.Callback):
     """Callback that refuses labels out of range, and data with other classes than the classifier's.
 
@@ -257,22 +251,18 @@ class CheckLabels(pl.Callback):
         if len(names) != len(pl_module.class_names):
             return
         saved_names = pl_module.names_in_checkpoint
+        has_same_names = set(saved_names) == set(names)
+        if has_same_names and list(saved_names) != list(names) and pl_module.take_order(names):
+            inform(f"the rows of {pl_module.head_name} are in the order of the data's classes now")
+            saved_names = names
         for i, (saved_name, data_name) in enumerate(zip(saved_names, names)):
             if saved_name != data_name:
-                order = "the order of the classes differs: " if set(saved_names) == set(names) else ""
+                order = "the order of the classes differs: " if has_same_names else ""
                 raise UserError(
                     f"{order}class {i} is {saved_name!r} in the checkpoint and {data_name!r} in the data; rename the"
                     " data's classes to those of the checkpoint, or train on others with it as"
-                    f" {spelled('weights')} and {spelled('weights_skip', _head_of(pl_module.network))}"
+                    f" {spelled('weights')} and {spelled('weights_skip', pl_module.head_name)}"
                 )
-        if pl_module.has_unnamed_head and names:
-            listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-            warn(
-                "note: weights from a file without class_names: the classes of its head are taken in the order of the"
-                f" data: {listed}; pass {spelled('weights_skip', _head_of(pl_module.network))} for a new head"
-                " if they are not"
-            )
-            pl_module.has_unnamed_head = False
         pl_module.take_class_names(names)
 
     def _check_set(self, pl_module: Any, stage: str, loaders: Any) -> None:

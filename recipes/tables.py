@@ -178,7 +178,8 @@ class EvaluationTables(pl.Callback):
             names = ()  # The names belong to the data module's own loader, which another one has replaced.
         mistakes_of_rank = _mistakes(self.samples, numbers) if numbers is not None else None
         preprocessing = data_contract(pl_module.data_module()).preprocessing()
-        images = gather(self.images.displayed(numbers, preprocessing))
+        explanation = pl_module.explain(self.images.wrong())
+        images = gather(self.images.displayed(numbers, preprocessing, explanation))
         self.figures.pop("mistakes", None)
         grid = mistakes_grid(images, pl_module.class_names, names, title)
         if grid:

@@ -229,6 +229,7 @@ def load_weights(
     source_name: str,
     exact: bool = False,
     weights_skip: str | Sequence[str] | None = None,
+    with_head: bool = True,
 ) -> WeightsReport:
     """Copy the tensors that fit by name and shape into a module, in its precision and on its device.
 
@@ -243,6 +244,7 @@ def load_weights(
         exact: require the head to fit as well.
         weights_skip: patterns such as "encoder.*". Layers and tensors whose name, or an end of it, matches one are
             ignored in the file, and keep their values in the module.
+        with_head: whether the last layer is loaded; otherwise it is skipped as if `weights_skip` named it.
 
     Raises:
         UserError: nothing matches, tensors outside of a new head do not match, a pattern matches nothing, or a matching
@@ -254,10 +256,16 @@ def load_weights(
     # The names of modules and tensors in the file: "layer1", "layer1.0", "layer1.0.weight" and so on.
     names_in_file = (prefix for name in state for prefix in accumulate(name.split("."), "{}.{}".format))
     left_out = matching_names(patterns, [*module_names(module), *targets, *names_in_file])
-    not_chosen = _counted(name for name in targets if inside(name, left_out))
     head = _part([*targets][-1])
-    targets = {name: value for name, value in targets.items() if not inside(name, left_out)}
     state = {name: value for name, value in state.items() if not inside(name, left_out)}
+    if not with_head:
+        # By its full name: a pattern also matches the ends of other names.
+        left_out = {*left_out, head_of(module)}
+        matches = match_names(state, targets)
+        of_head = {source for name, source in matches.items() if inside(name, left_out)}
+        state = {name: value for name, value in state.items() if name not in of_head}
+    not_chosen = _counted(name for name in targets if inside(name, left_out))
+    targets = {name: value for name, value in targets.items() if not inside(name, left_out)}
     if not targets:
         raise UserError(
             f"{spelled('weights_skip')} leaves no tensor of the module; pass other patterns, or"
@@ -292,8 +300,50 @@ def load_weights(
     return report
 
 
+def head_of(network: nn.Module) -> str:
+    """Return the name of the last layer, to which the last tensor of a network belongs.
+
+    >>> head_of(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(), nn.Linear(8, 2)))
+    '2'
+    """
+    names: list[str] = [*network.state_dict()]
+    return names[-1].rpartition(".")[0]
+
+
+def order_head(network: nn.Module, order: Sequence[int]) -> bool:
+    """Put the rows of the last layer, one for each class, into another order; return whether that is possible.
+
+    It is not if the layer before it has as many rows, as of networks with two heads; nothing is changed then.
+
+    Args:
+        network: the network.
+        order: the present row of each class.
+    """
+    matrices = {name: value for name, value in network.named_parameters() if value.ndim > 1}
+    *before, (name, head) = [*matrices.items()][-2:]
+    if name.rpartition(".")[0] != head_of(network) or len(head) != len(order):
+        return False
+    if any(len(matrix) == len(order) for _, matrix in before):
+        return False
+    with torch.no_grad():
+        for parameter in network.get_submodule(head_of(network)).parameters(recurse=False):
+            parameter.copy_(parameter[list(order)])
+    return True
+
+
+def _has_head(network: nn.Module, state: Mapping[str, Tensor], weights_skip: str | Sequence[str] | None) -> bool:
+    """Return whether the last layer of a network would be loaded from a file."""
+    head = [*network.state_dict()][-1]
+    targets = {name: value for name, value in network.state_dict().items() if torch.is_tensor(value)}
+    source = match_names(state, targets).get(head)
+    left_out = matching_names(skip_patterns(weights_skip), [*module_names(network), *targets]) if weights_skip else ()
+    return source is not None and not _misfit(state[source], targets[head]) and not inside(head, left_out)
+
+
 def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | None:
     """Load the ``weights`` of a recipe into its network, and log a report; return None for "none".
+
+    The rows of a classifier's last layer are its classes. If the recipe does not know which, the layer is not loaded.
 
     Args:
         recipe: the recipe.
@@ -306,12 +356,19 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
     if options.weights is None or options.weights == "none":
         return None
     state, source = recipe.pretrained_weights(options.weights)
-    report = load_weights(recipe.network, state, source, exact, options.weights_skip)
-    warn(report.line())
-    # The rows of a classifier's last layer are classes, so that their names are only valid if it was loaded.
     content = read_beside(options.weights)
-    if content and [*recipe.network.state_dict()][-1] in report.loaded:
-        recipe.take_names_of_weights(content.get("class_names", ()))
+    problem = recipe.problem_of_head(content) if content else ""
+    has_head = _has_head(recipe.network, state, options.weights_skip)
+    leaves_head_out = bool(problem) and has_head
+    only_head = {name.rpartition(".")[0] for name in recipe.network.state_dict()} == {head_of(recipe.network)}
+    if leaves_head_out and (exact or only_head):
+        raise UserError(f"{options.weights} {problem}")
+    report = load_weights(recipe.network, state, source, exact, options.weights_skip, with_head=not leaves_head_out)
+    warn(report.line())
+    if leaves_head_out:
+        warn(f"note: {head_of(recipe.network)} begins with new weights: {options.weights} {problem}")
+    elif content and [*recipe.network.state_dict()][-1] in report.loaded:
+        recipe.take_names_of_weights(content)
     return report
 
 

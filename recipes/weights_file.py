@@ -1,6 +1,7 @@
 """Read a file of weights with the settings beside them, without running code from it."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,27 @@ def read_weights_file(path: str | Path) -> Mapping[str, Any]:
             " again"
         ) from error
     return content if isinstance(content, Mapping) else {}
+
+
+def read_class_names(path: str | Path) -> list[str]:
+    """Read class names in the order of their numbers: one in each line, or a JSON list of texts.
+
+    Raises:
+        UserError: there is no such file, it holds no names, or a name twice.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UserError(f"there is no file {path} of class names")
+    text = path.read_text(encoding="utf-8-sig")
+    names = [line.strip() for line in text.splitlines() if line.strip()]
+    if text.lstrip().startswith("["):
+        try:
+            names = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{path} begins as a JSON list, and is none ({error})") from error
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{path} holds no class names; write one a line, or a JSON list of texts")
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{path} has the class {name!r} {count} times")
+    return names

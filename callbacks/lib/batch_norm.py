@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from datamodules.loading.randomness import widest_float
+
 
 def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the moments of parts into mean, biased variance and count of the whole (Chan et al., 1979).
@@ -35,16 +37,15 @@ def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def local_moments(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the moments of one process for `combine_moments`, in float64 so that combining adds no rounding."""
+    """Return the moments of one process for `combine_moments`, in `widest_float` so that combining adds no rounding."""
     channels = x.shape[1]
+    wide = widest_float(x.device)
     if x.numel() == 0:
-        return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        return torch.zeros(2 * channels + 1, dtype=wide, device=x.device)
     # The kernel behind nn.BatchNorm, 4 to 25 times faster than torch.var_mean; the discarded buffers set its precision.
     buffers = torch.zeros(2, channels, dtype=dtype, device=x.device)
     mean, variance = torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0)
-    return torch.cat(
-        [mean.double(), variance.double(), mean.new_full((1,), x.numel() // channels, dtype=torch.float64)]
-    )
+    return torch.cat([mean.to(wide), variance.to(wide), mean.new_full((1,), x.numel() // channels, dtype=wide)])
 
 
 def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ from callbacks.lib.batch_norm import OrderedStatistics
 from callbacks.lib.exact_sums import Node, TreeSum, nodes_by_rank, total_over_ranks
 from datamodules.errors import UserError
 from datamodules.lightning import pl
+from datamodules.loading.randomness import widest_float
 from datamodules.loading.sampling import range_of_rank
 
 Result = TypeVar("Result")
@@ -316,8 +317,7 @@ class GradientSum:
         """
         self.is_last = self._step == self._steps - 1 if last is None else last
         device = self.parameters[0].device
-        # Apple's GPUs have no float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = widest_float(device)
         self._targets_dtype = dtype
         self._note_targets(count)
         weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.expected_count

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from datamodules.images.decoding import is_small
-from datamodules.loading.randomness import alternating_flips, uniform
+from datamodules.loading.randomness import alternating_flips, uniform, widest_float
 
 
 class Normalise(nn.Module):
@@ -212,7 +212,7 @@ class BatchAugmentation:
 
 @lru_cache(maxsize=8)
 def _beta_quantiles(alpha: float, device: torch.device, steps: int = 4096) -> Tensor:
-    """Return the quantiles of Beta(alpha, alpha) at `steps` + 1 equal steps from 0 to 1, float64 of that length.
+    """Return the quantiles of Beta(alpha, alpha) at `steps` + 1 equal steps from 0 to 1, of that length.
 
     The distribution function is ``F(x) = (x (1 - x))**alpha / (alpha B) * S(x)``, with a series S of positive terms
     (Abramowitz and Stegun 1964, 26.5.4). Its logarithm is a concave function of log x, so Newton's method converges.
@@ -237,13 +237,13 @@ def _beta_quantiles(alpha: float, device: torch.device, steps: int = 4096) -> Te
             slope = alpha / ((1 - x) * series)
             log_x = (log_x + (levels.log() - log_f) / slope).clamp(max=math.log(0.5))
         lower = torch.cat([levels.new_zeros(1), log_x.exp()])
-        return torch.cat([lower, 1 - lower[:-1].flip(0)]).to(device)
+        return torch.cat([lower, 1 - lower[:-1].flip(0)]).to(device, widest_float(device))
 
 
 def _beta(alpha: float, draws: Tensor) -> Tensor:
     """Map uniform numbers of shape (n,) to Beta(alpha, alpha) by interpolated quantiles, float32 of shape (n,)."""
     table = _beta_quantiles(alpha, draws.device)
-    position = draws.double() * (len(table) - 1)
+    position = draws.to(table.dtype) * (len(table) - 1)
     below = position.long()
     return torch.lerp(table[below], table[below + 1], position - below).float()
 

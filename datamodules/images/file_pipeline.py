@@ -480,11 +480,16 @@ class FilePipeline(Pipeline):
         return self._evaluation_loader(self._reader(part, "none", process), batch_size, process)
 
     def _evaluation_loader(
-        self, reader: BatchReader, batch_size: int, process: Process, skip: bool = False
+        self,
+        reader: BatchReader,
+        batch_size: int,
+        process: Process,
+        skip: bool = False,
+        rows: Tensor | None = None,
     ) -> WorkerEvaluationLoader:
         loader = WorkerEvaluationLoader(
             reader,
-            torch.arange(len(reader.targets)),
+            torch.arange(len(reader.targets)) if rows is None else rows,
             batch_size,
             skip_unreadable=skip or self.settings["on_corrupt"] == "skip",
             **self._options(reader, "none", process),
@@ -503,10 +508,15 @@ class FilePipeline(Pipeline):
         return loader
 
     def numbered_batches(
-        self, part: Part, batch_size: int, process: Process
+        self, part: Part, batch_size: int, process: Process, chosen: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (normalised images, labels, sample numbers) of a part on the device, without augmentation."""
-        loader = self.evaluate(part, batch_size, process)
+        """Yield (normalised images, labels, sample numbers) of a part on the device, without augmentation.
+
+        Args:
+            chosen: numbers of the samples, int64 of shape (m,), of which unreadable ones are left out; None: all.
+        """
+        reader = self._reader(part, "none", process)
+        loader = self._evaluation_loader(reader, batch_size, process, skip=chosen is not None, rows=chosen)
         normalise = self.normaliser(process.device)
         try:
             for batch in loader.loaded_batches():

@@ -110,3 +110,12 @@ class ImageFolderDataModule(ImageDataModule):
         pipeline.check_unaugmented()
         process = self._process._replace(rank=rank, world_size=world_size)
         return pipeline.numbered_batches(self._parts[part], self.hparams.eval_batch_size, process)
+
+    @override
+    def chosen_batches(
+        self, part: str, numbers: Tensor, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        pipeline = self.pipeline
+        assert isinstance(pipeline, FilePipeline)
+        process = self._process._replace(rank=rank, world_size=world_size)
+        return pipeline.numbered_batches(self._parts[part], self.hparams.eval_batch_size, process, numbers)

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from datamodules.notes import waiting_for
+
 log = logging.getLogger("lightning_recipes")
 
 # Byte offset of an image, its shape, the stamp of its file, and the checksum of its bytes.
@@ -105,7 +107,11 @@ class PixelCache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock that serialises writers of all processes."""
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with waiting_for(self.folder / "lock"):
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ import http.client
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from datamodules.errors import UserError
+from datamodules.notes import waiting_for
 
 _CHUNK = 1 << 18
 
@@ -30,6 +31,19 @@ def digest_of(path: Path, algorithm: str = "md5") -> str:
     new_hash = partial(hashlib.new, algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_hash).hexdigest()
+
+
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold a lock that processes take in turns; a line says which lock a process waits for, if it waits for long."""
+    lock = FileLock(path)
+    # A stopped process holds its locks, and so does a node that hangs.
+    with waiting_for(path):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _fetch(url: str, partial_file: Path, digest: str | None, algorithm: str, timeout: float) -> None:
@@ -90,7 +104,7 @@ def download(
     lock = path.with_name(f".{path.name}.lock")
     partial_file = path.with_name(f".{path.name}.part")
     reasons = []
-    with FileLock(lock):
+    with file_lock(lock):
         try:
             if path.exists():
                 return

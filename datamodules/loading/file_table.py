@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from datamodules.loading.download import file_lock
 
 # A zip archive has a local header of 30 bytes before each file, then its name and an extra field. The last four bytes
 # of the header are the lengths of these two.
@@ -68,7 +68,7 @@ def unpacked(path: Path, cache: Path) -> Path | None:
         cache.mkdir(parents=True, exist_ok=True)
         partial_folder = folder.with_name(f".{folder.name}.part")
         # Other ranks wait, and find the folder.
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
+        with file_lock(folder.with_name(f".{folder.name}.lock")):
             if folder.is_dir():
                 return folder
             # What a killed process has left.

@@ -26,6 +26,19 @@ def signed(value: int, bits: int = 64) -> int:
     return value - (1 << bits) if is_negative else value
 
 
+WITHOUT_FLOAT64 = ("mps",)
+"""Types of devices on which a tensor in float64 is a TypeError: Apple's GPUs."""
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on a device that has no float64.
+
+    >>> widest_float(torch.device("mps")), widest_float(torch.device("cpu"))
+    (torch.float32, torch.float64)
+    """
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
 _GOLDEN = signed(0x9E3779B97F4A7C15)
 _MIX_1 = signed(0xBF58476D1CE4E5B9)
 _MIX_2 = signed(0x94D049BB133111EB)

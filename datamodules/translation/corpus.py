@@ -272,6 +272,38 @@ def _note_shared(hashes: Mapping[str, npt.NDArray[np.uint64]], rows: Tensor) -> 
     return notes
 
 
+def _letters(sentences: Sequence[str]) -> Counter[str]:
+    """Return how often each letter occurs in the first 1,000 sentences, in lower case."""
+    text = "".join(sentences[:1_000]).lower()
+    return Counter(letter for letter in text if letter.isalpha())
+
+
+def _has_other_letters(letters: Counter[str], expected: Counter[str]) -> bool:
+    """Return whether hardly a letter of a text is usual in another text; False if that has too few to tell."""
+    total = expected.total()
+    # Rare letters are those of foreign names, as in a text that has another script.
+    usual = {letter for letter, count in expected.items() if 1_000 * count >= total}
+    common = sum(count for letter, count in letters.items() if letter in usual)
+    return total >= 1_000 and 20 * common < letters.total()
+
+
+def _note_other_letters(files: Sequence[SentencePairs], kept: Sequence[_Kept]) -> list[str]:
+    """Return remarks on files whose sides have other letters than those of the first file."""
+    expected = (_letters(kept[0].sources), _letters(kept[0].targets))
+    notes = []
+    for pairs, kept_pairs in zip(files[1:], kept[1:], strict=True):
+        letters = (_letters(kept_pairs.sources), _letters(kept_pairs.targets))
+        sides = zip(("source", "target"), letters, expected, strict=True)
+        others = [name for name, *texts in sides if _has_other_letters(*texts)]
+        if others:
+            first = files[0].where
+            notes.append(
+                f"{pairs.where}: its {' and its '.join(others)} shares no usual letter with that of {first}; are the"
+                " sides exchanged?"
+            )
+    return notes
+
+
 def prepare_corpus(
     files: Mapping[str, Sequence[SentencePairs]],
     titles: Mapping[str, str],
@@ -313,6 +345,7 @@ def prepare_corpus(
     target_counts = target.counts(rows["train"], len(target_tokens))
     notes = [note for kept_pairs in all_kept for note in kept_pairs.notes]
     notes += _note_shared(hashes, rows["train"])
+    notes += _note_other_letters([pairs for part_files in files.values() for pairs in part_files], all_kept)
     texts = [pair for kept_pairs in all_kept for pair in kept_pairs.texts]
     held_out_texts = {row: texts[row] for row in torch.cat((rows["val"], rows["test"])).tolist()}
     return Corpus(

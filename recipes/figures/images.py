@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recipes.figures.drawing import PALETTE, Figure, font
 
-_SIDE = 112
+LARGEST_SIDE = 112
 """Pixels of the longer side of an image in a grid; larger images are scaled down."""
 _CELL = 96
 """Pixels up to which small images are magnified, by an integer factor."""
@@ -20,14 +20,15 @@ _SMALL = 64
 """The longer side up to which images are kept unchanged, as PNG, and shown magnified."""
 
 
-def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
-    """Convert inputs of a network to images for display: bytes, at most 112 pixels on the longer side.
+def displayed(images: Tensor, normalise: nn.Module | None = None, side: int = LARGEST_SIDE) -> Tensor:
+    """Convert inputs of a network to images for display: bytes, of a limited size.
 
     Args:
         images: inputs of a network, of shape (n, channels, height, width).
         normalise: the normalisation to undo, with the ``mean`` and ``std`` of the channels as in
             `datamodules.images.augmentation.Normalise`. Without it, the range of all values is stretched to that of
             bytes, unless `images` are bytes.
+        side: the most pixels of the longer side.
 
     Returns:
         uint8 of shape (n, channels, height, width), on the CPU.
@@ -49,8 +50,8 @@ def displayed(images: Tensor, normalise: nn.Module | None = None) -> Tensor:
             images = (images - low) / (high - low).clamp(min=1e-9)
         images = (images.nan_to_num() * 255).round().clamp(0, 255).byte()
     height, width = images.shape[2:]
-    if max(height, width) > _SIDE:
-        scale = _SIDE / max(height, width)
+    if max(height, width) > side:
+        scale = side / max(height, width)
         size = (max(1, round(height * scale)), max(1, round(width * scale)))
         small = nn.functional.interpolate(images.float(), size, mode="area")
         images = small.round().clamp(0, 255).byte()
@@ -73,23 +74,32 @@ class ImageGrid:
         images: uint8 of shape (n, channels, height, width), as from `displayed`.
         captions: the lines below each image; the first line is emphasised.
         note: a sentence below the grid.
+        group: how many successive images belong together, and stand in a row.
     """
 
     title: str
     images: Tensor
     captions: Sequence[Sequence[str]]
     note: str = ""
+    group: int = 1
 
     def html(self) -> str:
         """Return the grid as an HTML element that contains the images: PNG if they are small, else JPEG."""
         cells = [self._cell(image, lines) for image, lines in zip(self.images, self.captions, strict=True)]
-        return f'<div class="grid">{"".join(cells)}</div>'
+        if self.group == 1:
+            return f'<div class="grid">{"".join(cells)}</div>'
+        row_tag = f'<div class="row" style="grid-template-columns: repeat({self.group}, minmax(0, 7rem))">'
+        starts = range(0, len(cells), self.group)
+        rows = [f"{row_tag}{''.join(cells[start : start + self.group])}</div>" for start in starts]
+        return f'<div class="rows">{"".join(rows)}</div>'
 
     def _cell(self, image: Tensor, lines: Sequence[str]) -> str:
         is_small = max(image.shape[1:]) <= _SMALL
-        kind = "png" if is_small else "jpeg"
+        # A group has several images for one of a grid, and PNG takes twice the bytes.
+        is_png = max(image.shape[1:]) <= (_SMALL if self.group == 1 else _SMALL // 2)
+        kind = "png" if is_png else "jpeg"
         file = io.BytesIO()
-        if is_small:
+        if is_png:
             _as_pillow(image).save(file, "png")
         else:
             _as_pillow(image).save(file, "jpeg", quality=82)
@@ -102,7 +112,8 @@ class ImageGrid:
         return f"<figure>{image_tag}<figcaption>{caption}</figcaption></figure>"
 
     def image(self, columns: int = 8) -> Image.Image:
-        """Return the grid as one image in RGB."""
+        """Return the grid as one image in RGB; groups are not divided."""
+        columns = max(1, round(columns / self.group)) * self.group
         count, _, height, width = self.images.shape
         magnified = max(1, _CELL // max(height, width))
         caption_lines = max(map(len, self.captions), default=0)

@@ -581,7 +581,7 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
         ),
         (
             command == "export" and settings["format"] is None,
-            "export needs a format; pass --format safetensors, state-dict or onnx",
+            "export needs a format; pass --format safetensors, state-dict, onnx or pt2",
         ),
     )
     if not fits and command != "export":

@@ -23,7 +23,7 @@ from datamodules.errors import RunFailedError
 from datamodules.lightning import TensorBoardLogger, is_overridden, pl
 from recipes.base import Recipe
 from recipes.figures.drawing import colour_style
-from recipes.figures.images import Picture
+from recipes.figures.images import ImageGrid, Picture
 from recipes.runner.errors import print_error, relative_path
 from recipes.runner.experiment import Experiment
 from recipes.runner.flags import takes_inputs
@@ -287,7 +287,13 @@ def write_page(
     tiles, scores, signatures = split_scores(headline, results["scores"])
     curves = [picture for name, picture in pictures.items() if name.startswith("curve_")]
     attention = [picture for name, picture in pictures.items() if name.startswith("attention")]
-    other_pictures = [picture for name, picture in pictures.items() if not name.startswith(("curve_", "attention"))]
+    other_pictures: list[Picture] = []
+    wide_pictures: list[Picture] = []
+    for name, picture in pictures.items():
+        if not name.startswith(("curve_", "attention")):
+            # A grid of groups is too high for a column.
+            is_wide = isinstance(picture, ImageGrid) and picture.group > 1
+            (wide_pictures if is_wide else other_pictures).append(picture)
     translations, number_of_translations = _translations(folder / _TRANSLATIONS)
     page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         colours=colour_style(),
@@ -301,6 +307,7 @@ def write_page(
         curves=curves,
         attention=attention,
         pictures=other_pictures,
+        wide_pictures=wide_pictures,
         translations=translations,
         number_of_translations=number_of_translations,
         translations_file=_TRANSLATIONS,

@@ -463,7 +463,7 @@ class RunSettings:
     save_top_k: Rare[Free[int]] = 1
     ckpt: OneCall[str | None] = None
     output: OneCall[str | None] = None
-    format: OneCall[Literal["safetensors", "state-dict", "onnx"] | None] = None
+    format: OneCall[Literal["safetensors", "state-dict", "onnx", "pt2"] | None] = None
     graph: OneCall[Literal["image", "batch"] | None] = None
     seed: int | Literal["random"] = 1
     deterministic: Rare[Free[bool]] = False

@@ -147,7 +147,8 @@ class Resolver:
                     _refuse_finished(saved, settings)
         elif command in SCORING:
             # All tensors of a file of weights have to match.
-            settings = self._merge(request, read_settings_beside(settings["weights"]) | {"weights_skip": None})
+            beside = read_settings_beside(settings["weights"]) | {"weights_skip": None, "weights_classes": None}
+            settings = self._merge(request, beside)
         self.parser.check_required(settings, given)
         if command == "fit":
             self.parser.import_optimizer(settings, given)

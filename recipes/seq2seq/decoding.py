@@ -81,6 +81,9 @@ def beam_search(
 ) -> Translations:
     """Translate a batch; the network has to be in evaluation mode.
 
+    The search runs in the type of the weights, without autocast. In bf16 a batch of another shape is rounded otherwise,
+    which may exchange two likely tokens, so that a translation would depend on the others in its batch.
+
     Each step keeps the likeliest continuations of a sentence, as many as it has places in the beam. A continuation that
     ends removes one place (as in Bahdanau et al., 2015). With a place for every possible sentence, the search is
     exhaustive.
@@ -94,9 +97,22 @@ def beam_search(
         alpha: the exponent of `length_penalty`, which ranks the finished translations.
         limits: most tokens of each translation, EOS included, of shape (batch,).
     """
+    limits = length_limits(lengths) if limits is None else limits
+    with torch.autocast(source.device.type, enabled=False):
+        return _search(network, source, lengths, beam, nbest, alpha, limits)
+
+
+def _search(
+    network: TranslationNetwork,
+    source: Tensor,
+    lengths: Tensor,
+    beam: int,
+    nbest: int,
+    alpha: float,
+    limits: Tensor,
+) -> Translations:
     device = source.device
     batch = len(source)
-    limits = length_limits(lengths) if limits is None else limits
     if not batch:
         return Translations(source.new_zeros(0, nbest, 0), torch.zeros(0, nbest, device=device))
     longest = int(limits.max())  # Lengths are on the CPU, so that reading them does not wait for the device.

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -224,28 +225,113 @@ def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpo
         quiet_trainer().test(loaded, data, verbose=False)
     with pytest.raises(UserError, match=message):
         quiet_trainer().fit(Small(), data, ckpt_path=checkpoint, weights_only=True)
-    warm = Small(weights=str(checkpoint))
-    with pytest.raises(UserError, match=f"{message}.* weights_skip='1'"):
-        quiet_trainer().fit(warm, data)
-    load_initial_weights(warm, exact=True)
-    with pytest.raises(UserError, match=message):
-        quiet_trainer().test(warm, data, verbose=False)
     quiet_trainer().test(Small(), Data(), ckpt_path=checkpoint, weights_only=True, verbose=False)
     quiet_trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
 
 
+class Deep(Small):
+    """Two layers with biases, so that there is more to load than a head."""
+
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, self.hparams.num_classes))
+
+
+class TwoHeads(Deep):
+    """The layer before the last has a row for each class, too."""
+
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, self.hparams.num_classes))
+
+
+def _begun(recipe: type[Small], trains: bool, data: Data, **settings: Any) -> Small:
+    """A recipe that begins a training, or an evaluation, with the weights of a file."""
+    warm = recipe(**settings)
+    if trains:
+        quiet_trainer(max_steps=0).fit(warm, data)
+    else:
+        load_initial_weights(warm, exact=True)
+        quiet_trainer().test(warm, data, verbose=False)
+    return warm
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "lines", "json"])
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_head_without_class_names_is_loaded_with_a_note_of_their_order(trains: bool, tmp_path: Path, caplog: Any):
-    torch.save(Small().network.state_dict(), tmp_path / "a.pt")
-    warm = Small(weights=str(tmp_path / "a.pt"))
+def test_a_head_is_loaded_by_the_names_of_its_classes(trains: bool, form: str, tmp_path: Path):
+    torch.manual_seed(1)
+    source = Deep()
+    options = {"weights": str(tmp_path / "a.pt"), "weights_classes": str(tmp_path / "classes")}
+    names = ["wasp", "ant", "bee"]
+    if form == "checkpoint":
+        torch.save({"state_dict": source.network.state_dict(), "class_names": names}, tmp_path / "a.pt")
+        del options["weights_classes"]
+    else:
+        torch.save(source.network.state_dict(), tmp_path / "a.pt")
+        (tmp_path / "classes").write_text("\n".join(names) + "\n" if form == "lines" else json.dumps(names))
+    warm = _begun(Deep, trains, Data(), **options)
+    images = torch.randn(4, 1, 8, 8)
+    assert torch.equal(warm.network(images), source.network(images)[:, [1, 2, 0]])
+    assert list(warm.class_names) == ["ant", "bee", "wasp"]
+    again = _begun(Deep, trains, Data(("wasp", "ant", "bee")), **options)
+    assert torch.equal(again.network(images), source.network(images))
+
+
+def test_a_head_without_class_names_is_loaded_on_request_only(tmp_path: Path, caplog: Any):
+    torch.manual_seed(1)
+    source = Deep()
+    torch.save(source.network.state_dict(), tmp_path / "a.pt")
+    weights = {"weights": str(tmp_path / "a.pt")}
+    message = "does not name the classes of its last layer; pass weights_classes='FILE' with their names in its order"
     with caplog.at_level("WARNING", "lightning_recipes"):
-        if trains:
-            quiet_trainer(max_epochs=1).fit(warm, Data())
-        else:
-            load_initial_weights(warm, exact=True)
-            quiet_trainer().test(warm, Data(), verbose=False)
-    (note,) = (record.getMessage() for record in caplog.records if "class_names" in record.getMessage())
-    assert "in the order of the data: ant, bee, wasp; pass weights_skip='1' for a new head" in note
+        new = _begun(Deep, True, Data(), **weights).network.state_dict()
+    (note,) = (record.getMessage() for record in caplog.records if message in record.getMessage())
+    assert note.startswith("note: 3 begins with new weights")
+    assert "of the data's (the data has ant, bee, wasp)" in note
+    state = source.network.state_dict()
+    assert [name for name in state if not torch.equal(state[name], new[name])] == ["3.weight", "3.bias"]
+    with pytest.raises(UserError, match=message):
+        _begun(Deep, False, Data(), **weights)
+    with pytest.raises(UserError, match=message):
+        torch.save(Small().network.state_dict(), tmp_path / "head.pt")
+        _begun(Small, True, Data(), weights=str(tmp_path / "head.pt"))
+    for trains in (True, False):
+        loaded = _begun(Deep, trains, Data(), weights_classes="data", **weights).network.state_dict()
+        assert all(torch.equal(state[name], loaded[name]) for name in state)
+    # Data without names have numbers for classes, and so has the head.
+    unnamed = Data(())
+    loader = Data().train_dataloader()
+    unnamed.train_dataloader = unnamed.val_dataloader = lambda: loader
+    loaded = _begun(Deep, True, unnamed, **weights).network.state_dict()
+    assert all(torch.equal(state[name], loaded[name]) for name in state)
+
+
+def test_names_that_do_not_fit_are_an_error(tmp_path: Path):
+    state = TwoHeads().network.state_dict()
+    torch.save({"state_dict": state, "class_names": ["bee", "ant", "wasp"]}, tmp_path / "a.pt")
+    options = {"weights": str(tmp_path / "a.pt"), "weights_classes": str(tmp_path / "classes")}
+    file = tmp_path / "classes"
+    for text, message in (
+        ("ant\nbee\nwasp", "has other classes than .*a.pt, which names its own: bee, ant, wasp; leave"),
+        ("ant\nbee\nant", "has the class 'ant' 2 times"),
+        ("[1, 2]", "holds no class names; write one a line, or a JSON list of texts"),
+        ("[ant]", "begins as a JSON list, and is none"),
+        ("", "holds no class names"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            _begun(TwoHeads, True, Data(), **options)
+    torch.save(state, tmp_path / "a.pt")
+    file.write_text("ant\nbee")
+    with pytest.raises(UserError, match="has 2 classes, and the network 3"):
+        _begun(TwoHeads, True, Data(), **options)
+    # Which rows are classes is not clear, so that none is moved.
+    file.write_text("bee\nant\nwasp")
+    message = (
+        "order of the classes differs: class 0 is 'bee' in the checkpoint and 'ant' in the data; .* weights_skip='3'"
+    )
+    with pytest.raises(UserError, match=message):
+        _begun(TwoHeads, True, Data(), **options)
+    with pytest.raises(UserError, match="names the classes in a file of weights; pass weights='FILE'"):
+        Small(weights_classes="data")
 
 
 @pytest.mark.parametrize(("inputs", "targets"), [(torch.float64, torch.int32), (torch.uint8, torch.int16)])

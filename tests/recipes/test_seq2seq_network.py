@@ -205,6 +205,16 @@ def test_translations_do_not_depend_on_what_else_is_in_the_batch(settings):
         torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("settings", EVERY_KIND)
+def test_a_run_in_bf16_translates_in_the_type_of_the_weights(settings):
+    net, (source, lengths) = searched(15, **settings).float(), sources(9)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = beam_search(net, source, lengths, beam=4, nbest=3)
+    expected = beam_search(net, source, lengths, beam=4, nbest=3)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.scores, expected.scores)
+
+
 def test_a_batch_without_sentences_has_no_translations():
     nothing = torch.zeros(0, 2, dtype=torch.int64)
     found = beam_search(searched(15), nothing, nothing[:, 0], beam=3, nbest=2)

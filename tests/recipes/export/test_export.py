@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from benchmarks.harness.pictures import write_pictures
 from datamodules import ImageFolderDataModule, MNISTDataModule, UserError
 from datamodules.images.decoding import crop_pct, evaluation_square
 from datamodules.translation.text import Vocabulary
@@ -21,7 +23,6 @@ from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, __versi
 from recipes.export import export
 from recipes.inputs import preprocessing
 from recipes.photograph_graph import take_photographs
-from tests.support.pictures import write_pictures
 from tests.support.plain_recipe import Plain
 
 
@@ -83,8 +84,44 @@ def test_a_graph_makes_probabilities_of_bytes(dtype: torch.dtype, saved):
     assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
 
 
+LOADED = """
+import sys, torch
+torch.set_num_threads(1)
+images, expected = torch.load("expected.pt")
+program = torch.export.load("graph.pt2").module()
+with torch.no_grad():
+    outputs = [program(batch) for batch in images]
+print(all(torch.equal(found[name], value) for found, right in zip(outputs, expected) for name, value in right.items()))
+print("recipes" in sys.modules)
+"""
+
+
+def test_a_program_of_torch_has_the_bits_of_the_network(tmp_path: Path):
+    recipe, checkpoint = _resnet(tmp_path)
+    exported = export(ResNetFineTuner(**recipe.hparams), str(checkpoint), "pt2", str(tmp_path / "graph.pt2"))
+    assert list(exported.inputs) == ["images"]
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.randint(256, (n, 3, 64, 64), dtype=torch.uint8, generator=generator) for n in (1, 2, 7)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        expected = [recipe.named_outputs(recipe.network(preprocessing(recipe)(batch))) for batch in images]
+    torch.set_num_threads(threads)
+    torch.save((images, expected), tmp_path / "expected.pt")
+    command = [sys.executable, "-I", "-c", LOADED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+    with zipfile.ZipFile(tmp_path / "graph.pt2") as file:
+        folder = str(Path(__file__).parents[3]).encode()
+        assert not [name for name in file.namelist() if folder in file.read(name)]
+
+
 def metadata_of(path: Path, kind: str) -> dict[str, Any]:
     """What a file says of itself, read with nothing of this package."""
+    if kind == "pt2":
+        content = {"metadata.json": ""}
+        torch.export.load(str(path), extra_files=content)
+        return json.loads(content["metadata.json"])
     if kind == "state-dict":
         return torch.load(path, weights_only=True)
     if kind == "safetensors":
@@ -99,7 +136,7 @@ def metadata_of(path: Path, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "state-dict", "onnx"])
+@pytest.mark.parametrize("kind", ["safetensors", "state-dict", "onnx", "pt2"])
 def test_an_export_carries_preprocessing_class_names_and_what_rebuilds_the_network(kind: str, saved):
     recipe = MNISTClassifier(label_smoothing=0.25)
     metadata = metadata_of(export(recipe, str(saved[1]), kind).path, kind)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from datamodules.errors import RunFailedError
 from recipes.figures.images import ImageGrid, Picture
 from recipes.figures.plots import attention_plot, confusion_plot
+from recipes.mistakes import EXPLAINED_SIDE
 from recipes.runner.loggers import curves
 from recipes.runner.report import split_scores, write_page
 from recipes.tables import Headline
@@ -91,17 +92,23 @@ def test_captions_that_hold_html_stay_texts(tmp_path: Path) -> None:
     assert page.tags.count("svg") == 3
 
 
-def test_the_page_of_a_large_run_stays_below_2_megabytes(tmp_path: Path) -> None:
-    noise = torch.randint(0, 256, (24, 3, 112, 112), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    grid = ImageGrid("images", noise, [("a class of a long name", "is another", "file.jpeg")] * 24)
+@pytest.mark.parametrize(("side", "explained_side"), [(112, EXPLAINED_SIDE), (64, 64), (32, 32)])
+def test_the_page_of_a_large_run_stays_below_2_megabytes(side: int, explained_side: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randint(0, 256, (24, 3, side, side), generator=generator, dtype=torch.uint8)
+    captions = [("a class of a long name", "is another", "file.jpeg")] * 24
+    grid = ImageGrid("images", noise, captions)
+    explained = torch.randint(0, 256, (120, 3, explained_side, explained_side), generator=generator, dtype=torch.uint8)
+    mistakes = ImageGrid("mistakes", explained, captions * 5, group=5)
     matrix = torch.randint(0, 50, (1000, 1000), generator=torch.Generator().manual_seed(1)).tolist()
     names = [f"class {number}" for number in range(1000)]
     rows = [{"step": str(step), "train/loss": str(1 / (step + 1)), "lr": "0.1"} for step in range(20_000)]
-    pictures: dict[str, Picture] = {**curves(rows, None), "training_images": grid, "mistakes": grid}
+    pictures: dict[str, Picture] = {**curves(rows, None), "training_images": grid, "mistakes": mistakes}
     pictures["confusion"] = confusion_plot(matrix, names, "test")
     page = page_of(tmp_path, pictures)
     assert (tmp_path / "report.html").stat().st_size < 2_000_000
     assert "The 25 of 1,000 classes with most mistakes." in page.text
+    assert page.tags.count("img") == 24 + 120
 
 
 def test_scores_stand_once_in_tiles_or_in_the_table() -> None:

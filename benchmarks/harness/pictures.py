@@ -1,6 +1,7 @@
 """Pictures of many kinds, as files that a script writes: formats, modes, orientations, transparency and odd sizes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -47,7 +48,9 @@ def _write_kinds(folder: Path, copy: int) -> list[Path]:
         sizes = draws.integers(70, 400, 2).tolist()
         return _colors(number, width or sizes[0], height or sizes[1])
 
-    kinds = {f"jpeg_exif_{turn}.jpg": (color(), {"exif": _exif(turn), "quality": 92}) for turn in range(1, 9)}
+    kinds: dict[str, tuple[Image.Image, dict[str, Any]]] = {
+        f"jpeg_exif_{turn}.jpg": (color(), {"exif": _exif(turn), "quality": 92}) for turn in range(1, 9)
+    }
     cut_out = color()
     black = Image.composite(cut_out, Image.new("RGB", cut_out.size), _mask(cut_out))
     black.putalpha(_mask(cut_out))
@@ -60,7 +63,7 @@ def _write_kinds(folder: Path, copy: int) -> list[Path]:
     bits = color().convert("1")
     kinds |= {
         "png_exif_6.png": (color(), {"exif": _exif(6)}),
-        "png_exif_7_alpha.png": (soft.transpose(2), {"exif": _exif(7)}),
+        "png_exif_7_alpha.png": (soft.transpose(Image.Transpose.ROTATE_90), {"exif": _exif(7)}),
         "cut_out.png": (black, {}),
         "alpha.png": (soft, {}),
         "gray_alpha.png": (gray_soft, {}),
