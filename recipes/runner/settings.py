@@ -454,6 +454,8 @@ class RunSettings:
         patience: end the run after so many validations without a better score of those that choose the best checkpoint.
         progress_interval: seconds between two lines of progress, where the output is no terminal.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
+        summary: print parameters, output shapes and FLOPs of each layer; results.json has the FLOPs of one input.
+        log_graph: write the graph of the network into the TensorBoard log.
     """
 
     name: OneCall[str | None] = None
@@ -478,6 +480,8 @@ class RunSettings:
     patience: Free[int | None] = None
     progress_interval: Rare[Free[float]] = 60.0
     logger: Free[str] = "tensorboard,csv"
+    summary: Rare[OneCall[bool]] = False
+    log_graph: Rare[OneCall[bool]] = False
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -488,4 +492,7 @@ class RunSettings:
             patience=(self.patience, COUNT),
             progress_interval=(self.progress_interval, NOT_NEGATIVE),
         )
-        logger_names(self.logger)
+        names = logger_names(self.logger)
+        if self.log_graph and "tensorboard" not in names:
+            needed = spelled("logger", ",".join(["tensorboard", *names]))
+            raise UserError("the graph is for TensorBoard", setting="log_graph", value=True, to_type=f"pass {needed}")
