@@ -17,6 +17,7 @@ from typing_extensions import override
 from datamodules.errors import UserError, spelled
 from datamodules.loading.sampling import Division, epoch_order, evaluation_spans, number_draws, weighted_order
 from datamodules.loading.updates import Update, UpdateLoader
+from datamodules.notes import warn
 from datamodules.ranges import COUNT, check_ranges
 
 Request = TypeVar("Request")
@@ -93,6 +94,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         # Items of the epoch that the next iteration skips: the position that a checkpoint has restored.
         self._start_at = 0
         self.source: Any = self if source is None else source
+        self._has_noted = False
         self.keeps_order = False
         """Whether each epoch has the samples in the order of the data set, as for over-fitting."""
         self.divide_updates(None)
@@ -124,6 +126,13 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         if items is None:
             items = self.items_of(self.world_size)
         self.division = Division(self._items, self._items_at_once, items, self.world_size)
+        micro_batches_of_epoch = -(-self._items // self._items_at_once)
+        if self.gives_updates and self.division.micro_batches > micro_batches_of_epoch and not self._has_noted:
+            self._has_noted = True
+            warn(
+                f"note: an update has {self.division.micro_batches} micro-batches, and an epoch has"
+                f" {micro_batches_of_epoch}: each epoch is one update"
+            )
         if self.division.micro_batches < self.world_size:
             raise UserError(
                 f"an update has {self.division.micro_batches} micro-batches of {self._items_at_once}, found"

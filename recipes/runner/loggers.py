@@ -32,6 +32,7 @@ from recipes.runner.saved_run import SavedRun, write_rows
 SUMMARY = "summary.csv"
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
+_SET_UP = {"wandb": "or set WANDB_MODE=offline"}
 _TRACKERS = ("wandb", "mlflow")
 """The loggers whose runs have an id, which a checkpoint keeps for a resume."""
 _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
@@ -262,10 +263,13 @@ def loggers(folder: Path, saved: SavedRun | None, names: Sequence[str] = ("tenso
     for name in names:
         try:
             logger = _build_logger(name, folder, saved.updates if saved else 0, saved_ids)
+            if isinstance(logger, WandbLogger):
+                _ = logger.experiment  # This logs in: an error is one line here, and a traceback within the training.
         except Exception as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].rstrip(".")
             setting = spelled("logger", name)
-            raise UserError(f"{setting} cannot start: {reason}; set it up, or leave it out") from error
+            advice = _SET_UP.get(name, "set it up")
+            raise UserError(f"{setting} cannot start: {reason}; {advice}, or leave it out") from error
         for method in _METHODS:
             setattr(logger, method, best_effort(_NAMES[name])(getattr(logger, method)))
         loggers_of_run.append(logger)

@@ -34,6 +34,11 @@ from recipes.runner.machine import Precision
 
 _EVALUATION_LIMITS = ("limit_val_batches", "limit_test_batches")
 _TIMES = ("max_time", "val_check_interval")
+_PARTS = (
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("overfit_batches", "val_check_interval"),
+)
+"""Settings that are a number of batches, or a share of them."""
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 _T = TypeVar("_T")
 OfMachine = Annotated[_T, "of the machine"]
@@ -335,6 +340,18 @@ def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> 
             raise UserError(f"trainer.{name} is {value!r}: expected {kind}") from error
 
 
+def _check_part(name: str, value: Any) -> None:
+    """Check a number of batches, or a share of them.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if not isinstance(value, (int, float)):
+        return
+    if value < 0 or (value > 1 and not float(value).is_integer()):
+        raise UserError("expected a whole number, or a share from 0 to 1", setting=name, value=value)
+
+
 def _check_time(name: str, value: Any) -> None:
     """Reject a setting that is neither a number nor a time."""
     if isinstance(value, str) and read_time(value):
@@ -406,6 +423,8 @@ class TrainerSettings:
         )
         for name in _TIMES:
             _check_time(name, getattr(self, name))
+        for name in _PARTS:
+            _check_part(name, getattr(self, name))
         if self.val_check_interval == 0:
             no_validation = spelled("limit_val_batches", 0)
             raise UserError(

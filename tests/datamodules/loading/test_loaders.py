@@ -1,3 +1,4 @@
+import logging
 import pickle
 from functools import partial
 from itertools import zip_longest
@@ -108,6 +109,18 @@ def test_a_resume_after_any_update_on_other_ranks_makes_the_rest(cut, loader, ep
     assert _merged([_numbered(loader) for loader in new]) == rest
     if state["epoch"] == epoch:
         assert _merged([_numbered(loader) for loader in new]) == expected[epoch + 1]
+
+
+def test_an_update_of_more_than_an_epoch_is_noted_once(caplog):
+    loader = _loader()
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        loader.divide_updates(24)  # The last of the 6 micro-batches is short.
+        assert not caplog.records
+        loader.divide_updates(400)
+        loader.divide_updates(400)
+    (record,) = caplog.records
+    assert record.getMessage() == "note: an update has 100 micro-batches, and an epoch has 6: each epoch is one update"
+    assert len(loader) == 1
 
 
 def test_a_place_within_an_epoch_of_other_updates_is_refused_and_an_epochs_end_is_not():

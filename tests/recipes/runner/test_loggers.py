@@ -14,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typing_extensions import override
 
+from datamodules import UserError
 from recipes import MNISTClassifier
 from recipes.runner.loggers import log_settings, loggers
 from recipes.runner.saved_run import SavedRun, read_results
@@ -195,3 +196,13 @@ def test_writing_a_graph_leaves_modes_and_random_numbers_as_they_are(tmp_path: P
     assert EventAccumulator(str(tmp_path)).Reload().Tags()["graph"]
     assert [module.training for module in recipe.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_wandb_without_a_login_is_refused_with_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(UserError, match=r"logger='wandb' cannot start: .*`wandb login`.*WANDB_MODE=offline, or leave"):
+        loggers(tmp_path / "runs" / "one", None, ["wandb"])
