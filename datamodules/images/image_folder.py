@@ -1,6 +1,7 @@
 """Data module of images in class folders or tables, of CIFAR, or of the bundled digits, for fine-tuning."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from datamodules.contract import Free, OneCall, Rare
 from datamodules.images.file_pipeline import FilePipeline
 from datamodules.images.finding import DataSet, checked_place
 from datamodules.images.image_data import ImageDataModule
+from datamodules.images.known_sets import ARCHIVES
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -22,7 +24,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     Args:
         dataset: "folder", "digits", or "cifar10" or "cifar100", whose archive is downloaded; "auto" takes the folder
-            where one is given, else the bundled digits.
+            or the archive of CIFAR where one is given, else the bundled digits.
         data_dir: folder with a folder of images for each class, or a .zip or .tar of it; a table with the columns path
             and label, perhaps split; or a folder with such tables, train.csv and val.csv. Of CIFAR, the archive or the
             folder that it is downloaded into, by default "data".
@@ -85,6 +87,7 @@ class ImageFolderDataModule(ImageDataModule):
         name = dataset
         if dataset == "auto":
             name = "folder" if data_dir else "digits"
+            name = ARCHIVES.get(Path(data_dir or "").name, name)
         pipeline = FilePipeline(
             image_size, augment, mixup, cutmix, num_workers, cache_gb, pixel_mean, pixel_std, on_corrupt
         )

@@ -101,6 +101,8 @@ IMAGE_SETS: dict[str, ImageSet] = {
     ),
 }
 """Data sets of images in colour, by name."""
+ARCHIVES = {"cifar-10-python.tar.gz": "cifar10", "cifar-100-python.tar.gz": "cifar100"}
+"""Data set of each published archive, by its file name."""
 
 
 def _digits_file() -> dict[str, npt.NDArray[Any]]:

@@ -74,6 +74,15 @@ def test_an_archive_is_downloaded_once_then_read_to_its_pixels(name, tmp_path, m
         assert torch.equal(targets, labels[rows])
 
 
+def test_an_archive_is_known_by_its_published_name(tmp_path, monkeypatch):
+    _write(tmp_path, "cifar100", monkeypatch)
+    data = _data(tmp_path / FILES["cifar100"], "auto")
+    assert data.resolve()["dataset"] == "cifar100"
+    data.setup("fit")
+    assert data.class_names[:2] == ("apple", "aquarium_fish")
+    assert sorted(data.class_names) == list(data.class_names)
+
+
 def test_another_file_than_the_published_one_is_rejected_before_it_is_read(tmp_path, monkeypatch):
     _write(tmp_path, "cifar10", monkeypatch)
     monkeypatch.undo()
