@@ -240,7 +240,7 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "--val-check-interval": ("0.5", "5"),
         "--warmup": ("10%", "7 steps", "1 epochs"),
     },
-    "mnist": {"--balance": ("loss",), "--flip": ("true",), "--network": ("classic", "tutorial")},
+    "mnist": {"--balance": ("loss", "sampler"), "--flip": ("true",), "--network": ("classic", "tutorial")},
     "resnet": {
         "--augment": ("none", "standard"),
         "--bn": ("eval",),

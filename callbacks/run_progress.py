@@ -24,7 +24,7 @@ from datamodules.ranges import NOT_NEGATIVE, check_ranges
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a remaining time.
+    """Format a duration.
 
     Example:
         >>> [format_seconds(seconds) for seconds in (4.6, 75, 3_700, 200_000)]
@@ -249,7 +249,8 @@ def fitting(parts: Sequence[tuple[int, str]], width: int) -> str:
 class RunProgress(OneLightningCallback, ProgressBar):
     """Keeps one line up to date on a terminal, or prints lines into a log file, and prints one after each epoch.
 
-    The line shows the epoch, its updates, and the time left of the epoch and of the run. With a `TrainLoss` it shows
+    The line shows the epoch, its updates, the time left of the epoch, and of the run the time since it was started or
+    resumed and the time left. With a `TrainLoss` it shows
     the mean loss of this rank in the epoch so far and the targets per second. A narrow terminal omits the less
     important parts. Messages that are printed meanwhile appear above the line.
 
@@ -274,6 +275,7 @@ class RunProgress(OneLightningCallback, ProgressBar):
         self._pace = Pace()
         self._metrics: StepMetrics | None = None
         self._first_batch = 0
+        self._began = 0.0
         self._epoch_began = 0.0
         self._targets: tuple[float, float] | None = None
         """Number of this rank's targets and the time as the first line of the epoch was drawn."""
@@ -322,8 +324,9 @@ class RunProgress(OneLightningCallback, ProgressBar):
         self._pace = Pace()
         self._targets = None
         self._first_batch = trainer.fit_loop.total_batch_idx + 1
+        self._began = time.monotonic()
         # Also here: a run that resumes within an epoch does not call `on_train_epoch_start`.
-        self._epoch_began = time.monotonic()
+        self._epoch_began = self._began
         self._next_drawing = 0.0
         self._next_log = self._epoch_began + min(_FIRST_LINE, self.log_interval)
 
@@ -352,13 +355,16 @@ class RunProgress(OneLightningCallback, ProgressBar):
         epoch_left = limited_by_time(trainer, self._pace.left(total - done, with_evaluations=False))
         run_left = limited_by_time(trainer, self._pace.left(batches_of_run, with_evaluations=True))
         loss, rate = self._loss_and_rate(trainer, unit, outputs)
+        run = f"run {format_seconds(time.monotonic() - self._began)}"
+        if math.isfinite(run_left):
+            run += f", {format_seconds(run_left)} left"
         return [
             (0, _epoch(trainer)),
             (1, f"{unit} {done:,}/{total:,.0f}" if math.isfinite(total) else f"{unit} {done:,}"),
             (2, loss),
             (4, rate),
             (5, f"epoch {format_seconds(epoch_left)} left" if math.isfinite(epoch_left) else ""),
-            (3, f"run {format_seconds(run_left)} left" if math.isfinite(run_left) else ""),
+            (3, run),
         ]
 
     def _loss_and_rate(self, trainer: pl.Trainer, unit: str, outputs: Any) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from callbacks.lib.batch_norm import (
     own_batch_layers,
     running_statistics,
 )
-from callbacks.lib.lightning_internals import OneLightningCallback
+from callbacks.lib.lightning_internals import OneLightningCallback, converts_batchnorm
 from callbacks.update_loop import install_update_loop
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
@@ -253,7 +253,8 @@ class SyncBN(OneLightningCallback):
     `teardown` and `on_exception`.
 
     Raises:
-        UserError: the strategy splits layers, or a subclass of BatchNorm normalises in a `forward` of its own.
+        UserError: the strategy splits layers, the Trainer has ``sync_batchnorm=True``, or a subclass of BatchNorm
+            normalises in a `forward` of its own.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[SyncBN()], logger=False, accelerator="cpu")
@@ -265,6 +266,10 @@ class SyncBN(OneLightningCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        if converts_batchnorm(trainer):
+            raise UserError(
+                "SyncBN synchronizes BatchNorm itself: leave Trainer(sync_batchnorm=True) out, or remove SyncBN"
+            )
         if stage == "fit" and trainer.world_size > 1:
             # The update loop adds stand-ins, so that each rank calls the layers equally often.
             install_update_loop(trainer)

@@ -21,6 +21,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
         GradientAccumulationScheduler,
         LambdaCallback,
         ModelCheckpoint,
+        ModelSummary,
         ProgressBar,
         StochasticWeightAveraging,
         Timer,
@@ -47,6 +48,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.model_summary import summarize
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
 else:
@@ -62,6 +64,7 @@ else:
         GradientAccumulationScheduler,
         LambdaCallback,
         ModelCheckpoint,
+        ModelSummary,
         ProgressBar,
         StochasticWeightAveraging,
         Timer,
@@ -88,5 +91,6 @@ else:
     from pytorch_lightning.utilities.data import extract_batch_size
     from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
     from pytorch_lightning.utilities.model_helpers import is_overridden
+    from pytorch_lightning.utilities.model_summary import summarize
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import OptimizerLRScheduler

@@ -124,6 +124,11 @@ class Recipe(OneLightning, pl.LightningModule):
         # Lightning finds the arguments of the constructors of subclasses in the frames of their calls.
         super().save_hyperparameters()
         network = self.build_network()
+        if not isinstance(network, nn.Module):
+            raise UserError(
+                f"build_network of {type(self).__name__} returned {type(network).__name__}, expected the network, an"
+                " nn.Module: end it with return network"
+            )
         self.network = network if network.training else network.train()
         if channels_last:
             self.network.to(memory_format=torch.channels_last)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from datamodules.errors import spelled
+from datamodules.errors import UserError, spelled
 from datamodules.lightning import apply_to_collection
 
 
@@ -28,3 +28,26 @@ def call_network(network: nn.Module, inputs: Any) -> Any:
 
 def _without_rows(tensor: Tensor) -> Tensor:
     return tensor[:0]
+
+
+def check_logits(logits: Any, num_classes: int) -> Tensor:
+    """Return the outputs of a classifier, which must have a column for each class. No value is read.
+
+    Args:
+        logits: outputs of the network, of shape (batch, num_classes).
+
+    Raises:
+        UserError: the outputs are no tensor, or of another shape.
+    """
+    if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == num_classes:
+        return logits
+    if not isinstance(logits, Tensor):
+        raise UserError(
+            f"the network of build_network returns a {type(logits).__name__}, expected a tensor of logits of shape"
+            f" (batch, {num_classes}): return that tensor only"
+        )
+    raise UserError(
+        f"the network of build_network returns a tensor of shape {tuple(logits.shape)} for a batch, expected (batch,"
+        f" {num_classes}), a column for each class: end it with a layer of num_classes outputs, as in"
+        " nn.Linear(..., self.hparams.num_classes)"
+    )

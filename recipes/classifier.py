@@ -12,7 +12,7 @@ from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
-from recipes.calls import call_network
+from recipes.calls import call_network, check_logits
 from recipes.figures.images import Picture
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
@@ -109,8 +109,7 @@ class Classifier(Recipe):
     @override
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits of shape (batch, num_classes) for images of shape (batch, channels, height, width)."""
-        logits: Tensor = call_network(self.network, in_dtype_of(self, inputs))
-        return logits
+        return check_logits(call_network(self.network, in_dtype_of(self, inputs)), len(self.class_names))
 
     def take_class_names(self, names: Sequence[str]) -> None:
         """Set the class names, in the order of the labels; `CheckLabels` passes those of the data."""

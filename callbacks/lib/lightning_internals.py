@@ -43,6 +43,12 @@ def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
     untyped.callbacks = callbacks
 
 
+def converts_batchnorm(trainer: pl.Trainer) -> bool:
+    """Return whether the Trainer was built with ``sync_batchnorm=True`` for several devices."""
+    # The attribute of strategies of several devices; on one device Lightning converts nothing.
+    return getattr(trainer.strategy, "_layer_sync", None) is not None
+
+
 def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callback) -> Callable[[], None]:
     """Put one callback before all others and one after them; return a function to undo it."""
     original = callbacks_of(trainer)

@@ -55,6 +55,8 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, if_dark: str = "") -> npt.ND
     if not (low >= 0 and _LEAST * top <= high <= top):
         if np.isnan(high):
             raise UserError(f"{source} hold NaN, the first in image {np.argwhere(np.isnan(pixels))[0][0]}: correct it")
+        if low == high == 0:
+            raise UserError(f"{source} are all black: every pixel is 0; pass images that show something")
         advice = ""
         if 0 <= low <= high < np.inf and high > 0:
             advice = f": pass images / {high:g}"

@@ -41,7 +41,7 @@ from datamodules.images.decoding import (
 from datamodules.images.image_data import Order, Part, Pipeline, Statistics
 from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN
 from datamodules.images.pixel_cache import PixelCache, delete_unused
-from datamodules.images.source import Images
+from datamodules.images.source import ArrayImages, Images
 from datamodules.loading.file_table import FileTable, cache_folder
 from datamodules.loading.randomness import derive_seed_at
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch, WorkerEvaluationLoader, WorkerTrainLoader
@@ -145,6 +145,10 @@ def held_in_memory(images: ImageFiles, size: int, copies: int) -> Tensor | None:
         return None
     # A validation in inference mode may be the first caller. Its tensors could not be used in training later.
     with torch.inference_mode(False):
+        arrays = images.files
+        if isinstance(arrays, ArrayImages) and arrays.pixels.shape[1:] == (size, size, 3):
+            # Decoding would give the same bytes.
+            return torch.tensor(arrays.pixels).permute(0, 3, 1, 2)
         pixels = torch.empty((len(images), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
 
     def read(row: int) -> None:
@@ -186,8 +190,9 @@ class BatchReader:
         size = self.crop.size
         if isinstance(self.images, Tensor) and self.is_in_memory:
             numbers = torch.tensor(rows, dtype=torch.int64)
-            inputs = self.images.index_select(0, numbers.to(self.images.device, non_blocking=True))
-            return LoadedBatch(inputs, self.targets[numbers], numbers, [])
+            samples = numbers % len(self.targets)
+            inputs = self.images.index_select(0, samples.to(self.images.device, non_blocking=True))
+            return LoadedBatch(inputs, self.targets[samples], numbers, [])
         errors: list[tuple[int, UserError]] = []
         kept: list[int] = []
         # In the layout channels_last, which decoders write and in which resizing is fastest.
@@ -196,7 +201,9 @@ class BatchReader:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            for row, draws in zip(rows, self.crop.draws(rows, epoch)):
+            for number, draws in zip(rows, self.crop.draws(rows, epoch)):
+                # A second draw of a sample in an epoch has another number, see `number_draws`.
+                row = number % len(self.targets)
                 try:
                     image = self.images[row]
                     # Readable images move up, so that the batch is a slice without gaps.
@@ -205,11 +212,11 @@ class BatchReader:
                     # Without the frames that raised it, which hold the batch.
                     errors.append((row, error.with_traceback(None)))
                 else:
-                    kept.append(row)
+                    kept.append(number)
         finally:
             torch.set_num_threads(threads)
         numbers = torch.tensor(kept, dtype=torch.int64)
-        return LoadedBatch(inputs[: len(kept)], self.targets[numbers], numbers, errors)
+        return LoadedBatch(inputs[: len(kept)], self.targets[numbers % len(self.targets)], numbers, errors)
 
 
 def _evenly_spaced(count: int, most: int) -> list[int]:

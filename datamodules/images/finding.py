@@ -17,7 +17,7 @@ from datamodules.errors import UserError, spelled
 from datamodules.images import proposals
 from datamodules.images.arrays import from_samples, read_npz
 from datamodules.images.decoding import ending, is_image
-from datamodules.images.known_sets import ImageSet, digits_source
+from datamodules.images.known_sets import ImageSet, digits_source, download_cifar, from_cifar
 from datamodules.images.labels import check_same_classes, class_order, same_name
 from datamodules.images.source import PART_FOLDERS, PART_WORDS, PARTS, Source, named_source, part_folders
 from datamodules.images.tables import find_tables, from_tables, other_parts
@@ -264,6 +264,7 @@ class DataSet:
 
     given_num_classes: int | None = None
     """Number of classes, if it is not that of the data."""
+    _download_error: Exception | None = None
 
     def __init__(self, sets: Mapping[str, ImageSet], own: str, name: str, source: Source | None = None) -> None:
         self.sets = sets
@@ -337,6 +338,8 @@ class DataSet:
         options = self.settings
         if self.is_own:
             return find_images(self.folder, options["layout"], options["columns"], options.get("on_corrupt"))
+        if self.info.torchvision_name:
+            return from_cifar(self.info, self.folder, self._download_error)
         return digits_source(colour=len(self.info.mean) == 3)
 
     def take(self, samples: Any) -> None:
@@ -345,7 +348,25 @@ class DataSet:
         self.name = self.own
 
     def prepare(self) -> None:
-        """Download missing files, in one process per node."""
+        """Download missing files, in one process per node.
+
+        An error is raised later, by `source`, which every process asks for. Raised here, the other processes would wait
+        forever.
+        """
+        try:
+            self._download()
+        except (UserError, OSError) as error:
+            self._download_error = error
+
+    def _download(self) -> None:
+        """Download missing files.
+
+        Raises:
+            UserError: the download failed.
+            OSError: a file cannot be written.
+        """
+        if self.info.torchvision_name:
+            download_cifar(self.info, self.folder)
 
     def decide(self, note: Callable[..., None], from_rank_zero: Callable[[int], int]) -> None:
         """Replace the name "auto" by that of a data set, and log if it is a fallback.

@@ -49,6 +49,8 @@ class Order(NamedTuple):
     batch_size: int
     seed: int
     shuffle: bool
+    weights: Tensor | None = None
+    """Relative probabilities of the samples, of shape (m,), for draws with replacement; None visits each once."""
 
 
 class Pipeline(ABC):
@@ -129,7 +131,8 @@ class ImageDataModule(BaseDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no such part.
         test_fraction: share of each class held out for testing, where there is no such part.
-        balance: what makes up for classes of unequal size: weights in the training loss (loss), or nothing.
+        balance: what makes up for classes of unequal size: weights in the training loss (loss); draws with replacement
+            that give each class as many training samples (sampler); or nothing.
         num_classes: number of classes, by default the data's.
         seed: seed of the split, the shuffling and the augmentation.
         predict_inputs: images, and folders of images, that `predict` reads.
@@ -157,7 +160,7 @@ class ImageDataModule(BaseDataModule):
         predict_inputs: OneCall[Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
-        check_choice("balance", balance, ("none", "loss"))
+        check_choice("balance", balance, ("none", "loss", "sampler"))
         share = Range(0, 1, below=True)
         check_ranges(
             val_fraction=(val_fraction, share),
@@ -277,6 +280,14 @@ class ImageDataModule(BaseDataModule):
         return balanced_class_weights(self._training_labels, self.num_classes)
 
     @property
+    def _sample_weights(self) -> Tensor | None:
+        """Weight of each training sample in the draws of ``balance="sampler"``, of shape (m,); None otherwise."""
+        if self.hparams.balance != "sampler":
+            return None
+        labels = self._training_labels
+        return balanced_class_weights(labels, self.num_classes)[labels]
+
+    @property
     def _training_labels(self) -> Tensor:
         """Labels of the training samples, on the CPU."""
         part = self._parts["train"]
@@ -327,6 +338,9 @@ class ImageDataModule(BaseDataModule):
             names = self.class_names or [str(number) for number in range(self.num_classes)]
             counts = self._training_labels.bincount(minlength=len(names)).tolist()
             self._note(f"{self.title}: training on {describe_classes(names, counts)}")
+            if self.hparams.balance == "sampler":
+                draws = f"an epoch draws {sum(counts):,} images with replacement, each class equally often"
+                self._note(f"{self.title}: {draws}")
             absent = [name for name, count in zip(names, counts) if not count]
             if absent:
                 further = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
@@ -350,7 +364,7 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def train_dataloader(self) -> Any:
-        order = Order(self.batch_size, self.hparams.seed, self._shuffles)
+        order = Order(self.batch_size, self.hparams.seed, self._shuffles, self._sample_weights)
         return self.pipeline.train(self._parts["train"], order, self._process)
 
     def _evaluation_loader(self, part: str) -> Any:

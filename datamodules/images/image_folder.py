@@ -1,6 +1,7 @@
-"""Data module of images in class folders or tables, or of the bundled digits, for fine-tuning."""
+"""Data module of images in class folders or tables, of CIFAR, or of the bundled digits, for fine-tuning."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
@@ -10,10 +11,11 @@ from datamodules.contract import Free, OneCall, Rare
 from datamodules.images.file_pipeline import FilePipeline
 from datamodules.images.finding import DataSet, checked_place
 from datamodules.images.image_data import ImageDataModule
+from datamodules.images.known_sets import ARCHIVES
 
 
 class ImageFolderDataModule(ImageDataModule):
-    """Images in class folders or lists, or the bundled digits, exact on any number of devices and workers.
+    """Images in class folders or lists, CIFAR, or the bundled digits, exact on any number of devices and workers.
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
@@ -21,9 +23,11 @@ class ImageFolderDataModule(ImageDataModule):
     of such a folder is read in place, to the same batches. So are tables with the columns path and label.
 
     Args:
-        dataset: "folder" or "digits"; "auto" takes the folder where one is given, else the bundled digits.
+        dataset: "folder", "digits", or "cifar10" or "cifar100", whose archive is downloaded; "auto" takes the folder
+            or the archive of CIFAR where one is given, else the bundled digits.
         data_dir: folder with a folder of images for each class, or a .zip or .tar of it; a table with the columns path
-            and label, perhaps split; or a folder with such tables, train.csv and val.csv.
+            and label, perhaps split; or a folder with such tables, train.csv and val.csv. Of CIFAR, the archive or the
+            folder that it is downloaded into, by default "data".
         layout: where class and part are in the paths of the images, as in "{split}/images/{class}_[0-9]*.jpg"; by
             default CLASS/IMAGE, or train/CLASS/IMAGE, and val and test so.
         columns: names of the columns of a table that are called otherwise, as in path=file,label=breed,split=fold.
@@ -33,8 +37,9 @@ class ImageFolderDataModule(ImageDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
         test_fraction: share of each class held out for testing, where there is no folder test.
-        balance: what makes up for classes of unequal size: weights in the training loss (loss), or nothing. Other
-            losses and scores stay as they are.
+        balance: what makes up for classes of unequal size: weights in the training loss (loss); draws with replacement
+            that give each class as many training samples (sampler); or nothing. Other losses and scores stay as they
+            are.
         augment: augmentation of training images: none; shifts and mirroring (light); or random crops, mirroring and
             colours (standard). By default light below 64 pixels, else standard. Digits are never mirrored.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
@@ -57,7 +62,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     def __init__(
         self,
-        dataset: Literal["auto", "folder", "digits"] = "auto",
+        dataset: Literal["auto", "folder", "digits", "cifar10", "cifar100"] = "auto",
         data_dir: str | None = None,
         image_size: int | None = None,
         batch_size: int = 32,
@@ -66,7 +71,7 @@ class ImageFolderDataModule(ImageDataModule):
         columns: str | None = None,
         val_fraction: float = 0.1,
         test_fraction: float = 0.0,
-        balance: Literal["none", "loss"] = "none",
+        balance: Literal["none", "loss", "sampler"] = "none",
         augment: Literal["auto", "none", "light", "standard"] = "auto",
         mixup: float = 0.0,
         cutmix: float = 0.0,
@@ -79,9 +84,10 @@ class ImageFolderDataModule(ImageDataModule):
         predict_inputs: OneCall[Sequence[str] | None] = None,
     ) -> None:
         data_dir = checked_place(dataset, data_dir, FilePipeline.sets)
-        name = dataset
+        name: str = dataset
         if dataset == "auto":
             name = "folder" if data_dir else "digits"
+            name = ARCHIVES.get(Path(data_dir or "").name, name)
         pipeline = FilePipeline(
             image_size, augment, mixup, cutmix, num_workers, cache_gb, pixel_mean, pixel_std, on_corrupt
         )

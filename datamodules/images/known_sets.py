@@ -1,27 +1,30 @@
-"""Image data sets that are known by name: the bundled digits, and the idx files of MNIST and Fashion-MNIST.
+"""Image data sets that are known by name: the bundled digits, MNIST and Fashion-MNIST, CIFAR-10 and CIFAR-100.
 
-The four files are found, downloaded, read and checked here.
+The four idx files of MNIST and the archives of CIFAR are found, downloaded, read and checked here.
 """
 
 import gzip
 import math
+import pickle
 import string
 import struct
+import tarfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from datamodules.errors import UserError, spelled
 from datamodules.images.source import ArrayImages, PartsOnDemand, Samples, Source
-from datamodules.loading.download import download
+from datamodules.loading.download import digest_of, download
 from datamodules.loading.tables import parse_columns
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -42,6 +45,7 @@ class ImageSet:
     mean: tuple[float, ...] = (0.1307,)
     std: tuple[float, ...] = (0.3081,)
     torchvision_name: str | None = None
+    """Name of the class in `torchvision.datasets` that knows URLs and digests; None if nothing is downloaded."""
     flip: bool = False
     """Whether images may be mirrored."""
     rotation: float = 10.0
@@ -70,13 +74,35 @@ DATASETS: dict[str, ImageSet] = {
 }
 """Data sets of 28 x 28 grey images, by name."""
 
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR100 = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+    man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+    pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+    tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+_CIFAR = ImageSet("CIFAR-10", _CIFAR10, flip=True, image_size=32, photographs=True)
 IMAGE_SETS: dict[str, ImageSet] = {
     "folder": ImageSet(
         "images", (), IMAGENET_MEAN, IMAGENET_STD, flip=True, image_size=224, parts=(), photographs=True
     ),
     "digits": replace(DATASETS["digits"], mean=IMAGENET_MEAN, std=IMAGENET_STD, image_size=32, splits_by_class=True),
+    "cifar10": replace(_CIFAR, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), torchvision_name="CIFAR10"),
+    "cifar100": replace(
+        _CIFAR,
+        title="CIFAR-100",
+        classes=tuple(_CIFAR100.split()),
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        torchvision_name="CIFAR100",
+    ),
 }
 """Data sets of images in colour, by name."""
+ARCHIVES = {"cifar-10-python.tar.gz": "cifar10", "cifar-100-python.tar.gz": "cifar100"}
+"""Data set of each published archive, by its file name."""
 
 
 def _digits_file() -> dict[str, npt.NDArray[Any]]:
@@ -285,3 +311,93 @@ def from_idx(info: ImageSet, files: Mapping[str, tuple[Path, Path]]) -> Source:
 
     labels_from = {part: str(labels_file) for part, (_, labels_file) in files.items()}
     return Source(info.classes, PartsOnDemand(tuple(files), read), info.title, labels_from=labels_from)
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Unpickler of containers, text, numbers and NumPy arrays only: no other class or function is looked up."""
+
+    @override
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        # The function that rebuilds an array has moved between versions of NumPy, and is not public.
+        known = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
+        if module_name.partition(".")[0] == "numpy" and global_name in known:
+            return known[global_name]
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, expected arrays only")
+
+
+def _torchvision_cifar(info: ImageSet) -> Any:
+    """Return the class of torchvision that knows the URL, the digest and the members of an archive of CIFAR."""
+    import torchvision.datasets
+
+    return getattr(torchvision.datasets, info.torchvision_name or "")
+
+
+def _archive_of(info: ImageSet, place: Path) -> Path:
+    """Return the path of the archive of CIFAR: `place`, or the file of the published name in this folder."""
+    return place if place.is_file() else place / _torchvision_cifar(info).filename
+
+
+def download_cifar(info: ImageSet, place: Path) -> None:
+    """Download the archive of CIFAR into a folder, unless it is there.
+
+    Raises:
+        DownloadError: the server does not deliver a file with the expected digest.
+        OSError: the file cannot be written.
+    """
+    published = _torchvision_cifar(info)
+    download([published.url], _archive_of(info, place), published.tgz_md5)
+
+
+def _read_cifar_batch(file: IO[bytes]) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """Read a batch of CIFAR: images, uint8 of shape (n, 32, 32, 3), and their labels; of CIFAR-100 the fine ones."""
+    # The text of Python 2, with which the archives were written, has no encoding; NumPy reads the bytes of latin1.
+    batch = _ArrayUnpickler(file, encoding="latin1").load()
+    labels = batch["fine_labels" if "fine_labels" in batch else "labels"]
+    # A row has all red values, then all green ones, then all blue ones.
+    return batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+
+
+def from_cifar(info: ImageSet, place: Path, download_error: Exception | None = None) -> Source:
+    """Make a data set of the published archive of CIFAR-10 or CIFAR-100 (Krizhevsky, 2009). A part is read on demand.
+
+    The archive holds pickles. It is read only if it has the published digest, and by an unpickler that calls nothing.
+
+    Args:
+        place: path of the archive, or of its folder.
+        download_error: reason why it was not downloaded, if that was tried.
+
+    Raises:
+        UserError: there is no archive, or it is another file than the published one.
+    """
+    published = _torchvision_cifar(info)
+    archive = _archive_of(info, place)
+    if not archive.is_file():
+        reason = f"; {download_error}" if download_error else ""
+        raise UserError(
+            f"{place} has no {published.filename} of {info.title}{reason}; download {published.url} elsewhere, and pass"
+            f" {spelled('data_dir', 'FOLDER')} of it"
+        )
+    digest = digest_of(archive)
+    if digest != published.tgz_md5:
+        raise UserError(
+            f"{archive} is not the published archive of {info.title}: its MD5 is {digest}, expected"
+            f" {published.tgz_md5}; delete it and run again to download it"
+        )
+
+    def read(part: str) -> Samples:
+        members = published.train_list if part == "train" else published.test_list
+        names = [f"{published.base_folder}/{name}" for name, _ in members]
+        batches = {}
+        with tarfile.open(archive, "r:gz") as tar:
+            # In the order of the archive, so that it is decompressed once.
+            for member in tar:
+                if member.name in names:
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    batches[member.name] = _read_cifar_batch(file)
+        pixels = np.concatenate([batches[name][0] for name in names])
+        labels = [label for name in names for label in batches[name][1]]
+        return Samples(ArrayImages(pixels, f"the {part} images of {info.title}"), torch.tensor(labels))
+
+    labels_from = dict.fromkeys(info.parts, str(archive))
+    return Source(info.classes, PartsOnDemand(info.parts, read), info.title, labels_from=labels_from)

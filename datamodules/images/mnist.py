@@ -21,8 +21,6 @@ class MNISTSet(DataSet):
     "auto" is what the folder holds, else MNIST, or the digits if no folder was given and no download has succeeded.
     """
 
-    _download_error: Exception | None = None
-
     @property
     @override
     def is_own(self) -> bool:
@@ -38,22 +36,14 @@ class MNISTSet(DataSet):
         return known_sets.find_files(name, self.folder, self.settings["columns"])
 
     @override
-    def prepare(self) -> None:
-        """Download missing files, in one process per node.
-
-        An error is raised later, by `source`, which every process asks for. Raised here, the other processes would wait
-        forever.
-        """
+    def _download(self) -> None:
         name = "mnist" if self.name == "auto" else self.name
         if not self.settings["download"] or not self.info.torchvision_name:
             return
         # Without dataset="mnist", files are downloaded into a given folder only if it is empty.
         is_asked = self.name != "auto" or self.settings["data_dir"] is None
-        try:
-            if not self._files(name) and (is_asked or not known_sets.other_files(self.folder)):
-                known_sets.download_files(name, self.folder)
-        except (UserError, OSError) as error:
-            self._download_error = error
+        if not self._files(name) and (is_asked or not known_sets.other_files(self.folder)):
+            known_sets.download_files(name, self.folder)
 
     def _missing(self, name: str) -> str:
         """Return which files of a data set are missing, and why they were not downloaded."""
@@ -124,8 +114,9 @@ class MNISTDataModule(ImageDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
         test_fraction: share of each class held out for the test, where your own have no test part.
-        balance: what makes up for classes of unequal size: weights in the training loss (loss), or nothing. Other
-            losses and scores stay as they are.
+        balance: what makes up for classes of unequal size: weights in the training loss (loss); draws with replacement
+            that give each class as many training samples (sampler); or nothing. Other losses and scores stay as they
+            are.
         num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
         shift: augmentation: largest translation, in pixels.
         rotation: augmentation: largest rotation, in degrees; by default 10, and 0 for Fashion-MNIST.
@@ -150,7 +141,7 @@ class MNISTDataModule(ImageDataModule):
         invert: bool | None = None,
         val_fraction: float = 0.08,
         test_fraction: float = 0.1,
-        balance: Literal["none", "loss"] = "none",
+        balance: Literal["none", "loss", "sampler"] = "none",
         num_classes: int | None = None,
         shift: float = 2.0,
         rotation: float | None = None,

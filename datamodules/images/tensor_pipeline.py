@@ -280,7 +280,9 @@ class TensorPipeline(Pipeline):
     def train(self, part: Part, order: Order, process: Process) -> TrainLoader:
         """Return the loader of augmented batches: float32 of shape (batch, 1, 28, 28) and labels, on the device."""
         augmentation = {"shift": self.settings["shift"], **self.resolve()}
-        augment = RandomAffine(order.seed, **augmentation, count=len(part.labels))
+        # Draws of a weighted order have numbers beyond those of the samples.
+        count = len(part.labels) if order.weights is None else 0
+        augment = RandomAffine(order.seed, **augmentation, count=count)
         normalise = Normalise(*self.statistics)
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:

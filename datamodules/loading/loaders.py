@@ -15,8 +15,9 @@ from torch.utils.data import SequentialSampler
 from typing_extensions import override
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.sampling import Division, epoch_order, evaluation_spans
+from datamodules.loading.sampling import Division, epoch_order, evaluation_spans, number_draws, weighted_order
 from datamodules.loading.updates import Update, UpdateLoader
+from datamodules.notes import warn
 from datamodules.ranges import COUNT, check_ranges
 
 Request = TypeVar("Request")
@@ -93,6 +94,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         # Items of the epoch that the next iteration skips: the position that a checkpoint has restored.
         self._start_at = 0
         self.source: Any = self if source is None else source
+        self._has_noted = False
         self.keeps_order = False
         """Whether each epoch has the samples in the order of the data set, as for over-fitting."""
         self.divide_updates(None)
@@ -124,6 +126,13 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         if items is None:
             items = self.items_of(self.world_size)
         self.division = Division(self._items, self._items_at_once, items, self.world_size)
+        micro_batches_of_epoch = -(-self._items // self._items_at_once)
+        if self.gives_updates and self.division.micro_batches > micro_batches_of_epoch and not self._has_noted:
+            self._has_noted = True
+            warn(
+                f"note: an update has {self.division.micro_batches} micro-batches, and an epoch has"
+                f" {micro_batches_of_epoch}: each epoch is one update"
+            )
         if self.division.micro_batches < self.world_size:
             raise UserError(
                 f"an update has {self.division.micro_batches} micro-batches of {self._items_at_once}, found"
@@ -265,13 +274,16 @@ Transform = Callable[[Tensor, Tensor, int], Tensor]
 class _SampleLoader(ABC):
     """Base class of loaders over samples. Subclasses read the samples in `_batches`."""
 
+    repeats = False
+    """Whether an epoch may have a sample several times. Its numbers are then those of `number_draws`."""
+
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch at each span of positions in `order`."""
 
 
 class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
-    """Resumable loader over samples that draws a shuffle order for every epoch."""
+    """Resumable loader over samples that draws an order for every epoch: shuffled, or with replacement by weights."""
 
     def __init__(
         self,
@@ -284,6 +296,7 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         targets: Tensor,
         inputs: Tensor | None = None,
         names: Iterable[str] = (),
+        weights: Tensor | None = None,
     ) -> None:
         check_ranges(batch_size=(batch_size, COUNT))
         if len(rows) == 0:
@@ -293,6 +306,9 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.weights = weights
+        self.repeats = weights is not None
+        self._samples_of_set = len(targets)
         self._names = names
         # The tensors that identify the data set: a checkpoint is not resumed with others.
         self._identity = (rows, targets) if inputs is None else (rows, targets, inputs)
@@ -306,9 +322,12 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         return self._batches(epoch, self.order_of_epoch(epoch), spans)
 
     def order_of_epoch(self, epoch: int) -> Tensor:
-        """Return the sample numbers of an epoch in their order, int64 of shape (len(rows),)."""
+        """Return the sample numbers of an epoch in their order, int64 of shape (len(rows),); see `repeats`."""
         if self.keeps_order or not self.shuffle:
             return self.rows
+        if self.weights is not None:
+            drawn = self.rows.cpu()[weighted_order(self.weights, self.seed, epoch)]
+            return number_draws(drawn, self._samples_of_set).to(self.rows.device, non_blocking=True)
         positions = epoch_order(len(self.rows), self.seed, epoch)
         return self.rows.index_select(0, positions.to(self.rows.device, non_blocking=True))
 
@@ -367,9 +386,10 @@ class _Tensors(_SampleLoader):
             yield self._batch(order[start:stop], epoch)
 
     def _batch(self, rows: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        samples = rows % len(self.targets) if self.repeats else rows
         # index_select is 10 times faster than indexing with a tensor here: it copies row by row.
-        inputs = self.inputs.index_select(0, rows).to(self.device, non_blocking=True)
-        targets = self.targets.index_select(0, rows).to(self.device, non_blocking=True)
+        inputs = self.inputs.index_select(0, samples).to(self.device, non_blocking=True)
+        targets = self.targets.index_select(0, samples).to(self.device, non_blocking=True)
         if self.transform is not None:
             inputs = self.transform(inputs, rows.to(self.device, non_blocking=True), epoch)
         return inputs, targets
@@ -391,6 +411,8 @@ class TrainLoader(TrainSampling, _Tensors):
         transform: computes the network's inputs of a batch, on `device`.
         device: device of the batches; by default that of `inputs`.
         shuffle: False keeps the order of `rows` in every epoch.
+        weights: relative probability of each of the `rows`, of shape (m,), on the CPU. An epoch then has m draws with
+            replacement (`weighted_order`), and `transform` gets the numbers of `number_draws`.
 
     Raises:
         UserError: the set is empty.
@@ -413,9 +435,10 @@ class TrainLoader(TrainSampling, _Tensors):
         transform: Transform | None = None,
         device: torch.device | str | None = None,
         shuffle: bool = True,
+        weights: Tensor | None = None,
     ) -> None:
         rows = rows.to(inputs.device)
-        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, targets, inputs)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, targets, inputs, weights=weights)
         self._set_tensors(inputs, targets, transform, device)
 
 

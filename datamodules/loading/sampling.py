@@ -8,15 +8,58 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.randomness import permutation
+from datamodules.loading.randomness import permutation, random_bits
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
     """Return the shuffle order of n samples in an epoch, int64 of shape (n,)."""
     return permutation(n, seed, "order", epoch)
+
+
+def weighted_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
+    """Return n draws with replacement from n samples in an epoch, int64 of shape (n,).
+
+    The distribution is that of `torch.utils.data.WeightedRandomSampler`. Draw k is a function of (seed, epoch, k): its
+    uniform number is looked up in the cumulative weights (inverse transform sampling).
+
+    Args:
+        weights: relative probability of each sample, of shape (n,), on the CPU. A sample of weight 0 is never drawn.
+
+    Example:
+        >>> weighted_order(torch.tensor([0.0, 1.0, 0.0]), seed=1, epoch=0)
+        tensor([1, 1, 1])
+    """
+    cumulative = weights.double().cumsum(0)
+    bits = random_bits(seed, "weighted order", epoch, torch.arange(len(weights))).squeeze(1)
+    # 52 bits: with the 53 of a float64, a product could be rounded up to the sum of all weights.
+    levels = ((bits >> 12) & ((1 << 52) - 1)).double() / (1 << 52)
+    return torch.searchsorted(cumulative, levels * cumulative[-1], right=True)
+
+
+def number_draws(rows: Tensor, count: int) -> Tensor:
+    """Return a number for each draw of an epoch, so that a sample drawn twice gets other random numbers each time.
+
+    The k-th draw of a sample, from 0, has the sample's number plus k times `count`. The number modulo `count` is
+    therefore the sample's number, and the first draw has it unchanged.
+
+    Args:
+        rows: sample numbers in the order of the epoch, int64 of shape (n,).
+        count: number of samples of the data set; all numbers in `rows` are below it.
+
+    Example:
+        >>> number_draws(torch.tensor([3, 0, 3, 3]), count=10)
+        tensor([ 3,  0, 13, 23])
+    """
+    by_sample = rows.argsort(stable=True)
+    samples = rows[by_sample]
+    earlier_draws = torch.arange(len(rows)) - torch.searchsorted(samples, samples)
+    numbers = torch.empty_like(rows)
+    numbers[by_sample] = samples + count * earlier_draws
+    return numbers
 
 
 def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class BatchRequest(NamedTuple):
 
     epoch: int
     rows: Sequence[int]
-    """Sample numbers."""
+    """Sample numbers, or the numbers of `number_draws`: modulo the number of targets they are those of the samples."""
 
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -43,7 +43,7 @@ class LoadedBatch(NamedTuple):
     inputs: Tensor
     targets: Tensor
     rows: Tensor
-    """Numbers of the samples, in the order of the request."""
+    """Numbers of the request that could be read, in its order."""
     unreadable: Sequence[tuple[int, UserError]]
     """Number and error of each sample that could not be read."""
 
@@ -191,7 +191,7 @@ class _Workers:
     def _feature_batches(
         self, features: Tensor, position: Tensor, order: Tensor, spans: Spans
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        order = order.to(features.device)
+        order = order.to(features.device) % len(position)
         positions = position.index_select(0, order)
         targets = self.reader.targets.to(features.device).index_select(0, order)
         # Asked once per epoch: a mask in each batch would wait for the device.
@@ -312,6 +312,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         device: device of the batches; by default that of the reader's batches.
         mix: mixes each sample with its predecessor in the epoch's order, after the transform.
         names: names of all samples, such as files. A checkpoint is not resumed with others.
+        weights: relative probability of each of the `rows`, for draws with replacement, see `TrainLoader`.
 
     Raises:
         UserError: the set is empty, a sample cannot be read, or shared memory has no room for a batch.
@@ -328,9 +329,10 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         world_size: int = 1,
         shuffle: bool = True,
         names: Iterable[str] = (),
+        weights: Tensor | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, reader.targets, names=names)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, reader.targets, None, names, weights)
         self._set_reader(reader, len(self), **how)
 
 

@@ -121,7 +121,9 @@ class TranslationDataModule(BaseDataModule):
             learnt from what is kept. `max_tokens` limits the tokens of a batch, and so its memory.
         prefixes: "tutorial" keeps pairs of which one side has an English beginning of PyTorch's translation tutorial.
         normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
-            "tutorial" leaves a to z, ! and ?. By default "unicode", and "none" with `subwords`.
+            "tutorial" leaves a to z, ! and ?, and "tutorial-2017" also the full stop, as the first edition of PyTorch's
+            tutorial: of its pairs 10,599 are left then, and 11,445 with "tutorial". By default "unicode", and "none"
+            with `subwords`.
         subwords: "bpe": tokens are parts of words, learnt from the training part. No word is unknown, and translations
             are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
             `normalisation` or `prefixes` are for words, or no file is given.

@@ -20,7 +20,7 @@ PAD, SOS, EOS, UNK = range(4)
 """Numbers of the special tokens: padding, start and end of a sentence, and tokens outside the vocabulary."""
 SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
 
-Normalisation = Literal["unicode", "none", "tutorial"]
+Normalisation = Literal["unicode", "none", "tutorial", "tutorial-2017"]
 
 
 class _CharacterTable(dict[int, str]):
@@ -67,10 +67,16 @@ def _tutorial_character(char: str) -> str:
     return f" {char}" if char in "!?" else " "
 
 
+def _tutorial_2017_character(char: str) -> str:
+    """Return the replacement of a character in "tutorial-2017" normalisation."""
+    return " ." if char == "." else _tutorial_character(char)
+
+
 _TABLES = {
     "unicode": _CharacterTable(_unicode_character),
     "none": _CharacterTable(_plain_character),
     "tutorial": _CharacterTable(_tutorial_character),
+    "tutorial-2017": _CharacterTable(_tutorial_2017_character),
 }
 
 
@@ -90,7 +96,7 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
         lines: sentences without line breaks.
         how: "unicode" keeps every script with its accents, in lower case (NFC), and makes tokens of punctuation;
             "none" only composes characters (NFC) and splits at spaces; "tutorial" keeps a to z, ! and ? only, as
-            PyTorch's translation tutorial does.
+            PyTorch's translation tutorial does; "tutorial-2017" also the full stop, as its first edition did.
 
     Raises:
         UserError: there is no such normalisation.

@@ -26,7 +26,7 @@ from datamodules.images.decoding import crop_pct, is_small
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
-from recipes.calls import call_network
+from recipes.calls import call_network, check_logits
 from recipes.classifier import Classifier
 from recipes.inputs import in_dtype_of
 from recipes.labels import count_correct, mean_cross_entropy
@@ -171,8 +171,7 @@ class ResNetFineTuner(Classifier):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits of images or, if `cached_head` names a layer, of that layer's inputs."""
         network = self.network.get_submodule(self.cached_head) if self.cached_head else self.network
-        logits: Tensor = call_network(network, in_dtype_of(self, inputs))
-        return logits
+        return check_logits(call_network(network, in_dtype_of(self, inputs)), len(self.class_names))
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from datamodules.errors import flag_of
@@ -37,6 +38,22 @@ HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
 PRINT_CONFIG_FLAGS = frozenset({"--print-config", "--print_config"})
 _COLUMN = 34
 """The column at which the texts of the flags begin."""
+
+
+def as_typed(message: str, arguments: Sequence[str]) -> str:
+    """Return an error of jsonargparse with the value that was typed, in place of the number that it has read.
+
+    Example:
+        >>> as_typed('Parser key "lr": not a rate. Got value: 1000.0', ["--lr", "1e3"])
+        'Parser key "lr": not a rate. Got value: 1e3'
+    """
+    key = re.match(r'Parser key "(\w+)', message)
+    for argument, following in pairwise([*arguments, ""]):
+        flag, equals, value = argument.partition("=")
+        if key and flag == f"--{key[1]}":
+            problem = re.split(r"(?<=Got value: )|(?<=Given value: )", message, maxsplit=1)[0]
+            return problem + (value if equals else following)
+    return message
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -39,6 +40,8 @@ _LOST_CONNECTION = (
 _TIMED_OUT = re.compile("timed out|application timeout", re.IGNORECASE)
 _OTHER_WEIGHTS = "Error(s) in loading state_dict"
 _KINDS = ("user", "killed", "failed", "timed out", "signal", "unreachable", "lost")
+_SIGPIPE_STATUS = 128 + 13
+"""Exit status that a shell reports for a program whose reader has ended."""
 _CAUSE_IS_SEEN = 3.0  # Seconds for a foreign launcher to see the rank that has caused the failure of this one.
 
 
@@ -189,6 +192,22 @@ def difference_of_weights(error: RuntimeError) -> str:
     return str(error).splitlines()[1].strip()[:200]
 
 
+def reader_is_gone() -> bool:
+    """Return whether the reader of standard output or standard error has ended, as in ``| head``.
+
+    What is printed afterwards is discarded: Python flushes the streams once more at its end.
+    """
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    gone = [descriptor for descriptor, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for descriptor in gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return bool(gone)
+
+
 @dataclass(frozen=True)
 class Failure:
     """The reason why a process of a run has ended.
@@ -210,6 +229,8 @@ class Failure:
         """Return the failure of a process that an exception ends."""
         if isinstance(error, UserError):
             return cls("user", error_lines(error), error.exit_status)
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            return cls("signal", "ended on SIGPIPE", _SIGPIPE_STATUS)
         reason = one_line(first_line(error))
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             late = "failed: TimeoutError: another rank did not answer within the collective timeout"
@@ -278,6 +299,9 @@ def failures_reported(after_loss: Callable[[], str], after_error: Callable[[str]
     except Exception as error:
         failure = Failure.of(error)
         failure.write()
+        if failure.kind == "signal":
+            # As other Unix programs end on SIGPIPE: without a message. The checkpoints that were saved stay.
+            sys.exit(failure.status)
         if failure.kind == "lost":
             print_loss(f"error: rank {rank_of_process()} {failure.message}", after_loss)
         elif failure.kind != "timed out":

@@ -40,6 +40,7 @@ from datamodules.lightning import (
     EarlyStopping,
     LightningEnvironment,
     MisconfigurationException,
+    ModelSummary,
     ProgressBar,
     TorchElasticEnvironment,
     is_overridden,
@@ -143,6 +144,8 @@ def callbacks_maker(
             callbacks.append(WeightAveraging(settings.ema))
         if settings.patience is not None:
             callbacks.append(PatientStopping(recipe.monitor, patience=settings.patience, mode=recipe.monitor_mode))
+        if settings.summary:
+            callbacks.append(ModelSummary(max_depth=-1))
         callbacks += further()
         has_progress_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if shows_progress and prints_progress() and not has_progress_bar:

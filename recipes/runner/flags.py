@@ -32,6 +32,7 @@ from recipes.runner.command import (
     HelpEntry,
     HelpPage,
     allows_none,
+    as_typed,
     flag_type,
     help_text,
     is_switch,
@@ -193,7 +194,7 @@ class FlagParser(ArgumentParser):
         try:
             typed = self.parse_args(arguments, defaults=False).as_dict()
         except Exception as error:
-            raise UserError(self._explain(str(error), takes_inputs=takes_inputs)) from error
+            raise UserError(self._explain(as_typed(str(error), arguments), takes_inputs=takes_inputs)) from error
         inputs = typed.pop("inputs", None) or ()
         return Given(typed, files, inputs)
 

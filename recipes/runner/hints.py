@@ -457,7 +457,7 @@ def other_places() -> dict[str, str]:
         "default_root_dir": f"pass {spelled('run_dir')}",
         "deterministic": f"pass {spelled('deterministic')}",
         "enable_autolog_hparams": f"a run logs its settings itself; {logs_nothing} logs nothing",
-        "enable_model_summary": "the closing table has the number of parameters",
+        "enable_model_summary": f"pass {spelled('summary')}",
         "logger": f"pass {spelled('logger')}",
         "num_nodes": f"pass {spelled('num_nodes')}",
         "plugins": "they are objects; build a Trainer with these callbacks yourself",

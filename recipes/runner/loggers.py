@@ -13,7 +13,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
+import torch
 from PIL.Image import Image
+from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.writing import best_effort, forget_failures
@@ -30,6 +32,7 @@ from recipes.runner.saved_run import SavedRun, write_rows
 SUMMARY = "summary.csv"
 METRICS = "metrics.csv"
 _NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log", "mlflow": "the MLflow log"}
+_SET_UP = {"wandb": "or set WANDB_MODE=offline"}
 _TRACKERS = ("wandb", "mlflow")
 """The loggers whose runs have an id, which a checkpoint keeps for a resume."""
 _METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
@@ -98,6 +101,23 @@ class _TensorBoard(TensorBoardLogger):
         except ValueError as error:
             # Lightning reports every ValueError as a score of a wrong type, such as that of a full disk.
             raise error.__cause__ or error from None
+
+    @override
+    def log_graph(  # type: ignore[override]
+        self, model: pl.LightningModule, input_array: Tensor | None = None
+    ) -> None:
+        """Write the graph of the network in evaluation mode; the network and the random numbers stay as they are."""
+        if model.example_input_array is None:
+            raise UserError(f"{type(model).__name__} has no example_input_array with the shape of the network's inputs")
+        modules = [module for module in model.modules() if module.training]
+        # TensorBoard's writer would put all modules back into training mode, also those that were not.
+        model.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                super().log_graph(model, input_array)
+        finally:
+            for module in modules:
+                module.training = True
 
     @override
     def save(self) -> None:
@@ -243,10 +263,13 @@ def loggers(folder: Path, saved: SavedRun | None, names: Sequence[str] = ("tenso
     for name in names:
         try:
             logger = _build_logger(name, folder, saved.updates if saved else 0, saved_ids)
+            if isinstance(logger, WandbLogger):
+                _ = logger.experiment  # This logs in: an error is one line here, and a traceback within the training.
         except Exception as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].rstrip(".")
             setting = spelled("logger", name)
-            raise UserError(f"{setting} cannot start: {reason}; set it up, or leave it out") from error
+            advice = _SET_UP.get(name, "set it up")
+            raise UserError(f"{setting} cannot start: {reason}; {advice}, or leave it out") from error
         for method in _METHODS:
             setattr(logger, method, best_effort(_NAMES[name])(getattr(logger, method)))
         loggers_of_run.append(logger)
@@ -255,7 +278,7 @@ def loggers(folder: Path, saved: SavedRun | None, names: Sequence[str] = ("tenso
 
 def _build_logger(name: str, folder: Path, updates: int, saved_ids: Mapping[str, str]) -> Logger:
     if name == "tensorboard":
-        return _TensorBoard(str(folder), name="", version="", default_hp_metric=False)
+        return _TensorBoard(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
     if name == "csv":
         return _csv(folder, updates)
     project = folder.parent.name
@@ -267,12 +290,21 @@ def _build_logger(name: str, folder: Path, updates: int, saved_ids: Mapping[str,
     return MLFlowLogger(project, folder.name, tracking_uri, run_id=saved_ids.get("mlflow"))
 
 
-def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
-    """Log the settings with the loggers that show them; config.yaml has them as well."""
+def log_settings(
+    loggers: Sequence[Logger], config: Mapping[str, Any], graph_of: pl.LightningModule | None = None
+) -> None:
+    """Log the settings with the loggers that show them; config.yaml has them as well.
+
+    Args:
+        graph_of: the recipe whose graph TensorBoard gets, if any.
+    """
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             with best_effort(_NAMES["tensorboard"]):
                 _write_settings(logger, config)
+            if graph_of is not None:
+                with best_effort("the graph of the network"):
+                    logger.log_graph(graph_of)
         elif isinstance(logger, WandbLogger):
             logger.log_hyperparams(dict(config))
         elif isinstance(logger, MLFlowLogger):

@@ -23,7 +23,7 @@ from callbacks.checkpointing.verified_io import describe_damage
 from callbacks.checkpointing.writing import atomic_write
 from callbacks.lib.threads import counted_threads
 from datamodules.errors import UserError, spelled
-from datamodules.lightning import CombinedLoader, pl
+from datamodules.lightning import CombinedLoader, pl, summarize
 from datamodules.notes import warn
 from recipes.version import __version__
 
@@ -359,6 +359,14 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the number of all parameters, and of those that require a gradient."""
     sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
     return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+
+
+def forward_flops(recipe: pl.LightningModule) -> int | None:
+    """Return the FLOPs of a forward pass of ``example_input_array``, as torch counts them; None without one.
+
+    A multiplication and an addition count as two.
+    """
+    return None if recipe.example_input_array is None else summarize(recipe).total_flops
 
 
 def process_age() -> float:

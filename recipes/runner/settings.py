@@ -34,6 +34,11 @@ from recipes.runner.machine import Precision
 
 _EVALUATION_LIMITS = ("limit_val_batches", "limit_test_batches")
 _TIMES = ("max_time", "val_check_interval")
+_PARTS = (
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("overfit_batches", "val_check_interval"),
+)
+"""Settings that are a number of batches, or a share of them."""
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 _T = TypeVar("_T")
 OfMachine = Annotated[_T, "of the machine"]
@@ -335,6 +340,18 @@ def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> 
             raise UserError(f"trainer.{name} is {value!r}: expected {kind}") from error
 
 
+def _check_part(name: str, value: Any) -> None:
+    """Check a number of batches, or a share of them.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if not isinstance(value, (int, float)):
+        return
+    if value < 0 or (value > 1 and not float(value).is_integer()):
+        raise UserError("expected a whole number, or a share from 0 to 1", setting=name, value=value)
+
+
 def _check_time(name: str, value: Any) -> None:
     """Reject a setting that is neither a number nor a time."""
     if isinstance(value, str) and read_time(value):
@@ -406,6 +423,8 @@ class TrainerSettings:
         )
         for name in _TIMES:
             _check_time(name, getattr(self, name))
+        for name in _PARTS:
+            _check_part(name, getattr(self, name))
         if self.val_check_interval == 0:
             no_validation = spelled("limit_val_batches", 0)
             raise UserError(
@@ -454,6 +473,8 @@ class RunSettings:
         patience: end the run after so many validations without a better score of those that choose the best checkpoint.
         progress_interval: seconds between two lines of progress, where the output is no terminal.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
+        summary: print parameters, output shapes and FLOPs of each layer; results.json has the FLOPs of one input.
+        log_graph: write the graph of the network into the TensorBoard log.
     """
 
     name: OneCall[str | None] = None
@@ -478,6 +499,8 @@ class RunSettings:
     patience: Free[int | None] = None
     progress_interval: Rare[Free[float]] = 60.0
     logger: Free[str] = "tensorboard,csv"
+    summary: Rare[OneCall[bool]] = False
+    log_graph: Rare[OneCall[bool]] = False
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -488,4 +511,7 @@ class RunSettings:
             patience=(self.patience, COUNT),
             progress_interval=(self.progress_interval, NOT_NEGATIVE),
         )
-        logger_names(self.logger)
+        names = logger_names(self.logger)
+        if self.log_graph and "tensorboard" not in names:
+            needed = spelled("logger", ",".join(["tensorboard", *names]))
+            raise UserError("the graph is for TensorBoard", setting="log_graph", value=True, to_type=f"pass {needed}")

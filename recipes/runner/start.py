@@ -62,7 +62,8 @@ def _announce(args: Sequence[str]) -> None:
     # The standard output of these commands is read by other programs.
     stream = sys.stderr if {"predict", "export"}.intersection(args) else sys.stdout
     if stream is sys.stdout or stream.isatty():
-        print("loading PyTorch and Lightning ...", file=stream, flush=True)
+        with suppress(BrokenPipeError):  # As in `| true`; the next line ends the program.
+            print("loading PyTorch and Lightning ...", file=stream, flush=True)
 
 
 def _answer_at_once(args: Sequence[str]) -> None:

@@ -264,7 +264,8 @@ def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch)
         checkpoint_io.begin(trainer)
     if folder and is_rank_zero():
         write_config(folder, experiment.spec.config)
-        log_settings(trainer.loggers, experiment.spec.config)
+        graph_of = experiment.recipe if experiment.spec.run.log_graph else None
+        log_settings(trainer.loggers, experiment.spec.config, graph_of)
         for path in start_from(experiment.spec.point, folder):
             rank_zero_print(
                 f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"

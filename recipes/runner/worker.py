@@ -83,7 +83,7 @@ def work(handed: Handed) -> None:
         failure.write()
         if failure.kind == "user":
             sys.exit(failure.status)
-        if failure.kind != "lost":
+        if failure.kind not in ("lost", "signal"):
             traceback.print_exc()
         exit_now(failure.status)  # A regular exit would wait for the ranks in the process group.
 

@@ -78,10 +78,8 @@ def test_every_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: in
     assert max(map(len, lines)) < width
     assert all(len(line) <= width for line in terminal.screen())
     last = next(line for line in reversed(lines) if "update" in line)
-    expected = {60: r"loss 4.0000  run 0:00 left$", 80: r"samples/s  run 0:00 left$"}
-    assert re.match(
-        r"epoch 2/2  update 20/20  .*" + expected.get(width, r"samples/s  epoch 0:00 left  run 0:00 left$"), last
-    )
+    before = {60: "loss 4.0000", 80: "samples/s"}.get(width, "samples/s  epoch 0:00 left")
+    assert re.match(rf"epoch 2/2  update 20/20  .*{before}  run \d+:\d\d, 0:00 left$", last)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,7 @@ def test_the_updates_are_those_that_the_run_will_make(
     lines, _ = drawn(monkeypatch, **options)
     last = next(line for line in reversed(lines) if "left" in line)
     assert expected in last
-    assert "run 0:00 left" in last
+    assert re.search(r"run \d+:\d\d, 0:00 left", last)
     assert {"loss 4.0000" in line for line in lines if "update" in line or "batch" in line} == {True}
 
 
@@ -172,9 +170,8 @@ def test_a_log_file_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if "update" in line]
     assert 1 <= len(lines) <= 5
-    assert re.fullmatch(
-        r"epoch 1/1  update \d+/20  loss 4\.0000  [\d,]+ samples/s  epoch 0:0\d left  run 0:0\d left", lines[-1]
-    )
+    times = r"epoch 0:0\d left  run \d+:\d\d, 0:0\d left"
+    assert re.fullmatch(rf"epoch 1/1  update \d+/20  loss 4\.0000  [\d,]+ samples/s  {times}", lines[-1])
     assert "\x1b" not in out
     quiet_trainer(RunProgress(), TrainLoss(), max_epochs=1).fit(Line(), samples())
     assert "update" not in capsys.readouterr().out

@@ -125,6 +125,17 @@ def _loader(n: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Data
     return DataLoader(TensorDataset(x, x.mean((1, 2, 3))), batch_sampler=batches)
 
 
+def _train_with_both() -> str:
+    with pytest.raises(UserError) as caught:
+        quiet_trainer(SyncBN(), world_size=2, sync_batchnorm=True).fit(Net(), _loader(16, 4))
+    return str(caught.value)
+
+
+def test_lightnings_conversion_beside_it_is_refused_in_one_line():
+    expected = "SyncBN synchronizes BatchNorm itself: leave Trainer(sync_batchnorm=True) out"
+    assert all(expected in message for message in run_ranks(_train_with_both, 2))
+
+
 def _train_with_sync_bn(folder: str) -> dict[str, Any]:
     net = Net()
     trainer = quiet_trainer(SyncBN(), world_size=2, max_epochs=2)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -271,3 +271,25 @@ def test_ctrl_c_keeps_the_last_checkpoint_and_resuming_ends_where_the_whole_run_
     curves = [[(row["step"], row["val/loss"]) for row in rows_of(run) if row["val/loss"]] for run in (whole, cut)]
     assert len(curves[0]) == 6
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_whose_reader_has_gone_ends_quietly(tmp_path: Path, devices: int) -> None:
+    options = f"--dataset digits --max-epochs 2 --limit-train-batches 2 --threads 1 --devices {devices} --name one"
+    command = [sys.executable, "-m", "recipes.mnist", *options.split(), "--accelerator", "cpu"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, **pipes) as process:
+        assert process.stdout is not None
+        # As head does, after the line of the first epoch.
+        next(line for line in process.stdout if line.startswith("epoch 1/2"))
+        process.stdout.close()
+        _, err = process.communicate(timeout=600)
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in err
+    assert "rror" not in err
+    resumed = subprocess.run(
+        [*command, "--resume", "auto"], cwd=tmp_path, env=environ, timeout=600, check=True, **pipes
+    )
+    assert "resuming from" in resumed.stdout
+    assert (tmp_path / "runs/mnist/one/results.json").is_file()

@@ -188,21 +188,23 @@ class Linear(MNISTClassifier):
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 3)).double()
 
 
-def _balanced_data(batch_size: int) -> MNISTDataModule:
+def _balanced_data(batch_size: int, balance: str) -> MNISTDataModule:
     labels = torch.repeat_interleave(torch.arange(3), torch.tensor(COUNTS))
     # On a dark border, so that they stay as they are.
     images = F.pad(torch.rand(90, 20, 20, generator=torch.Generator().manual_seed(3)), (4, 4, 4, 4))
     test = images[::9], labels[::9]
-    options: dict[str, Any] = {"batch_size": batch_size, "val_fraction": 0.0, "balance": "loss"}
+    options: dict[str, Any] = {"batch_size": batch_size, "val_fraction": 0.0, "balance": balance}
     data = MNISTDataModule(**options)
     data.take_samples({"train": (images, labels), "test": test})
     return data
 
 
-def _train_balanced(world_size: int, micro_batches: int, folder: Path, resume: bool) -> dict[str, Any]:
+def _train_balanced(
+    world_size: int, micro_batches: int, folder: Path, resume: bool, balance: str = "loss"
+) -> dict[str, Any]:
     """Two epochs, saved after the fifth update, in the first epoch; or from there to the end."""
     torch.manual_seed(1)
-    data = _balanced_data(BALANCED_BATCH // world_size // micro_batches)
+    data = _balanced_data(BALANCED_BATCH // world_size // micro_batches, balance)
     recipe = Linear(num_classes=3, optimizer="sgd", lr=0.01, schedule="constant", label_smoothing=0.1)
     save = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     ours = GradientAccumulation(global_batch_size=BALANCED_BATCH), save
@@ -211,10 +213,10 @@ def _train_balanced(world_size: int, micro_batches: int, folder: Path, resume: b
     return {"weight": recipe.network[1].weight.detach().clone(), "class_weights": recipe.class_weights}
 
 
-def _balanced_ranks(folder: Path) -> dict[str, dict[str, Any]]:
+def _balanced_ranks(folder: Path, balance: str = "loss") -> dict[str, dict[str, Any]]:
     return {
-        "2x2": _train_balanced(2, 2, folder / "2x2", resume=False),
-        "2x1, resumed": _train_balanced(2, 1, folder / "whole", resume=True),
+        "2x2": _train_balanced(2, 2, folder / "2x2", False, balance),
+        "2x1, resumed": _train_balanced(2, 1, folder / "whole", True, balance),
     }
 
 
@@ -233,3 +235,13 @@ def test_a_balanced_run_learns_the_same_on_any_split_and_after_a_resume_within_a
     resumed = _train_balanced(1, 1, tmp_path / "whole", resume=True)
     assert torch.equal(resumed["class_weights"], saved["class_weights"])
     assert whole["class_weights"].unique().numel() == 3
+
+
+def test_draws_with_replacement_are_the_same_on_any_split_and_after_a_resume_within_an_epoch(tmp_path: Path) -> None:
+    whole = _train_balanced(1, 1, tmp_path / "whole", False, "sampler")
+    found = {"1x4": _train_balanced(1, 4, tmp_path / "1x4", False, "sampler")}
+    found |= run_ranks(_balanced_ranks, 2, tmp_path, "sampler")[0]
+    expected: Tensor = whole["weight"]
+    for name, run in found.items():
+        assert float((run["weight"] - expected).abs().max() / expected.abs().max()) < 1e-12, name
+    assert whole["class_weights"] is None

@@ -322,3 +322,9 @@ def test_no_other_file_touches_a_private_name_of_lightning() -> None:
         for where in violations(text, theirs, ours, relied_on)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_trainer_says_whether_it_converts_batchnorm(asked: bool) -> None:
+    trainer = quiet_trainer(strategy="ddp", sync_batchnorm=asked)
+    assert internals.converts_batchnorm(trainer) == asked

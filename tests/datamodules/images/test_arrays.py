@@ -192,6 +192,7 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
     [
         (IMAGES / 255 * 16, LABELS, r"float64 from 12\.5\d* to .* floats from 0 to 1: pass images / 12"),
         (IMAGES // 20, LABELS, r"uint8 from 10 to 10, expected whole numbers from 0 to 255"),
+        (IMAGES * 0, LABELS, "the train images are all black: every pixel is 0"),
         (IMAGES.astype(str), LABELS, "the train images are <U3, expected numbers"),
         ([IMAGES[0], IMAGES[0, 1:]], LABELS, "the train images are no array: .*; pass images of one size"),
         (IMAGES[:, :, 0][:, :8], LABELS, r"of shape \(6, 8\), expected \(n, height, width\)"),

@@ -88,6 +88,20 @@ def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tre
     assert not _equal(_batches(_data(tree, seed=2, cache_gb=0, **options)), expected)
 
 
+@pytest.mark.parametrize("size", [64, 32])
+def test_an_image_that_is_drawn_twice_in_an_epoch_is_augmented_differently(tree, size):
+    options: dict[str, Any] = {"balance": "sampler", "cache_gb": 0, "image_size": size}
+    plain, augmented = (
+        torch.cat([images for images, _ in _batches(_data(tree, augment=augment, **options), epochs=1)])
+        for augment in ("none", "standard")
+    )
+    same = (plain.flatten(1)[:, None] == plain.flatten(1)).all(2).triu(1).nonzero().tolist()
+    assert same
+    assert not any(torch.equal(augmented[first], augmented[second]) for first, second in same)
+    workers = _batches(_data(tree, augment="standard", num_workers=2, **options), epochs=1)
+    assert torch.equal(torch.cat([images for images, _ in workers]), augmented)
+
+
 def test_an_exception_ends_the_workers(tree):
     data = _data(tree, num_workers=1)
     loader = data.train_dataloader()

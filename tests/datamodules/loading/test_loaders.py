@@ -1,3 +1,4 @@
+import logging
 import pickle
 from functools import partial
 from itertools import zip_longest
@@ -60,15 +61,23 @@ cuts = st.tuples(st.integers(1, 7), st.integers(1, 30), st.integers(1, 5), st.in
 """Samples of a micro-batch and of an update, which need not be a multiple, and two numbers of ranks to share it."""
 
 
-@given(cut=cuts)
-def test_micro_batches_and_their_numbers_are_those_of_one_device(cut):
+loaders_of_an_order = st.sampled_from([_loader, partial(_loader, weights=torch.arange(N) % 3)])
+"""Loaders of shuffled samples, and of draws with replacement."""
+
+
+@given(cut=cuts, loader=loaders_of_an_order)
+def test_micro_batches_and_their_numbers_are_those_of_one_device(cut, loader):
     batch_size, update_size, *worlds = cut
-    make = partial(_loader, batch_size)
+    make = partial(loader, batch_size)
     for world_size in worlds:
         loaders, (alone,) = (_on_ranks(make, ranks, update_size) for ranks in (world_size, 1))
         for epoch in range(2):
             order = alone.order_of_epoch(epoch).tolist()
-            assert order == ROWS[epoch_order(N, 1, epoch)].tolist()
+            if alone.repeats:
+                order = [number % len(TARGETS) for number in order]
+                assert all(ROWS.tolist().index(row) % 3 for row in order), "a weight of 0"
+            else:
+                assert order == ROWS[epoch_order(N, 1, epoch)].tolist()
             expected = _numbered(alone)
             assert _merged([_numbered(loader) for loader in loaders]) == expected
             updates = [order[i : min(i + update_size, N)] for i in range(0, N, update_size)]
@@ -77,10 +86,10 @@ def test_micro_batches_and_their_numbers_are_those_of_one_device(cut):
         assert len({len(loader) for loader in loaders}) == 1
 
 
-@given(cut=cuts, epoch=st.integers(0, 2), data=st.data())
-def test_a_resume_after_any_update_on_other_ranks_makes_the_rest(cut, epoch, data):
+@given(cut=cuts, loader=loaders_of_an_order, epoch=st.integers(0, 2), data=st.data())
+def test_a_resume_after_any_update_on_other_ranks_makes_the_rest(cut, loader, epoch, data):
     batch_size, update_size, before, after = cut
-    make = partial(_loader, batch_size)
+    make = partial(loader, batch_size)
     (alone,) = _on_ranks(make, 1, update_size)
     for _ in range(epoch):
         list(alone)
@@ -100,6 +109,18 @@ def test_a_resume_after_any_update_on_other_ranks_makes_the_rest(cut, epoch, dat
     assert _merged([_numbered(loader) for loader in new]) == rest
     if state["epoch"] == epoch:
         assert _merged([_numbered(loader) for loader in new]) == expected[epoch + 1]
+
+
+def test_an_update_of_more_than_an_epoch_is_noted_once(caplog):
+    loader = _loader()
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        loader.divide_updates(24)  # The last of the 6 micro-batches is short.
+        assert not caplog.records
+        loader.divide_updates(400)
+        loader.divide_updates(400)
+    (record,) = caplog.records
+    assert record.getMessage() == "note: an update has 100 micro-batches, and an epoch has 6: each epoch is one update"
+    assert len(loader) == 1
 
 
 def test_a_place_within_an_epoch_of_other_updates_is_refused_and_an_epochs_end_is_not():

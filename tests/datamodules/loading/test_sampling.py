@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import Division, epoch_order, split_indices
+from datamodules.loading.sampling import Division, epoch_order, number_draws, split_indices, weighted_order
 
 
 @st.composite
@@ -83,3 +83,25 @@ def test_an_epochs_order_is_a_pure_function_of_seed_and_epoch():
     assert len(set(orders.values())) == 10
     torch.manual_seed(99)
     assert all(tuple(epoch_order(50, *key).tolist()) == order for key, order in orders.items())
+
+
+def test_weighted_draws_have_the_frequencies_of_the_weights():
+    weights = torch.tensor([1.0, 0.0, 3.0, 0.0, 6.0]).repeat(2_000)
+    drawn = torch.cat([weighted_order(weights, seed=1, epoch=epoch) % 5 for epoch in range(10)])
+    frequencies = drawn.bincount(minlength=5) / len(drawn)
+    # Four standard deviations of a mean over 100,000 draws.
+    assert torch.allclose(frequencies, torch.tensor([0.1, 0.0, 0.3, 0.0, 0.6]), rtol=0, atol=4 * 0.5 / 100_000**0.5)
+
+
+def test_weighted_draws_are_a_pure_function_of_seed_and_epoch():
+    weights = torch.rand(50, generator=torch.Generator().manual_seed(1))
+    orders = {(seed, epoch): weighted_order(weights, seed, epoch).tolist() for seed in (1, 2) for epoch in range(5)}
+    assert len(set(map(tuple, orders.values()))) == 10
+    torch.manual_seed(99)
+    assert all(weighted_order(weights, *key).tolist() == order for key, order in orders.items())
+
+
+@given(rows=st.lists(st.integers(0, 9), max_size=40))
+def test_each_draw_has_a_number_of_its_own_that_tells_its_sample(rows):
+    numbers = number_draws(torch.tensor(rows, dtype=torch.int64), count=10).tolist()
+    assert numbers == [row + 10 * rows[:place].count(row) for place, row in enumerate(rows)]

@@ -69,19 +69,25 @@ def _everything(data: TranslationDataModule) -> list[tuple[str, str]]:
 # The real file
 
 
-def test_the_tutorials_figures_come_out_of_the_real_file(shared_data: Path) -> None:
+@pytest.mark.parametrize(
+    ("edition", "pairs", "tokens"),
+    [("tutorial", 11_445, [4_601, 2_991]), ("tutorial-2017", 10_599, [4_345, 2_803])],
+)
+def test_the_tutorials_figures_come_out_of_the_real_file(
+    shared_data: Path, edition: Any, pairs: int, tokens: list[int]
+) -> None:
     path = shared_data / "eng-fra" / "eng-fra.txt.zip"
     data = TranslationDataModule(
-        str(path), reverse=True, max_length=10, prefixes="tutorial", normalisation="tutorial", val_fraction=0,
+        str(path), reverse=True, max_length=10, prefixes="tutorial", normalisation=edition, val_fraction=0,
         test_fraction=0, on_bad_lines="error",
     )  # fmt: skip
     data.setup("fit")
-    assert (data.info.title, data.info.read, data.info.kept) == ("eng-fra.txt.zip", 135_842, 11_445)
+    assert (data.info.title, data.info.read, data.info.kept) == ("eng-fra.txt.zip", 135_842, pairs)
     # The tutorial counts SOS and EOS among the tokens, of all pairs, as here without a held-out part.
     counted = [len(v) - len(SPECIAL_TOKENS) + 2 for v in (data.source_vocabulary, data.target_vocabulary)]
-    assert counted == [4_601, 2_991]
+    assert counted == tokens
     batches = list(data.train_dataloader())
-    assert sum(len(batch.source) for batch in batches) == 11_445
+    assert sum(len(batch.source) for batch in batches) == pairs
     assert max(int(batch.source_lengths.max()) for batch in batches) == 10
     assert max(int(batch.target_lengths.max()) for batch in batches) == 11
 

@@ -188,7 +188,9 @@ def test_a_part_that_the_data_lack_is_named_with_the_command_that_works(tmp_path
     commands = ("--name one --max-epochs 1 --logger none", f"test {ckpt}")
     _, tested = typed(tmp_path, *commands, recipe=f"{__name__}:Scored", data=f"{__name__}:Untested")
     problem, command = tested.err.splitlines()
-    assert problem.startswith("error: there is nothing to test: the data have no such part, or it is empty; this scores")
+    assert problem.startswith(
+        "error: there is nothing to test: the data have no such part, or it is empty; this scores"
+    )
     assert command.endswith(f" validate {ckpt}")
 
 

@@ -99,6 +99,8 @@ def test_a_switch_needs_no_value(parser, args, turning, tests):
         (["-power", "3"], "flags begin with two hyphens; did you mean --power?"),
         (["—power", "3"], "flags begin with two hyphens; did you mean --power?"),
         (["–batch-size=3"], "flags begin with two hyphens; did you mean --batch-size?"),
+        (["--seed", "1e3"], "--seed 1e3: expected INT"),
+        (["--spare-wheels=1e3"], "--spare-wheels 1e3: expected INT"),
         (["--power", "3", "test"], "'test' is neither a flag nor the value of one; a command such as test comes first"),
     ],
 )

@@ -1,5 +1,6 @@
 """What limits mean, on any split."""
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
 from recipes.optimization import refuse_plateau_by_time
-from recipes.runner.settings import limits_per_device, micro_batches_of_update
+from recipes.runner.settings import TrainerSettings, limits_per_device, micro_batches_of_update
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 
@@ -40,6 +41,18 @@ def test_batches_of_an_evaluation_are_dealt_to_the_devices():
         limits_per_device({"limit_val_batches": 1}, 0, 2)
     with pytest.raises(UserError, match=r"limit_val_batches=0\.5 is a share of each device's batches.*=2$"):
         limits_per_device({"limit_val_batches": 0.5}, 0, 2)
+
+
+@pytest.mark.parametrize(("value", "is_right"), [(1.5, False), (-1, False), (-0.5, False), (2.0, True), (0.5, True)])
+def test_a_number_of_batches_is_whole_or_a_share(value: float, is_right: bool):
+    for name in ("limit_train_batches", "overfit_batches", "val_check_interval"):
+        settings: dict[str, Any] = {name: value}
+        if is_right:
+            TrainerSettings(**settings)
+            continue
+        reason = re.escape(f"{name}={value}: expected a whole number, or a share from 0 to 1")
+        with pytest.raises(UserError, match=reason):
+            TrainerSettings(**settings)
 
 
 def test_shares_and_what_was_not_given_stay_as_they_are():

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import resource
 import signal
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typing_extensions import override
 
+from datamodules import UserError
+from recipes import MNISTClassifier
 from recipes.runner.loggers import log_settings, loggers
-from recipes.runner.saved_run import SavedRun
-from tests.support.command_lines import typed
+from recipes.runner.saved_run import SavedRun, read_results
+from tests.support.command_lines import MNIST, typed
 from tests.support.ranks import run_ranks
 
 
@@ -150,3 +155,54 @@ def test_tensorboard_shows_scores_by_update_and_the_settings_that_differ_first(t
     )
     assert [info.name for info in found.hparam_infos] == ["lr", "accumulate", "callbacks", "devices", "seed"]
     assert [info.name.tag for info in found.metric_infos] == ["val/loss"]
+
+
+def test_a_summary_or_a_graph_changes_no_bit_of_the_weights(tmp_path: Path) -> None:
+    common = "--dataset digits --max-epochs 1 --limit-train-batches 2 --threads 1 --precision 32-true"
+    plain, shown, rejected = typed(
+        tmp_path,
+        f"{common} --name plain",
+        f"{common} --name shown --summary --log-graph",
+        f"{common} --name rejected --log-graph --logger csv",
+        **MNIST,
+    )
+    results = [read_results(tmp_path / "runs" / "mnist" / name) for name in ("plain", "shown")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    # Two for each multiplication with an addition: 4 convolutions without padding, and the head.
+    convolutions = (24 * 24 * 25 * 16, 10 * 10 * 9 * 16 * 32, 8 * 8 * 9 * 32 * 64, 2 * 2 * 9 * 64 * 128)
+    assert [result["flops"] for result in results] == [None, 2 * (sum(convolutions) + 512 * 10)]
+    assert results[1]["versions"]["cuda"] is None or torch.cuda.is_available()
+    assert "network.block1.0" not in plain.err
+    assert re.search(r"network.block1.0 +\| Conv2d +\| 400 +\|.*\[1, 16, 24, 24\]", shown.err)
+    events = [EventAccumulator(str(tmp_path / "runs" / "mnist" / name)).Reload() for name in ("plain", "shown")]
+    assert [event.Tags()["graph"] for event in events] == [False, True]
+    assert rejected.status == 2
+    assert "--log-graph: the graph is for TensorBoard; pass --logger tensorboard,csv" in rejected.err
+
+
+def test_a_recipe_without_an_example_input_has_no_graph_and_no_flops(tmp_path: Path) -> None:
+    (done,) = typed(tmp_path, "--name one --max-steps 1 --summary --log-graph")
+    assert done.status == 0
+    assert "the graph of the network cannot be written (Quadrants has no example_input_array" in done.err
+    assert read_results(tmp_path / "runs" / "quadrants" / "one")["flops"] is None
+
+
+def test_writing_a_graph_leaves_modes_and_random_numbers_as_they_are(tmp_path: Path) -> None:
+    recipe = MNISTClassifier(network="classic")
+    next(recipe.network.children()).eval()
+    modes = [module.training for module in recipe.modules()]
+    state = torch.get_rng_state()
+    log_settings(loggers(tmp_path, None, ["tensorboard"]), {}, recipe)
+    assert EventAccumulator(str(tmp_path)).Reload().Tags()["graph"]
+    assert [module.training for module in recipe.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_wandb_without_a_login_is_refused_with_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(UserError, match=r"logger='wandb' cannot start: .*`wandb login`.*WANDB_MODE=offline, or leave"):
+        loggers(tmp_path / "runs" / "one", None, ["wandb"])

@@ -26,6 +26,43 @@ class Narrow(MNISTClassifier):
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 7))
 
 
+class _Pair(nn.Module):
+    """Returns logits with the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(images.flatten(1)), images
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (
+            None,
+            "build_network of Own returned NoneType, expected the network, an nn.Module: end it with return network",
+        ),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(784, 5)),
+            r"of shape \(\d+, 5\) for a batch, expected \(batch, 10\), a colu",
+        ),
+        (nn.Sequential(nn.Flatten(), nn.Linear(784, 12)), r"of shape \(\d+, 12\) for a batch, expected \(batch, 10\)"),
+        (nn.Conv2d(1, 10, 1), r"of shape \(\d+, 10, 28, 28\) for a batch, expected \(batch, 10\)"),
+        (_Pair(), r"returns a tuple, expected a tensor of logits of shape \(batch, 10\): return that tensor only"),
+    ],
+)
+def test_a_network_without_a_column_for_each_class_is_refused(tmp_path: Path, network: Any, message: str):
+    class Own(MNISTClassifier):
+        def build_network(self) -> nn.Module:
+            return network
+
+    with pytest.raises(UserError, match=message) as caught:
+        fit(Own, dataset="digits", max_steps=1, num_sanity_val_steps=0, verbose=False, run_dir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_constructor_that_takes_nothing_of_what_the_data_decide_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"takes no `num_classes`, which is 10 .* 7 in Narrow: give it \*\*kwargs"):
         fit(Narrow, dataset="digits", max_epochs=1, verbose=False, run_dir=tmp_path)
