@@ -274,6 +274,9 @@ class StepMetrics(OneLightningCallback):
         self._logged = False
         """Whether something was logged in this epoch."""
         self._since = 0.0
+        """Time of the last log, later by the seconds of validations since."""
+        self._epoch_since = math.nan
+        """The same of the start of the epoch; NaN in an epoch that is resumed."""
         self._checked_step = 0
         self._handles: Sequence[RemovableHandle] = ()
         self._saved: dict[str, Any] | None = None
@@ -291,6 +294,7 @@ class StepMetrics(OneLightningCallback):
         self._saved = None
         self._norms = {}
         self._since = time.monotonic()
+        self._epoch_since = math.nan
         # An earlier version counted the steps of all optimizers here.
         self._begin_interval(trainer, min(saved.get("update", math.inf), updates_made(trainer)))
         self._logged = saved.get("logged", False)
@@ -316,15 +320,19 @@ class StepMetrics(OneLightningCallback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._logged = False
+        self._epoch_since = time.monotonic()
         self.losses.has_losses = False
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since -= time.monotonic()  # With the next hook: the interval leaves out the validation's time.
+        # With the next hook: interval and epoch leave out the validation's time.
+        self._since -= time.monotonic()
+        self._epoch_since -= time.monotonic()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.monotonic()
+        self._epoch_since += time.monotonic()
 
     def _begin_interval(self, trainer: pl.Trainer, updates: int) -> None:
         every = log_interval(trainer)
@@ -373,6 +381,9 @@ class StepMetrics(OneLightningCallback):
         speed: dict[str, float] = {}
         if trainer.is_last_batch:
             means |= self.losses.means(totals[1], "_epoch")
+            if totals[1][1] and not math.isnan(self._epoch_since):
+                seconds = max(1e-9, time.monotonic() - self._epoch_since)
+                speed[f"train/{self.targets}_per_second_epoch"] = totals[1][1] / seconds
             self.losses.sums[1].zero_()
             if self.losses.has_losses and not means:
                 raise RunFailedError(
@@ -476,7 +487,8 @@ class TrainLoss(StepMetrics):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
     It also logs the accuracy, if `training_step` returns the number of correct targets, and the targets per second of
-    training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch".
+    training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch";
+    an epoch that is resumed has no mean speed.
 
     Runs on: `setup`, where it installs `UpdateLoop`; every training batch, where it keeps references to the loss and
     the number of correct targets. `training_step` returns them as ``loss`` and ``correct``, and may add the

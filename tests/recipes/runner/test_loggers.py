@@ -127,8 +127,10 @@ def test_the_summary_has_a_row_for_each_epoch_without_empty_cells(tmp_path: Path
     assert not any(name.endswith("_epoch") or name.startswith("test/") for name in rows[0])
     logged = [row["train/loss_epoch"] for row in _rows(tmp_path / "runs" / "quadrants" / "a" / "metrics.csv")]
     assert [row["train/loss"] for row in rows] == [mean for mean in logged if mean]
-    resumed = _rows(tmp_path / "other" / "quadrants" / "a" / "summary.csv")
     timed = "train/samples_per_second"
+    speeds = [row[f"{timed}_epoch"] for row in _rows(tmp_path / "runs" / "quadrants" / "a" / "metrics.csv")]
+    assert [row[timed] for row in rows] == [speed for speed in speeds if speed], "that of the epoch, not of its end"
+    resumed = _rows(tmp_path / "other" / "quadrants" / "a" / "summary.csv")
     assert [{**row, timed: ""} for row in resumed] == [{**row, timed: ""} for row in rows]
     assert [row["updates"] for row in _rows(tmp_path / "runs" / "quadrants" / "b" / "summary.csv")] == ["3"]
 
