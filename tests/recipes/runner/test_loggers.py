@@ -194,7 +194,8 @@ def test_writing_a_graph_leaves_modes_and_random_numbers_as_they_are(tmp_path: P
     next(recipe.network.children()).eval()
     modes = [module.training for module in recipe.modules()]
     state = torch.get_rng_state()
-    log_settings(loggers(tmp_path, None, ["tensorboard"]), {}, recipe)
+    log_settings(made := loggers(tmp_path, None, ["tensorboard"]), {}, recipe)
+    made[0].finalize("success")  # Events are written by a thread.
     assert EventAccumulator(str(tmp_path)).Reload().Tags()["graph"]
     assert [module.training for module in recipe.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
