@@ -253,12 +253,12 @@ class Classifier(Recipe):
         preprocessing = data_contract(self.data_module()).preprocessing()
         return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
 
-    def explain(self, mistakes: tuple[Tensor, Tensor] | None) -> Explanation | None:
-        """Return what explains the mistakes of an evaluation on this rank; called on all ranks after an evaluation.
+    def explain(self, images: Tensor, classes: Tensor) -> Explanation | None:
+        """Return what explains the mistakes of an evaluation; called on all ranks with the same mistakes.
 
         Args:
-            mistakes: images as the network got them, of shape (n, channels, height, width), and the predicted classes,
-                int64 of shape (n,); None without a mistake.
+            images: images as the network got them, of shape (n, channels, height, width), on the CPU.
+            classes: the predicted classes, int64 of shape (n,).
         """
         return None
 

@@ -1,13 +1,13 @@
 """Show images of a classifier as its network sees them: a training batch, and the most confident mistakes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recipes.figures.images import LARGEST_SIDE, ImageGrid, displayed
+from callbacks.lib.ranks import gather
+from recipes.figures.images import ImageGrid, displayed
 
 MAX_IMAGES = 24
 """How many images a grid shows."""
@@ -99,28 +99,16 @@ class MistakeImages:
             kept = (images[best], rows[best], positions[best])
         self.kept = kept
 
-    def wrong(self) -> tuple[Tensor, Tensor] | None:
-        """Return the images of mistakes as the network got them, and the predicted classes; None without a mistake."""
-        if self.kept is None:
-            return None
-        images, rows, _ = self.kept
-        is_wrong = rows[:, 2] >= 0
-        if not is_wrong.any():
-            return None
-        return images[is_wrong], rows[is_wrong, 1].long()
-
-    def displayed(
-        self, numbers: Tensor | None, preprocessing: nn.Module | None, explanation: Explanation | None = None
-    ) -> "ShownMistakes | None":
-        """Return the images as bytes of shape (kept, channels, height, width), and their rows with sample numbers.
+    def mistakes(self, numbers: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return the images of the mistakes as the network got them, and a row for each.
 
         Args:
             numbers: numbers of this rank's samples in the data set, int64 of shape (n,).
-            preprocessing: the normalisation to undo.
-            explanation: what explains the mistakes, in the order of `wrong`.
 
         Returns:
-            None without a mistake, or if the samples have no numbers.
+            Images of shape (m, channels, height, width); and sample number, true and predicted class and probability of
+            the predicted class, float64 of shape (m, 4), on the CPU. None without a mistake, or if the samples have no
+            numbers.
         """
         if self.kept is None or numbers is None or len(numbers) < self.seen:
             return None
@@ -128,74 +116,76 @@ class MistakeImages:
         is_wrong = rows[:, 2] >= 0
         if not is_wrong.any():
             return None
-        is_explained = explanation is not None and explanation.images.shape[1] > 0
-        # All kept images are converted: without a known normalisation, their common range becomes that of bytes.
-        shown = displayed(images, preprocessing, EXPLAINED_SIDE if is_explained else LARGEST_SIDE)[is_wrong.cpu()]
         numbers = numbers[positions[is_wrong].cpu()].double().unsqueeze(1)
-        return ShownMistakes(shown, torch.cat((numbers, rows[is_wrong].cpu().double()), 1), explanation)
+        return images[is_wrong], torch.cat((numbers, rows[is_wrong].cpu().double()), 1)
 
 
-class ShownMistakes(NamedTuple):
-    """Mistakes of a rank: images as bytes; number, true and predicted class and probability; and what explains them."""
+def most_confident(of_rank: tuple[Tensor, Tensor] | None, rank: int) -> tuple[Tensor, Tensor] | None:
+    """Return the 24 most confident mistakes of all ranks, the same on each; a collective call.
 
-    images: Tensor
-    rows: Tensor
-    explanation: Explanation | None = None
+    Args:
+        of_rank: the result of `MistakeImages.mistakes`.
+        rank: number of this process.
+
+    Returns:
+        The images and their rows, the most confident first, on the CPU; None without a mistake.
+    """
+    rows_of_ranks = gather(None if of_rank is None else (of_rank[1], of_rank[0].shape[1:]))
+    if len({shape for _, shape in filter(None, rows_of_ranks)}) != 1:
+        return None
+    candidates = []
+    for number, entry in enumerate(rows_of_ranks):
+        if entry is not None:
+            candidates += [(row, number, index) for index, row in enumerate(entry[0].tolist())]
+
+    def by_confidence(candidate: tuple[list[float], int, int]) -> tuple[float, float]:
+        # By number in case of equal probabilities, so that the order does not depend on the number of ranks.
+        row = candidate[0]
+        return -row[3], row[0]
+
+    best = sorted(candidates, key=by_confidence)[:MAX_IMAGES]
+    chosen = [index for _, number, index in best if number == rank]
+    images_of_ranks = gather(None if of_rank is None else of_rank[0][chosen].cpu())
+    images = {number: iter(images) for number, images in enumerate(images_of_ranks) if images is not None}
+    rows = torch.tensor([row for row, _, _ in best], dtype=torch.float64)
+    return torch.stack([next(images[number]) for _, number, _ in best]), rows
 
 
 def mistakes_grid(
-    of_ranks: Sequence[ShownMistakes | None],
+    images: Tensor,
+    rows: Tensor,
     class_names: Sequence[str],
     sample_names: Sequence[str],
     part: str,
-) -> ImageGrid | None:
-    """Return a grid of the most confident mistakes of all ranks; None without a mistake.
+    preprocessing: nn.Module | None = None,
+    explanation: Explanation | None = None,
+) -> ImageGrid:
+    """Return a grid of mistakes, each with the images that explain it beside it.
 
     Args:
-        of_ranks: the result of `MistakeImages.displayed` on each rank.
+        images: images as the network got them, of shape (n, channels, height, width).
+        rows: sample number, true and predicted class and probability of the predicted class, of shape (n, 4).
         class_names: the names of the classes by label.
         sample_names: the names of the samples by number; if empty, captions have the numbers.
         part: the evaluated part of the data, such as "test".
+        preprocessing: the normalisation to undo.
+        explanation: what explains the mistakes.
     """
-    shown = [mistakes for mistakes in of_ranks if mistakes is not None]
-    if not shown or len({mistakes.images.shape[1:] for mistakes in shown}) > 1:
-        return None
-    images = torch.cat([mistakes.images for mistakes in shown])
-    rows = torch.cat([mistakes.rows for mistakes in shown]).tolist()
-
-    def by_confidence(index: int) -> tuple[float, float]:
-        # By number in case of equal probabilities, so that the order does not depend on the number of ranks.
-        return -rows[index][3], rows[index][0]
-
-    order = sorted(range(len(rows)), key=by_confidence)[:MAX_IMAGES]
     captions = []
-    for index in order:
-        number, true, predicted, probability = rows[index]
+    for number, true, predicted, probability in rows.tolist():
         name = str(sample_names[int(number)]).rpartition("/")[2] if sample_names else f"sample {int(number):,}"
         prediction = f"{class_names[int(predicted)]} ({100 * probability:.0f} %)"
         captions.append((prediction, f"is {class_names[int(true)]}", name))
+    title = f"Mistakes, {part}"
     note = "What the network said and how surely, what is true, and the sample; the most confident mistakes first."
-    grid = ImageGrid(f"Mistakes, {part}", images[order], captions, note)
-    explanations = [mistakes.explanation for mistakes in shown if mistakes.explanation is not None]
-    return _explained(grid, explanations, order) if explanations else grid
-
-
-def _explained(grid: ImageGrid, explanations: Sequence[Explanation], order: Sequence[int]) -> ImageGrid:
-    """Return a grid with the images that explain each of its images beside it.
-
-    Args:
-        order: the positions of the grid's images in the explanations of all ranks.
-    """
-    note = " ".join(filter(None, (grid.note, explanations[0].note)))
-    if not explanations[0].images.shape[1]:
-        return replace(grid, note=note)
-    beside = torch.cat([explanation.images for explanation in explanations])[order]
-    captions_beside = [captions for explanation in explanations for captions in explanation.captions]
-    images = grid.images.unsqueeze(1)
-    if images.shape[2] != beside.shape[2]:
-        images = images.expand(-1, -1, beside.shape[2], -1, -1)
-    captions = []
-    for caption, index in zip(grid.captions, order, strict=True):
-        captions += [caption, *captions_beside[index]]
-    together = torch.cat((images, beside), 1)
-    return replace(grid, images=together.flatten(0, 1), captions=captions, note=note, group=together.shape[1])
+    if explanation is not None:
+        note = f"{note} {explanation.note}".rstrip()
+    if explanation is None or not explanation.images.shape[1]:
+        return ImageGrid(title, displayed(images, preprocessing), captions, note)
+    shown = displayed(images, preprocessing, EXPLAINED_SIDE)[:, :3].unsqueeze(1)
+    beside = explanation.images
+    together = torch.cat((shown.expand(-1, -1, beside.shape[2], -1, -1), beside), 1)
+    lines = [
+        line for caption, others in zip(captions, explanation.captions, strict=True) for line in (caption, *others)
+    ]
+    return ImageGrid(title, together.flatten(0, 1), lines, note, together.shape[1])

@@ -14,7 +14,7 @@ from datamodules.loading.loaders import EvaluationSampling, sample_numbers
 from recipes.figures.images import Picture
 from recipes.figures.plots import confusion_plot
 from recipes.labels import as_classes
-from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid
+from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, most_confident
 
 
 class ResultTable(NamedTuple):
@@ -178,11 +178,12 @@ class EvaluationTables(pl.Callback):
             names = ()  # The names belong to the data module's own loader, which another one has replaced.
         mistakes_of_rank = _mistakes(self.samples, numbers) if numbers is not None else None
         preprocessing = data_contract(pl_module.data_module()).preprocessing()
-        explanation = pl_module.explain(self.images.wrong())
-        images = gather(self.images.displayed(numbers, preprocessing, explanation))
         self.figures.pop("mistakes", None)
-        grid = mistakes_grid(images, pl_module.class_names, names, title)
-        if grid:
+        shown = most_confident(self.images.mistakes(numbers), trainer.global_rank)
+        if shown is not None:
+            images, rows = shown
+            explanation = pl_module.explain(images, rows[:, 2].long())
+            grid = mistakes_grid(images, rows, pl_module.class_names, names, title, preprocessing, explanation)
             self.figures["mistakes"] = grid
         self.samples = []
         self.images = MistakeImages()

@@ -175,8 +175,9 @@ def affordable(total: int, passes: float) -> int:
 class MistakeExplainer:
     """Explains mistakes of a recipe by Grad-CAM and by the nearest of at most 2,000 evenly spaced training images.
 
-    The ranks share the training images, and each explains its own mistakes: the same images on any number of devices.
-    The features of the training images are computed once for the same weights.
+    The ranks share the training images, in batches that do not depend on the number of ranks, and each explains all
+    mistakes in one batch: the images are the same on any number of devices. The features of the training images are
+    computed once for the same weights.
 
     Args:
         recipe: a classifier with ``network``, ``example_input_array`` and the setting ``explain_mistakes``.
@@ -189,8 +190,8 @@ class MistakeExplainer:
         self._weights = 0
         self._training: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def explain(self, mistakes: tuple[Tensor, Tensor] | None) -> Explanation | None:
-        """Return the explanation of this rank's mistakes, as `Classifier.explain`; a collective call."""
+    def explain(self, images: Tensor, classes: Tensor) -> Explanation | None:
+        """Return the explanation of mistakes, as `Classifier.explain`; a collective call."""
         wanted = self.recipe.hparams.explain_mistakes
         total = data_contract(self.recipe.data_module()).sizes.get("train", 0)
         count = min(_MOST_SEARCHED, total)
@@ -203,7 +204,7 @@ class MistakeExplainer:
                 note = f"Grad-CAM and training images beside them would take over 3 % of the run: {setting} shows them."
                 return Explanation(torch.zeros(0, 0), (), note)
             wanted = bool(count)
-        return self._explained(mistakes, count) if wanted else None
+        return self._explained(images, classes, count) if wanted else None
 
     def _passes_of_run(self) -> float:
         """Return the passes of `affordable`; 0 without training."""
@@ -216,18 +217,14 @@ class MistakeExplainer:
         passes_of_sample = 1 if only_head_trains else 2
         return self.epochs * (passes_of_sample * sizes["train"] + sizes.get("val", 0))
 
-    def _explained(self, mistakes: tuple[Tensor, Tensor] | None, count: int) -> Explanation:
-        example = self.recipe.example_input_array
-        # A rank without a mistake takes its share of the training images.
-        images, classes = mistakes or (example[:0], torch.zeros(0, dtype=torch.int64))
+    def _explained(self, images: Tensor, classes: Tensor, count: int) -> Explanation:
         preprocessing = data_contract(self.recipe.data_module()).preprocessing()
         # Lightning evaluates in inference mode, whose tensors have no gradients.
         with torch.inference_mode(False), self.recipe.trainer.precision_plugin.forward_context():
-            images = images.clone()
-            pixels = torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-            if len(images):
-                pixels = displayed(images, preprocessing, EXPLAINED_SIDE)
-            heat = self._grad_cam(images, classes.clone(), pixels)
+            pixels = displayed(images, preprocessing, EXPLAINED_SIDE)
+            images = images.to(self.recipe.device, copy=True)
+            classes = classes.to(self.recipe.device, copy=True)
+            heat = self._grad_cam(images, classes, pixels)
             similar = self._nearest(images, count, pixels, preprocessing)
         captions = [[*first, *second] for first, second in zip(heat.captions, similar.captions, strict=True)]
         note = " ".join(filter(None, (heat.note, similar.note)))
@@ -246,14 +243,10 @@ class MistakeExplainer:
         if not layer:
             reason = f"{self.recipe.hparams.arch} has no map of (channels, height, width) before its pooling"
             return _nothing(pixels, f"Grad-CAM is left out: {reason}.")
-        drawn = [pixels[:0]]
-        captions = []
-        # One by one, so that the bits do not depend on how many mistakes a device has.
-        for image, number, shown in zip(images.split(1), classes.split(1), pixels.split(1), strict=True):
-            drawn.append(overlay(shown, grad_cam(network, layer, image, number)))
-            captions.append([("Grad-CAM", f"of {self.recipe.class_names[int(number)]}")])
+        drawn = overlay(pixels, grad_cam(network, layer, images, classes))
+        captions = [[("Grad-CAM", f"of {self.recipe.class_names[number]}")] for number in classes.tolist()]
         note = f"In orange: what raised the predicted class, in {layer} (Grad-CAM, Selvaraju et al., 2017)."
-        return Explanation(torch.cat(drawn).unsqueeze(1), captions, note)
+        return Explanation(drawn.unsqueeze(1), captions, note)
 
     def _nearest(self, images: Tensor, count: int, pixels: Tensor, preprocessing: nn.Module | None) -> Explanation:
         """Return the nearest training images of each mistake; a collective call."""
@@ -273,9 +266,7 @@ class MistakeExplainer:
             f"Then the nearest of {of_total}the {total:,} training images, by the cosine of the features before the"
             " head."
         )
-        if not len(images):
-            return _nothing(pixels, note)
-        features = torch.cat([features_before_head(network, image) for image in images.split(1)])
+        features = features_before_head(network, images)
         cosines, rows = nearest(features.cpu(), candidates, _NEAREST)
         neighbors = numbers[rows]
         chosen = neighbors.unique()

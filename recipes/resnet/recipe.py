@@ -208,9 +208,9 @@ class ResNetFineTuner(Classifier):
         return callbacks
 
     @override
-    def explain(self, mistakes: tuple[Tensor, Tensor] | None) -> Explanation | None:
+    def explain(self, images: Tensor, classes: Tensor) -> Explanation | None:
         """Return Grad-CAM and the nearest training images of each mistake, if `explain_mistakes` asks for them."""
-        return self._explainer.explain(mistakes)
+        return self._explainer.explain(images, classes)
 
     @override
     def on_fit_start(self) -> None:

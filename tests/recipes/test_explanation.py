@@ -60,6 +60,18 @@ def test_grad_cam_of_pooled_channels_is_the_class_activation_map() -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
+def test_a_channel_weighs_as_the_mean_of_its_gradient_over_positions() -> None:
+    torch.manual_seed(1)
+    # Without pooling the gradients of a channel differ from position to position: they are the weights of the head.
+    network = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 49, 4)).eval()
+    images = torch.randn(3, 3, 9, 9)
+    classes = torch.tensor([3, 1, 2])
+    weights = network[3].weight[classes].view(3, 6, 7, 7).mean((2, 3), keepdim=True)
+    expected = (weights * network[:2](images)).sum(1).relu()
+    expected = expected / expected.amax((1, 2), keepdim=True).clamp(min=1e-12)
+    assert torch.allclose(grad_cam(network, "1", images, classes), expected.detach(), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arch", "side", "layer"),
     [

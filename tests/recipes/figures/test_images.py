@@ -6,7 +6,7 @@ from PIL import Image
 from datamodules.images.augmentation import Normalise
 from datamodules.images.mnist import MNISTDataModule
 from recipes.figures.images import ImageGrid, displayed
-from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, training_grid
+from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, most_confident, training_grid
 from recipes.mnist import MNISTClassifier
 from recipes.runner.report import figures_of
 from tests.support.ranks import run_ranks
@@ -58,10 +58,9 @@ def test_the_most_confident_mistakes_of_all_batches_are_kept() -> None:
         probabilities = torch.arange(8) / 100 + batch / 10
         true, predicted = torch.zeros(8), (torch.arange(8) % 2).float()
         kept.add(images, torch.stack((true, predicted, probabilities), 1))
-    found = kept.displayed(torch.arange(1000, 1080), Normalise([0.0], [1.0]))
-    assert found is not None
-    grid = mistakes_grid([None, found], ["a", "b"], (), "test")
-    assert grid is not None
+    shown = most_confident(kept.mistakes(torch.arange(1000, 1080)), rank=0)
+    assert shown is not None
+    grid = mistakes_grid(*shown, ["a", "b"], (), "test", Normalise([0.0], [1.0]))
     # Every second sample is a mistake; the last ones are the surest.
     assert grid.captions[0] == ("b (97 %)", "is a", "sample 1,079")
     assert grid.captions[23] == ("b (41 %)", "is a", "sample 1,033")
