@@ -84,7 +84,7 @@ class ImageFolderDataModule(ImageDataModule):
         predict_inputs: OneCall[Sequence[str] | None] = None,
     ) -> None:
         data_dir = checked_place(dataset, data_dir, FilePipeline.sets)
-        name = dataset
+        name: str = dataset
         if dataset == "auto":
             name = "folder" if data_dir else "digits"
             name = ARCHIVES.get(Path(data_dir or "").name, name)

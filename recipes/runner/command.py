@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from datamodules.errors import flag_of
@@ -322,3 +323,20 @@ def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
         f"  {program} test --ckpt runs/{page.title}/NAME/checkpoints/best.ckpt",
     ]
     return "\n".join(lines)
+
+
+def with_typed_value(message: str, arguments: Sequence[str]) -> str:
+    """Return an error of jsonargparse about a value with the text that was typed: it has the number that was read.
+
+    Example:
+        >>> with_typed_value('Parser key "batch_size": wrong. Given value: 1000.0', ["--batch_size", "1e3"])
+        'Parser key "batch_size": wrong. Given value: 1e3'
+    """
+    wrong_type = re.match(r'Parser key "(\w+)[.\w]*".*(?:Got|Given) value: ', message, re.DOTALL)
+    if wrong_type is None:
+        return message
+    for argument, following in pairwise([*arguments, ""]):
+        flag, equals, value = argument.partition("=")
+        if flag == f"--{wrong_type[1]}":
+            return wrong_type[0] + (value if equals else following)
+    return message

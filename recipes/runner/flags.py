@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ from recipes.runner.command import (
     switch_values,
     takes_list,
     type_name,
+    with_typed_value,
 )
 from recipes.runner.hints import FURTHER, nearest, unknown_flag, valid_names
 from recipes.runner.launch import LaunchSettings
@@ -107,20 +108,6 @@ def _one_line(message: str) -> str:
 
 def _is_flag(arg: str) -> bool:
     return re.match(r"--\w", arg) is not None
-
-
-def _typed_value(arguments: Sequence[str], name: str) -> str:
-    """Return the text that was typed as the value of a flag; an empty text if there is none.
-
-    Example:
-        >>> _typed_value(["--lr=1", "--batch_size", "1e3"], "batch_size")
-        '1e3'
-    """
-    for argument, following in pairwise([*arguments, ""]):
-        flag, equals, value = argument.partition("=")
-        if flag == f"--{name}":
-            return value if equals else following
-    return ""
 
 
 class FlagParser(ArgumentParser):
@@ -207,7 +194,8 @@ class FlagParser(ArgumentParser):
         try:
             typed = self.parse_args(arguments, defaults=False).as_dict()
         except Exception as error:
-            raise UserError(self._explain(str(error), takes_inputs=takes_inputs, arguments=arguments)) from error
+            message = with_typed_value(str(error), arguments)
+            raise UserError(self._explain(message, takes_inputs=takes_inputs)) from error
         inputs = typed.pop("inputs", None) or ()
         return Given(typed, files, inputs)
 
@@ -375,22 +363,13 @@ class FlagParser(ArgumentParser):
                 joined += group
         return joined
 
-    def _explain(
-        self,
-        message: str,
-        source: str = "",
-        *,
-        of_program: bool = False,
-        takes_inputs: bool = False,
-        arguments: Sequence[str] = (),
-    ) -> str:
+    def _explain(self, message: str, source: str = "", *, of_program: bool = False, takes_inputs: bool = False) -> str:
         """Return an error of jsonargparse in one line, with the type as the help names it.
 
         Args:
             source: the file with the setting, or another name for its origin; empty for flags.
             of_program: the setting is an argument of `recipes.fit`.
             takes_inputs: arguments that are not flags are inputs of the command.
-            arguments: the command line, whose values are shown as they were typed.
         """
         unrecognized = re.match("unrecognized arguments: (.*)", message)
         if unrecognized:
@@ -404,8 +383,6 @@ class FlagParser(ArgumentParser):
         wrong_type = re.match(r'Parser key "(\w+)[.\w]*".*(?:Got|Given) value: (.*)', message, re.DOTALL)
         if wrong_type:
             name, value = wrong_type.groups()
-            # jsonargparse shows the number that it has read.
-            value = _typed_value(arguments, name) or value
             setting = f"{flag_of(name)} {value}"
             if source:
                 setting = f"{source}: {name}: {value}"
