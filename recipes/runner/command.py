@@ -40,22 +40,6 @@ _COLUMN = 34
 """The column at which the texts of the flags begin."""
 
 
-def as_typed(message: str, arguments: Sequence[str]) -> str:
-    """Return an error of jsonargparse with the value that was typed, in place of the number that it has read.
-
-    Example:
-        >>> as_typed('Parser key "lr": not a rate. Got value: 1000.0', ["--lr", "1e3"])
-        'Parser key "lr": not a rate. Got value: 1e3'
-    """
-    key = re.match(r'Parser key "(\w+)', message)
-    for argument, following in pairwise([*arguments, ""]):
-        flag, equals, value = argument.partition("=")
-        if key and flag == f"--{key[1]}":
-            problem = re.split(r"(?<=Got value: )|(?<=Given value: )", message, maxsplit=1)[0]
-            return problem + (value if equals else following)
-    return message
-
-
 @dataclass(frozen=True)
 class Command:
     """What the user typed, to be printed with other flags.
@@ -339,3 +323,20 @@ def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
         f"  {program} test --ckpt runs/{page.title}/NAME/checkpoints/best.ckpt",
     ]
     return "\n".join(lines)
+
+
+def with_typed_value(message: str, arguments: Sequence[str]) -> str:
+    """Return an error of jsonargparse about a value with the text that was typed: it has the number that was read.
+
+    Example:
+        >>> with_typed_value('Parser key "batch_size": wrong. Given value: 1000.0', ["--batch_size", "1e3"])
+        'Parser key "batch_size": wrong. Given value: 1e3'
+    """
+    wrong_type = re.match(r'Parser key "(\w+)[.\w]*".*(?:Got|Given) value: ', message, re.DOTALL)
+    if wrong_type is None:
+        return message
+    for argument, following in pairwise([*arguments, ""]):
+        flag, equals, value = argument.partition("=")
+        if flag == f"--{wrong_type[1]}":
+            return wrong_type[0] + (value if equals else following)
+    return message

@@ -32,7 +32,6 @@ from recipes.runner.command import (
     HelpEntry,
     HelpPage,
     allows_none,
-    as_typed,
     flag_type,
     help_text,
     is_switch,
@@ -40,6 +39,7 @@ from recipes.runner.command import (
     switch_values,
     takes_list,
     type_name,
+    with_typed_value,
 )
 from recipes.runner.hints import FURTHER, nearest, unknown_flag, valid_names
 from recipes.runner.launch import LaunchSettings
@@ -194,7 +194,8 @@ class FlagParser(ArgumentParser):
         try:
             typed = self.parse_args(arguments, defaults=False).as_dict()
         except Exception as error:
-            raise UserError(self._explain(as_typed(str(error), arguments), takes_inputs=takes_inputs)) from error
+            message = with_typed_value(str(error), arguments)
+            raise UserError(self._explain(message, takes_inputs=takes_inputs)) from error
         inputs = typed.pop("inputs", None) or ()
         return Given(typed, files, inputs)
 
