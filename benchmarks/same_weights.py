@@ -1,179 +1,348 @@
-"""The picture on the first page: one training on 1, 2 and 4 processes, by stock Lightning and with our callbacks.
+"""The drift table: one training in many layouts, by our recipes, with our callbacks, and in four other programs.
 
-    python -m benchmarks.same_weights              # trains and prints a hash for each run; writes nothing
-    python -m benchmarks.same_weights --threads 2  # the same on two threads in each process
-    python -m benchmarks.same_weights --write      # also writes results/same-weights.json and docs/same-weights.svg
-    python -m benchmarks.same_weights --draw       # draws the measured figures again
+    python -m benchmarks.same_weights               # trains everything and prints a line for each run; writes nothing
+    python -m benchmarks.same_weights --only mnist "HF Trainer"  # some recipes and programs
+    python -m benchmarks.same_weights --threads 2   # the same on two threads in each process
+    python -m benchmarks.same_weights --write       # also keeps each run in results/same-weights.json, and draws
+    python -m benchmarks.same_weights --draw        # draws and writes the tables of the measured figures again
 
-Each program trains a small convolutional network with BatchNorm and dropout on the bundled digits, in updates of 128
-samples: four micro-batches of 32. The fourth run of each is stopped in mid-epoch on 2 processes and resumed on 4. The
-data set, the network, its initial weights, the optimizer, the stock `DataLoader` and the Trainer are the same in both.
-Stock Lightning has what it offers: `seed_everything(1, workers=True)`, `accumulate_grad_batches`, `ModelCheckpoint`.
+A layout is a number of processes, a number of loader workers, whole or stopped after 45 of 100 updates and resumed, and
+for the recipes folder or archive. Each run ends with a loss on held-out data and the SHA-256 of weights and buffers.
+A measurement with ``--write`` that was interrupted goes on where it was: runs are kept as they end. What is drawn are
+the recipes and programs that have been measured.
 
-Lightning starts the processes, and OMP_NUM_THREADS is not set: both programs call `torch.set_num_threads`, and
-Lightning's launcher then sets cores // processes in each process.
+The programs train a small convolutional network with BatchNorm and dropout on the bundled digits; what they have in
+common, and the settings of each, stand in ``benchmarks/contenders/same_training.py``. The recipes run through their
+command lines. Lightning and Fabric start their processes, OMP_NUM_THREADS is not set, and all programs call
+`torch.set_num_threads`; Lightning's launcher then sets cores // processes in each process.
 """
 
 import argparse
 import datetime
-import hashlib
 import json
+import os
 import sys
 import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.drift_page import drift_picture, with_tables
 from benchmarks.harness.loss_picture import picture
-from benchmarks.harness.processes import ROOT, answer_of
+from benchmarks.harness.processes import ROOT, answer_of, run_module
 
 RESULTS = ROOT / "benchmarks" / "results" / "same-weights.json"
 PICTURE = ROOT / "docs" / "same-weights.svg"
-
-EPOCHS = 6
-MICRO_BATCH = 32
-MICRO_BATCHES = 4
-STOP = 30
-"""Number of updates after which the fourth run is stopped, within an epoch."""
-
-RUNS = {"1 process": (1, None), "2 processes": (2, None), "4 processes": (4, None), "2, stopped, then 4": (2, 4)}
-"""Number of processes of each run, and of its resumption."""
+DRIFT_PICTURE = ROOT / "docs" / "scaling" / "drift.svg"
+PAGE = ROOT / "docs" / "scaling" / "drift.md"
+DRAWN_PROGRAMS = ("stock Lightning", "lightning-recipes")
+DRAWN_RUNS = ("1 process", "2 processes", "4 processes", "2, stopped, then 4")
+"""Runs whose losses after each update are drawn on the first page."""
 
 
-def train(ours: bool, processes: int, threads: int, folder: Path, stop: bool, resume: bool) -> dict[str, Any]:
-    """Train on this rank, and return the held-out loss after each update and the SHA-256 of weights and buffers.
+@dataclass(frozen=True)
+class Layout:
+    """How one training is run.
 
     Args:
-        ours: whether to use our callbacks instead of stock Lightning.
         processes: number of processes.
-        threads: number of threads that the program sets.
-        folder: folder of the checkpoint.
-        stop: whether to stop after `STOP` updates, with a checkpoint.
-        resume: whether to resume from that checkpoint.
+        then: number of processes that resume the run after its stop; None: it is not stopped.
+        workers: number of worker processes of each loader.
+        zipped: whether a recipe reads its data from an archive.
     """
-    import lightning.pytorch as pl
-    import torch
-    import torch.nn.functional as F
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
 
-    from callbacks import ExactCheckpoint, GradientAccumulation, SeedControl
-    from datamodules import bundled_digits
+    processes: int
+    then: int | None = None
+    workers: int = 0
+    zipped: bool = False
 
-    images, labels = map(torch.from_numpy, bundled_digits())
-    images = images.float().unsqueeze(1)
-    held_out = images[1400:], labels[1400:]
+    @property
+    def name(self) -> str:
+        """Name in tables, as in "2, 2 workers, stopped, then 4"."""
+        parts = [str(self.processes)]
+        if self.zipped:
+            parts.append("zip")
+        if self.workers:
+            parts.append(f"{self.workers} workers")
+        if self.then is not None:
+            parts.append("stopped")
+        if self.then not in (None, self.processes):
+            parts.append(f"then {self.then}")
+        if len(parts) == 1:
+            parts[0] += " process" if self.processes == 1 else " processes"
+        return ", ".join(parts)
 
-    class Digits(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = nn.Sequential(
-                nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Dropout(0.25), nn.Linear(576, 10)
-            )
-            self.losses: list[float] = []
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            inputs, targets = batch
-            return F.cross_entropy(self.network(inputs), targets)
+def _by_name(*layouts: Layout) -> dict[str, Layout]:
+    return {layout.name: layout for layout in layouts}
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            # Lightning calls this after each micro-batch, the update loop after each update.
-            if self.global_step == len(self.losses) + STOP * resume:
-                return
-            self.network.eval()
-            with torch.no_grad():
-                self.losses.append(float(F.cross_entropy(self.network(held_out[0]), held_out[1])))
-            self.network.train()
-            if stop and self.global_step == STOP:
-                self.trainer.should_stop = True
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+PROCESSES = (1, 2, 4)
+RUNS = _by_name(
+    *(Layout(processes) for processes in PROCESSES),
+    Layout(2, then=4),
+    *(Layout(processes, workers=2) for processes in PROCESSES),
+    *(Layout(processes, then=processes) for processes in PROCESSES),
+    *(Layout(processes, then=processes, workers=2) for processes in PROCESSES),
+)
+"""The layouts of each program, by their names."""
 
-    torch.set_num_threads(threads)
-    options: dict[str, Any] = {}
-    callbacks: list[pl.Callback] = []
-    saving: pl.Callback
-    if ours:
-        batch = MICRO_BATCH * MICRO_BATCHES
-        callbacks = [SeedControl(seed=1), GradientAccumulation(global_batch_size=batch)]
-        saving = ExactCheckpoint(folder, every_n_train_steps=STOP)
-    else:
-        pl.seed_everything(1, workers=True, verbose=False)
-        options["accumulate_grad_batches"] = MICRO_BATCHES // processes
-        saving = ModelCheckpoint(folder, every_n_train_steps=STOP)
-    if stop:
-        callbacks.append(saving)
-    model = Digits()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=processes,
-        strategy="ddp" if processes > 1 else "auto",
-        max_epochs=EPOCHS,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=stop,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
+RECIPE_RUNS = _by_name(
+    *(
+        Layout(processes, then, workers, zipped)
+        for zipped in (False, True)
+        for workers in (0, 2)
+        for processes, then in ((1, None), (2, None), (4, None), (1, 2), (2, 4), (4, 1))
     )
-    loader = DataLoader(TensorDataset(images[:1400], labels[:1400]), batch_size=MICRO_BATCH, shuffle=True)
-    saved = next(folder.glob("*.ckpt")) if resume else None
-    trainer.fit(model, loader, ckpt_path=saved, weights_only=True)
-    weights = b"".join(value.numpy().tobytes() for value in model.network.state_dict().values())
-    return {"losses": model.losses, "sha256": hashlib.sha256(weights).hexdigest(), "rank": trainer.global_rank}
+)
+"""The layouts of a recipe: a stopped run is resumed on another number of processes."""
+
+RECIPES = {
+    "mnist": "--data-dir digits --batch-size 32 --global-batch-size 128",
+    "resnet": "--data-dir digits --arch resnet20 --weights none --image-size 32 --batch-size 8 --global-batch-size 32",
+    "seq2seq": "--data-file pairs.tsv --hidden-size 64 --batch-size 16 --global-batch-size 64 --beam 1",
+}
+"""The flags of each recipe, which reads the bundled digits as images or the bundled sentences as a file of pairs."""
+NAMES = (*RECIPES, "lightning-recipes", "stock Lightning", "Fabric", "Accelerate", "HF Trainer")
+"""What is measured: the recipes by their commands, and the programs."""
+
+# Without a validation before the end, the scores are those of the last update.
+ALWAYS = (
+    "--name run --accelerator cpu --seed 1 --precision 32-true --schedule constant --check-val-every-n-epoch 1000"
+    " --logger none --no-enable-progress-bar"
+)
 
 
-def _launched(ours: bool, processes: int, threads: int, folder: Path, *options: str) -> dict[str, Any]:
-    """Run the training on several processes, and return the output of rank 0."""
-    program = ["-m", "benchmarks.same_weights", "--train", str(processes), "--threads", str(threads)]
-    result: dict[str, Any] = answer_of(*program, "--folder", str(folder), *options, *(["--ours"] if ours else []))
-    return result
+def runs_of(name: str) -> dict[str, Layout]:
+    """Return the layouts of a program or a recipe.
+
+    Only the recipe of photographs has loader workers. Its stopped runs read the folder without workers or the archive
+    with two.
+    """
+    if name not in RECIPES:
+        return RUNS
+    if name != "resnet":
+        return {run: layout for run, layout in RECIPE_RUNS.items() if not layout.workers}
+    return {
+        run: layout
+        for run, layout in RECIPE_RUNS.items()
+        if layout.then is None or layout.zipped == bool(layout.workers)
+    }
 
 
-def measure(threads: int) -> dict[str, Any]:
-    """Train all runs of both programs, and return losses and hashes."""
-    import lightning.pytorch as pl
-    import torch
+def train_program(program: str, layout: Layout, threads: int) -> dict[str, Any]:
+    """Train in a program, and return the losses after each update and the hash of the weights."""
+    from benchmarks.contenders.same_training import LAUNCHED_BY_TORCHRUN, STOP
 
-    measured: dict[str, Any] = {}
-    for program, ours in (("stock Lightning", False), ("lightning-recipes", True)):
-        measured[program] = {}
-        for name, (processes, then) in RUNS.items():
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary)
-                run = _launched(ours, processes, threads, folder, *(["--stop"] if then else []))
-                if then:
-                    resumed = _launched(ours, then, threads, folder, "--resume")
-                    run = {"losses": run["losses"][:STOP] + resumed["losses"], "sha256": resumed["sha256"]}
-            measured[program][name] = {"sha256": run["sha256"], "losses": [round(loss, 5) for loss in run["losses"]]}
-            print(f"{program:18}{name:20}{run['sha256'][:12]}  loss {run['losses'][-1]:.4f}", flush=True)
-    text = "one thread" if threads == 1 else f"{threads} threads"
-    machine = f"torch {torch.__version__.partition('+')[0]}, lightning {pl.__version__}, {text} in each process"
-    return {"date": datetime.date.today().isoformat(), "machine": machine, "stop": STOP, "programs": measured}
+    def launched(processes: int, *options: str) -> dict[str, Any]:
+        command = ["-m", "benchmarks.same_weights", "--train", program, "--processes", str(processes)]
+        if program in LAUNCHED_BY_TORCHRUN and processes > 1:
+            command[:0] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        settings = ["--workers", str(layout.workers), "--threads", str(threads), "--folder", folder]
+        result: dict[str, Any] = answer_of(*command, *settings, *options)
+        return result
+
+    with tempfile.TemporaryDirectory() as folder:
+        if layout.then is None:
+            return launched(layout.processes)
+        stopped = launched(layout.processes, "--stop")
+        resumed = launched(layout.then, "--resume")
+    return {"losses": stopped["losses"][:STOP] + resumed["losses"], "sha256": resumed["sha256"]}
+
+
+def write_data(folder: Path) -> None:
+    """Write the bundled digits as PNG files in class folders, the bundled sentences as a file, and archives of both."""
+    import numpy as np
+    from PIL import Image
+
+    from datamodules import bundled_digits
+    from datamodules.translation.parallel_corpus import bundled_pairs
+
+    for number, (image, label) in enumerate(zip(*bundled_digits(), strict=True)):
+        path = folder / "digits" / str(label) / f"{number:04}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 255).astype(np.uint8)).save(path)
+    (folder / "pairs.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in bundled_pairs()))
+    with zipfile.ZipFile(folder / "digits.zip", "w") as archive:
+        for path in sorted((folder / "digits").rglob("*.png")):
+            archive.write(path, path.relative_to(folder / "digits"))
+    with zipfile.ZipFile(folder / "pairs.tsv.zip", "w") as archive:
+        archive.write(folder / "pairs.tsv", "pairs.tsv")
+
+
+def train_recipe(recipe: str, layout: Layout, threads: int, data: Path) -> dict[str, Any]:
+    """Train a recipe by its command line, and return the loss after the last update and the hash of the weights."""
+    from benchmarks.contenders.same_training import STOP, UPDATES
+
+    flags = f"{ALWAYS} {RECIPES[recipe]} --threads {threads}"
+    if recipe == "resnet":
+        flags += f" --num-workers {layout.workers}"
+    for name in ("digits", "pairs.tsv"):
+        flags = flags.replace(f" {name}", f" {data / name}{'.zip' * layout.zipped}")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [f"recipes.{recipe}", *flags.split(), "--run-dir", folder]
+        if layout.then is None:
+            run_module(*command, "--devices", str(layout.processes), "--max-steps", str(UPDATES))
+        else:
+            run_module(*command, "--devices", str(layout.processes), "--max-steps", str(STOP))
+            resume = ("--resume", "auto", "--max-steps", str(UPDATES))
+            run_module(*command, "--devices", str(layout.then), *resume)
+        results = json.loads((Path(folder) / recipe / "run" / "results.json").read_text())
+    return {"losses": [results["scores"]["val/loss"]], "sha256": results["weights_sha256"]}
+
+
+def conditions(threads: int) -> dict[str, Any]:
+    """Return what the bits of a measurement depend on: the processor, versions and threads."""
+    from benchmarks.contenders.same_training import STOP, UPDATES
+    from recipes.goldens import processor_kind
+
+    kind, model = processor_kind()
+    return {
+        "processor": f"{model} ({kind})",
+        "cores": os.cpu_count(),
+        "versions": {
+            name: version(name).partition("+")[0]
+            for name in ("torch", "lightning", "accelerate", "transformers")
+            if find_spec(name)
+        },
+        "threads": threads,
+        "updates": UPDATES,
+        "stop": STOP,
+        "recipes": RECIPES,
+        "flags": ALWAYS,
+    }
+
+
+def absent(names: Iterable[str]) -> list[str]:
+    """Return the programs among these whose package is not installed."""
+    packages = {"Accelerate": "accelerate", "HF Trainer": "transformers"}
+    return [name for name in names if name in packages and not find_spec(packages[name])]
+
+
+def hexadecimal(loss: float) -> str:
+    """Return a float32 in hexadecimal, to the bit.
+
+    Example:
+        >>> hexadecimal(0.25), hexadecimal(0.25 + 2**-25)
+        ('0x1.000000p-2', '0x1.000002p-2')
+    """
+    return loss.hex().replace("0000000p", "p")
+
+
+def kept_results(current: dict[str, Any]) -> dict[str, Any]:
+    """Return the kept runs, or none where they were measured under other conditions."""
+    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if kept.get("conditions") == current:
+        return kept
+    return {"date": datetime.date.today().isoformat(), "conditions": current, "runs": {}}
+
+
+def runs_left(names: Iterable[str], kept: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the runs of programs and recipes that are not kept, as (name, layout)."""
+    return [(name, run) for name in names for run in runs_of(name) if run not in kept.get(name, {})]
+
+
+def keep_run(name: str, run: str, row: dict[str, Any], current: dict[str, Any]) -> None:
+    """Add a run to the kept ones, in the order of the layouts."""
+    from recipes.runner.saved_run import write_text
+
+    kept = kept_results(current)
+    rows = kept["runs"].setdefault(name, {})
+    rows[run] = row
+    kept["runs"][name] = {layout: rows[layout] for layout in runs_of(name) if layout in rows}
+    kept["runs"] = {each: kept["runs"][each] for each in NAMES if each in kept["runs"]}
+    write_text(RESULTS, json.dumps(kept, indent=1) + "\n")
+
+
+def measure(names: Iterable[str], threads: int, keep: bool) -> None:
+    """Train all layouts of programs and recipes, and print the loss and the hash of each.
+
+    Args:
+        names: programs and recipes.
+        threads: number of threads in each process.
+        keep: whether to keep each run in the results. Runs that an unfinished measurement has kept are left out.
+    """
+    current = conditions(threads)
+    kept = kept_results(current)["runs"] if keep else {}
+    left = runs_left(names, kept) or runs_left(names, {})
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        for name, run in left:
+            layout = runs_of(name)[run]
+            if name in RECIPES:
+                ended = train_recipe(name, layout, threads, Path(folder))
+            else:
+                ended = train_program(name, layout, threads)
+            loss = ended["losses"][-1]
+            print(f"{name:18}{run:36}{ended['sha256'][:12]}  loss {loss:.6f}", flush=True)
+            row = {"loss": hexadecimal(loss), "sha256": ended["sha256"]}
+            if name in DRAWN_PROGRAMS and run in DRAWN_RUNS:
+                row["losses"] = [round(each, 5) for each in ended["losses"]]
+            if keep:
+                keep_run(name, run, row, current)
+
+
+def first_page_of(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the runs that are drawn on the first page: those with a loss for each update."""
+    runs = {
+        name: {run: row for run, row in results["runs"][name].items() if "losses" in row} for name in DRAWN_PROGRAMS
+    }
+    return {"programs": runs}
+
+
+def drawn(results: dict[str, Any], page: str) -> dict[Path, str]:
+    """Return what is drawn and written from measured runs: the two pictures and the page, by their paths."""
+    programs = {name: rows for name, rows in results["runs"].items() if name not in RECIPES}
+    recipes = {name: rows for name, rows in results["runs"].items() if name in RECIPES}
+    return {
+        PICTURE: picture(first_page_of(results)),
+        DRIFT_PICTURE: drift_picture(programs, recipes, results["conditions"]["updates"]),
+        PAGE: with_tables(page, results, programs, recipes, [*RECIPE_RUNS, *RUNS]),
+    }
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train in this process, and print losses and hash on rank 0."""
+    from benchmarks.contenders.same_training import PROGRAMS, Job
+
+    job = Job(args.processes, args.workers, args.threads, args.folder, args.stop, args.resume)
+    outcome = PROGRAMS[args.train](job)
+    if outcome.rank == 0:
+        sys.stdout.write(json.dumps({"losses": outcome.losses, "sha256": outcome.sha256()}) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch in each process")
-    parser.add_argument("--write", action="store_true", help="write the figures and the picture of the first page")
-    parser.add_argument("--draw", action="store_true", help="draw the measured figures again")
-    parser.add_argument("--train", type=int, metavar="PROCESSES", help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help="keep the runs, and write the pictures and the tables")
+    parser.add_argument("--draw", action="store_true", help="write the pictures and the tables of the kept runs again")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    for option in ("--processes", "--workers"):
+        parser.add_argument(option, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    for flag in ("--ours", "--stop", "--resume"):
+    for flag in ("--stop", "--resume"):
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        result = train(args.ours, args.train, args.threads, args.folder, args.stop, args.resume)
-        if result.pop("rank") == 0:
-            sys.stdout.write(json.dumps(result) + "\n")
+        train(args)
         return
     if not args.draw:
-        measured = measure(args.threads)
-    if args.write:
-        RESULTS.write_text(json.dumps(measured, indent=1) + "\n")
+        missing = absent(args.only)
+        if missing:
+            print(f"left out, as not installed: {', '.join(missing)}; pip install -e '.[peers]'")
+        measure([name for name in args.only if name not in missing], args.threads, keep=args.write)
     if args.write or args.draw:
-        PICTURE.write_text(picture(json.loads(RESULTS.read_text())))
+        results = json.loads(RESULTS.read_text())
+        left = runs_left([*results["runs"], *DRAWN_PROGRAMS], results["runs"])
+        if left:
+            sys.exit(f"not drawn: {len(left)} runs are not measured yet, such as {': '.join(left[0])}; pass --write")
+        for path, text in drawn(results, PAGE.read_text()).items():
+            path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -115,15 +115,16 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
     low = min(values)
     high = max(values)
     is_log = may_be_log and low > 0 and high / low >= _LOG_FROM
-    if high == low:
-        margin = abs(low) * 0.1 or 1.0
-        low -= margin
-        high += margin
     first = min(updates)
     last = max(updates)
-    if first == last:
-        first -= 1
-        last += 1
+    is_single = first == last
+    if is_single:  # One epoch: the axis begins with the run.
+        first = min(0, first - 1)
+    # Values of one epoch that are nearly equal look so.
+    margin = ((abs(low) + abs(high)) * 0.1 or 1.0) - (high - low) / 2
+    if high == low or (is_single and margin > 0):
+        low -= margin
+        high += margin
     inner_width = _WIDTH - _LEFT - _RIGHT
     inner_height = _HEIGHT - _TOP - _BOTTOM
 

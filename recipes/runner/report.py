@@ -27,7 +27,7 @@ from recipes.figures.images import ImageGrid, Picture
 from recipes.runner.errors import print_error, relative_path
 from recipes.runner.experiment import Experiment
 from recipes.runner.flags import takes_inputs
-from recipes.runner.loggers import METRICS, LoggedImage, framed, log_images, plots, run_curves, table
+from recipes.runner.loggers import METRICS, SUMMARY, LoggedImage, framed, log_images, plots, run_curves, table
 from recipes.runner.saved_run import (
     RESULTS,
     Stopwatch,
@@ -50,6 +50,8 @@ _MOST_TRANSLATIONS = 12
 _TILES = 3
 _TRANSLATIONS = "test_translations.csv"
 _REPORT = "report.html"
+_LINKED = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", RESULTS, "config.yaml", METRICS, SUMMARY)
+"""Files of a run that its page links, where they exist."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -316,6 +318,8 @@ def write_page(
         most_rows=_MOST_ROWS,
         settings=settings,
         environment={name: text for name, text in environment.items() if text},
+        files=[name for name in _LINKED if (folder / name).is_file()],
+        tensorboard=f"tensorboard --logdir {relative_path(folder.parent)}" if [*folder.glob("events.*")] else "",
     )
     write_text(path, page)
     return path

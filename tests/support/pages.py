@@ -34,7 +34,8 @@ class Page(HTMLParser):
         for name, value in attrs:
             assert not name.startswith("on"), f"a script in {tag}"
             in_page = name == "src" and str(value).startswith("data:image/")
-            assert in_page or name not in ("src", "href", "xlink:href"), f"a reference to {value}"
+            is_file_of_run = tag == "a" and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(value)) is not None
+            assert in_page or is_file_of_run or name not in ("src", "href", "xlink:href"), f"a reference to {value}"
         if tag not in _VOID:
             self.open.append(tag)
 

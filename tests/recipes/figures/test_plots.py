@@ -90,3 +90,12 @@ def test_the_labels_of_an_axis_have_room_beside_it(values: tuple[float, float]) 
     assert labels
     # A digit is about 0.55 of the size of the text wide.
     assert all(label.x - 0.55 * label.size * len(label.text) >= 0 for label in labels), [each.text for each in labels]
+
+
+def test_the_axes_of_one_epoch_begin_with_the_run_and_show_nearly_equal_values_as_such() -> None:
+    figure = curve_plot("loss", {"training": [(6, 1.480)], "validation": [(6, 1.483)]})
+    assert figure is not None
+    texts = {shape.text for shape in figure.shapes if isinstance(shape, Text)}
+    assert {"0", "6", "1.2", "1.6"} <= texts
+    first, second = (shape.y for shape in figure.shapes if isinstance(shape, Dot))
+    assert abs(first - second) < 2
