@@ -163,8 +163,8 @@ def _prepare(folder: Path) -> None:
             place = folder / "photos" / part / label
             place.mkdir(parents=True)
             for i in range(number):
-                colour = (15 * i + number, 200 if label == "a" else 40, 7 * i)
-                Image.new("RGB", (40, 36), colour).save(place / f"{i}.png")
+                color = (15 * i + number, 200 if label == "a" else 40, 7 * i)
+                Image.new("RGB", (40, 36), color).save(place / f"{i}.png")
     Image.new("L", (28, 28), 9).save(folder / "digit.png")
     _prepare_arrays(folder)
     images = sorted((folder / "photos").rglob("*.png"))

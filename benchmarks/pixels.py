@@ -155,8 +155,8 @@ def _network(size: int, folder: Path) -> tuple[ResNetFineTuner, Path]:
 
 @torch.no_grad()
 def _classes(recipe: ResNetFineTuner, pixels: Mapping[str, Tensor]) -> dict[str, int]:
-    normalise = ImageFolderDataModule(dataset="digits", image_size=recipe.hparams.image_size).preprocessing()
-    return {name: int(recipe.network(normalise(image.unsqueeze(0))).argmax()) for name, image in pixels.items()}
+    normalize = ImageFolderDataModule(dataset="digits", image_size=recipe.hparams.image_size).preprocessing()
+    return {name: int(recipe.network(normalize(image.unsqueeze(0))).argmax()) for name, image in pixels.items()}
 
 
 def _of_graph(

@@ -190,7 +190,7 @@ class FrozenLayers:
     Args:
         module: the module; it is changed in place.
         names: full names of the modules and parameters to freeze.
-        train_bn: False keeps the running statistics of all batch normalisation, including unfrozen layers.
+        train_bn: False keeps the running statistics of all batch normalization, including unfrozen layers.
     """
 
     def __init__(self, module: nn.Module, names: Collection[str], train_bn: bool = True) -> None:
@@ -282,7 +282,7 @@ def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = 
 
     Args:
         until: freeze all layers defined before this submodule; it and the following ones train.
-        train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
+        train_bn: False keeps the running statistics of *all* batch normalization; weights and biases train.
 
     Raises:
         UserError: a name is unknown or ambiguous.
@@ -372,7 +372,7 @@ def is_reached(start: Duration, trainer: pl.Trainer) -> bool:
         return trainer.current_epoch >= start.value
     if not trainer.lightning_module.automatic_optimization:
         raise UserError(
-            f'unfreezing at "{start}" counts updates, and {type(trainer.lightning_module).__name__} optimises manually:'
+            f'unfreezing at "{start}" counts updates, and {type(trainer.lightning_module).__name__} optimizes manually:'
             ' write whole epochs, such as "2 epochs"'
         )
     return trainer.global_step >= duration_to_updates(start, trainer)
@@ -391,7 +391,7 @@ class _Fit:
 class FreezeLayers(OneLightningCallback):
     """Keeps layers bit-identical, for the whole run or until a given epoch or update.
 
-    Frozen layers are those of `freeze_layers`, and get no momentum and no weight decay. The optimiser holds all
+    Frozen layers are those of `freeze_layers`, and get no momentum and no weight decay. The optimizer holds all
     parameters from the first step. The epoch and the update decide what is frozen: nothing is saved, and a run
     resumes anywhere. Under DDP all ranks wrap the module again when that changes. Parameters that
     required no gradient before the fit never train.
@@ -403,10 +403,10 @@ class FreezeLayers(OneLightningCallback):
         until: freeze what is defined before this submodule. This one and the following ones train.
         unfreeze: freeze these modules or parameters until then: ``{"layer4": "1 epochs", "layer3": "500 steps"}``.
             From then on everything inside trains, whatever else froze it; ``"*"`` matches everything.
-        train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
+        train_bn: False keeps the running statistics of *all* batch normalization; weights and biases train.
 
     Raises:
-        UserError: a name is unknown or ambiguous, nothing would train, the optimiser lacks what is to train later, or
+        UserError: a name is unknown or ambiguous, nothing would train, the optimizer lacks what is to train later, or
             the strategy is not DDP or a single device.
 
     Example:

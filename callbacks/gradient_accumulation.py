@@ -128,7 +128,7 @@ class GradientAccumulation(OneLightningCallback):
         self._is_restored = False
         if not pl_module.automatic_optimization:
             raise UserError(
-                f"{type(pl_module).__name__} optimises manually, so only its training_step can accumulate: remove"
+                f"{type(pl_module).__name__} optimizes manually, so only its training_step can accumulate: remove"
                 " GradientAccumulation, or set automatic_optimization = True"
             )
         self._loop = install_update_loop(trainer)
@@ -214,7 +214,7 @@ class GradientAccumulation(OneLightningCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_outdated:  # Not refused in `load_state_dict`, since a test may load such a checkpoint.
+        if self._is_outdated:  # Not rejected in `load_state_dict`, since a test may load such a checkpoint.
             raise UserError(
                 "the checkpoint is of a version that counted micro-batches, and this one counts updates: start a new"
                 " run from its weights"

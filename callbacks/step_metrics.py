@@ -162,10 +162,10 @@ def first_not_finite(module: nn.Module) -> str | None:
     return next((name for name, value in _finite_tensors(module) if not bool(value.isfinite().all())), None)
 
 
-def refuse_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Refuse an input that is narrower than the stride of a convolution in bf16 on a CPU; a forward pre-hook.
+def reject_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Reject an input that is narrower than the stride of a convolution in bf16 on a CPU; a forward pre-hook.
 
-    For such inputs oneDNN in PyTorch 2.14 and 2.15 computes the weights' gradient from uninitialised memory, so it
+    For such inputs oneDNN in PyTorch 2.14 and 2.15 computes the weights' gradient from uninitialized memory, so it
     differs between runs and may be NaN.
 
     Raises:
@@ -304,7 +304,7 @@ class StepMetrics(OneLightningCallback):
         self._checked_step = trainer.global_step
         if self.finite and pl_module.device.type == "cpu" and "bf16" in str(trainer.precision):
             self._handles = [
-                layer.register_forward_pre_hook(partial(refuse_narrow_input, name))
+                layer.register_forward_pre_hook(partial(reject_narrow_input, name))
                 for name, layer in pl_module.named_modules()
                 if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
                 and min(layer.kernel_size[-1], layer.stride[-1]) > 1
@@ -375,7 +375,7 @@ class StepMetrics(OneLightningCallback):
         """Log the values of the interval if it is due, and the means of the epoch at its end."""
         totals, norms, is_finite = self._read(trainer, pl_module)
         if not is_finite:
-            self._refuse_divergence(trainer, pl_module)
+            self._reject_divergence(trainer, pl_module)
         self._checked_step = trainer.global_step
         means: dict[str, float] = {}
         speed: dict[str, float] = {}
@@ -465,12 +465,12 @@ class StepMetrics(OneLightningCallback):
         """Check the weights, unless those of this update were checked."""
         if self.finite and trainer.global_step != self._checked_step:
             if not bool(all_finite(pl_module)):
-                self._refuse_divergence(trainer, pl_module)
+                self._reject_divergence(trainer, pl_module)
             self._checked_step = trainer.global_step
 
     on_train_end = _check_finite
 
-    def _refuse_divergence(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _reject_divergence(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         name = first_not_finite(pl_module)
         if name:
             # Of the epochs that have begun, since at the end of the training `current_epoch` is that of none.
@@ -531,7 +531,7 @@ class FiniteWeights(StepMetrics):
     """Stops a run whose weights are no longer finite, and keeps them out of its checkpoints.
 
     Weights and running statistics decide, not the loss: a single NaN in the loss does no harm if GradScaler skips the
-    update. In bf16 on a CPU the first batch is checked for a fault of PyTorch, see `refuse_narrow_input`.
+    update. In bf16 on a CPU the first batch is checked for a fault of PyTorch, see `reject_narrow_input`.
 
     Runs on: `on_train_start`; `on_train_batch_end`, once per ``log_every_n_steps`` updates, `on_train_end`, and before
     each checkpoint; one pass over the weights.

@@ -1,7 +1,7 @@
-"""Synchronised BatchNorm over all ranks of a run, on any kind of device.
+"""Synchronized BatchNorm over all ranks of a run, on any kind of device.
 
 `Trainer(sync_batchnorm=True)` raises an error on CPUs and, after the fit, loses the class of each layer and whether it
-was frozen. Without it each rank normalises alone, and checkpoints hold the statistics of rank 0.
+was frozen. Without it each rank normalizes alone, and checkpoints hold the statistics of rank 0.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from datamodules.lightning import pl
 from datamodules.loading.randomness import widest_float
 
 
-class _SynchronisedFunction(torch.autograd.Function):
-    """Batch normalisation over all processes, with one all-gather in the forward and one all-reduce in the backward.
+class _SynchronizedFunction(torch.autograd.Function):
+    """Batch normalization over all processes, with one all-gather in the forward and one all-reduce in the backward.
 
     The gradients of weight and bias are those of this process, as DDP expects, which averages them.
     """
@@ -52,7 +52,7 @@ class _SynchronisedFunction(torch.autograd.Function):
         mean, variance, total = combine_moments(torch.stack(moments_by_rank))
         if total == 1:
             raise ValueError(
-                "batch normalisation found 1 value per channel on all processes, expected 2 or more: "
+                "batch normalization found 1 value per channel on all processes, expected 2 or more: "
                 "pass another batch size"
             )
         if running is not None and total > 0:
@@ -76,11 +76,11 @@ class _SynchronisedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         settings = ctx.needs_input_grad, ctx.eps, ctx.total
-        return *_SynchronisedGradient.apply(grad_output, *ctx.saved_tensors, *settings), None, None, None
+        return *_SynchronizedGradient.apply(grad_output, *ctx.saved_tensors, *settings), None, None, None
 
 
-class _SynchronisedGradient(torch.autograd.Function):
-    """Gradients of `_SynchronisedFunction`; a second derivative raises an error."""
+class _SynchronizedGradient(torch.autograd.Function):
+    """Gradients of `_SynchronizedFunction`; a second derivative raises an error."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ class _SynchronisedGradient(torch.autograd.Function):
                 # accurate also for half-precision activations, where plain products are 5 times slower.
                 projection = F.batch_norm(x, mean, variance, slope, shift, eps=eps)
                 unit = torch.ones_like(mean)
-                # torch.batch_norm: the function in nn.functional of torch 2.11 refuses an eps of 0.
+                # torch.batch_norm: the function in nn.functional of torch 2.11 rejects an eps of 0.
                 scaled = torch.batch_norm(grad_output, scale, None, unit - 1, unit, False, 0.0, 0.0, False)
                 grad_input = scaled.add_(projection)
         return grad_input, grad_weight, grad_bias
@@ -126,11 +126,11 @@ class _SynchronisedGradient(torch.autograd.Function):
     def backward(_: Any, *gradients: Any) -> Any:  # noqa: ARG004
         raise UserError(
             "SyncBN has no second derivative, which a gradient penalty (create_graph=True) asks for: remove SyncBN, put"
-            " the layers into evaluation mode for the penalty, or normalise with nn.GroupNorm"
+            " the layers into evaluation mode for the penalty, or normalize with nn.GroupNorm"
         )
 
 
-class _Synchronised(_BatchNorm):
+class _Synchronized(_BatchNorm):
     """Mixin of the layer classes that `sync_batchnorm` makes."""
 
     original: ClassVar[type[_BatchNorm]]
@@ -148,10 +148,10 @@ class _Synchronised(_BatchNorm):
         if self.is_stand_in:
             # An empty batch takes part in the collective calls. The product with 0 connects its output to the loss, so
             # that the backward pass takes part as well.
-            return input + self._normalise(input[:0]).sum() * 0
-        return self._normalise(input)
+            return input + self._normalize(input[:0]).sum() * 0
+        return self._normalize(input)
 
-    def _normalise(self, input: Tensor) -> Tensor:
+    def _normalize(self, input: Tensor) -> Tensor:
         if input.device.type != "cpu":
             # torch's layer sends the statistics of an empty half-precision batch in half, but other ranks send float32.
             is_empty = input.numel() == 0 and input.dtype != torch.float64
@@ -167,7 +167,7 @@ class _Synchronised(_BatchNorm):
             batches.add_(1)
             momentum = 1.0 / batches.item() if momentum is None else momentum
             running = (mean, variance)
-        apply: Callable[..., Tensor] = _SynchronisedFunction.apply
+        apply: Callable[..., Tensor] = _SynchronizedFunction.apply
         return apply(input, self.weight, self.bias, running, momentum, self.eps)
 
     @override
@@ -177,57 +177,57 @@ class _Synchronised(_BatchNorm):
         return object.__new__, (self.original,), *reduced[2:]
 
 
-def _normalise_drop_activate(layer: Any, inputs: Tensor) -> Tensor:
+def _normalize_drop_activate(layer: Any, inputs: Tensor) -> Tensor:
     """Run the forward pass of timm's BatchNormAct2d, whose own copies BatchNorm2d's code instead of calling it."""
-    outputs: Tensor = layer.act(layer.drop(_Synchronised.forward(layer, inputs)))
+    outputs: Tensor = layer.act(layer.drop(_Synchronized.forward(layer, inputs)))
     return outputs
 
 
-def _synchronised_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
+def _synchronized_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
     attributes: dict[str, Any] = {"original": cls}
     forward = cls.forward
     if (forward.__module__, forward.__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d.forward"):
-        attributes["forward"] = _normalise_drop_activate
+        attributes["forward"] = _normalize_drop_activate
     elif forward is not _BatchNorm.forward and "__class__" not in forward.__code__.co_freevars:
         raise UserError(
-            f"{cls.__name__}.forward normalises by itself, so SyncBN cannot synchronise it: let it call"
+            f"{cls.__name__}.forward normalizes by itself, so SyncBN cannot synchronize it: let it call"
             " super().forward(input), use torch's class, or remove SyncBN"
         )
     # Ours comes behind the user's class and before _BatchNorm, where forward() and super().forward() end.
-    return type(f"Synchronised{cls.__name__}", (cls, _Synchronised), attributes)
+    return type(f"Synchronized{cls.__name__}", (cls, _Synchronized), attributes)
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Refuses layers that `sync_batchnorm` could not change.
+    """Rejects layers that `sync_batchnorm` could not change.
 
     Raises:
-        UserError: a subclass normalises in a `forward` of its own.
+        UserError: a subclass normalizes in a `forward` of its own.
     """
     for layer in own_batch_layers(module):
-        _synchronised_class(type(layer))
+        _synchronized_class(type(layer))
 
 
 def sync_batchnorm(module: nn.Module) -> None:
-    """Makes every batch normalisation layer of a module normalise over all processes, in place.
+    """Makes every batch normalization layer of a module normalize over all processes, in place.
 
     `restore_batchnorm` undoes it. CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ
     between processes and be zero on some. Layers in evaluation mode keep using their running statistics. Each process
     must call the layers in the same order. timm's BatchNormAct2d, which includes an activation, is also changed.
 
     Raises:
-        UserError: a subclass normalises in a `forward` of its own.
+        UserError: a subclass normalizes in a `forward` of its own.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm2d(3))
         >>> sync_batchnorm(net)
         >>> type(net[0]).__name__, isinstance(net[0], nn.BatchNorm2d)
-        ('SynchronisedBatchNorm2d', True)
+        ('SynchronizedBatchNorm2d', True)
         >>> restore_batchnorm(net)
         >>> type(net[0]).__name__
         'BatchNorm2d'
     """
     layers = own_batch_layers(module)
-    classes = {cls: _synchronised_class(cls) for cls in {type(layer) for layer in layers}}
+    classes = {cls: _synchronized_class(cls) for cls in {type(layer) for layer in layers}}
     for layer in layers:
         untyped: Any = layer
         untyped.__class__ = classes[type(layer)]
@@ -236,13 +236,13 @@ def sync_batchnorm(module: nn.Module) -> None:
 def restore_batchnorm(module: nn.Module) -> None:
     """Restore the classes of the layers that `sync_batchnorm` changed."""
     for layer in module.modules():
-        if isinstance(layer, _Synchronised):
+        if isinstance(layer, _Synchronized):
             untyped: Any = layer
             untyped.__class__ = layer.original
 
 
 class SyncBN(OneLightningCallback):
-    """Normalises over the samples of all processes, so splitting a batch over devices changes nothing.
+    """Normalizes over the samples of all processes, so splitting a batch over devices changes nothing.
 
     Every BatchNorm1d, 2d and 3d, and timm's BatchNormAct2d, computes mean and variance over the samples of all ranks:
     torch's SyncBatchNorm on accelerators, our own on CPUs. Ranks may hold different numbers of samples, and none.
@@ -254,7 +254,7 @@ class SyncBN(OneLightningCallback):
 
     Raises:
         UserError: the strategy splits layers, the Trainer has ``sync_batchnorm=True``, or a subclass of BatchNorm
-            normalises in a `forward` of its own.
+            normalizes in a `forward` of its own.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[SyncBN()], logger=False, accelerator="cpu")

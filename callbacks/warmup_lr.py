@@ -40,7 +40,7 @@ def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
 def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None) -> float:
     """Return the factor by which a learning rate for `base_batch_size` changes at another global batch size.
 
-    Linear suits SGD (Goyal et al., 2017), the square root adaptive optimisers (Krizhevsky, 2014; Malladi et al., 2022).
+    Linear suits SGD (Goyal et al., 2017), the square root adaptive optimizers (Krizhevsky, 2014; Malladi et al., 2022).
 
     Example:
         >>> [batch_size_scale(1024, base_batch_size=256, scale=scale) for scale in ("linear", "sqrt", None)]
@@ -226,7 +226,7 @@ class WarmupLR(OneLightningCallback):
         if self.duration.unit != "steps" and self.duration.value and not pl_module.automatic_optimization:
             raise UserError(
                 f'WarmupLR("{self.duration}") needs the length of the run in steps, and {type(pl_module).__name__}'
-                ' optimises manually: write the warm-up in steps of each optimiser, such as "500 steps"'
+                ' optimizes manually: write the warm-up in steps of each optimizer, such as "500 steps"'
             )
         length = duration_to_updates(self.duration, trainer)
         updates = self.updates

@@ -115,7 +115,7 @@ class WeightAveraging(OneLightningCallback):
 
     Runs on: `on_train_batch_end`; one kernel and no wait for the device. Where the module has a hook of that name, that
     may change the weights, it is the first one after it: `on_train_batch_start`, `on_validation_start`, `on_train_end`
-    or a save. An update that float16 skipped is no sample, but for fused optimisers, which decide on the device.
+    or a save. An update that float16 skipped is no sample, but for fused optimizers, which decide on the device.
     `on_validation_start` and `on_validation_end` exchange the weights, around those of other callbacks, and so does
     `on_train_end`.
 
@@ -159,9 +159,9 @@ class WeightAveraging(OneLightningCallback):
             if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
                 raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
         # This callback is the last one, so that the average is still in the module when others save after a validation.
-        # Before them, `first_of_all` refuses scores of weights that are not the average.
+        # Before them, `first_of_all` rejects scores of weights that are not the average.
         first_of_all = _FirstOfAll(
-            on_validation_start=self._sample, on_validation_end=self._refuse_changes, on_train_end=self._evaluate
+            on_validation_start=self._sample, on_validation_end=self._reject_changes, on_train_end=self._evaluate
         )
         sampling = "on_train_batch_start" if _changes_weights_last(pl_module) else "on_train_batch_end"
         setattr(first_of_all, sampling, self._sample)
@@ -233,7 +233,7 @@ class WeightAveraging(OneLightningCallback):
             self._average.add(ema_weight(self.samples, self.ema))
         self.samples += 1
 
-    def _refuse_changes(self, *_: Any) -> None:
+    def _reject_changes(self, *_: Any) -> None:
         if self._average is not None and self._average.was_changed():
             raise UserError(
                 "WeightAveraging evaluates the average, and another hook of the validation changed the weights"
@@ -259,7 +259,7 @@ class WeightAveraging(OneLightningCallback):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._refuse_changes()
+            self._reject_changes()
             self._train()
 
     @override

@@ -185,7 +185,7 @@ def system_failure(error: BaseException) -> str | None:
         )
     if number == errno.EAGAIN or "can't start new thread" in text or "Resource temporarily unavailable" in text:
         return (
-            "the system refuses another process or thread; allow more, as ulimit -u 4096 or"
+            "the system rejects another process or thread; allow more, as ulimit -u 4096 or"
             " docker run --pids-limit does, or run with fewer loader workers or devices, and OMP_NUM_THREADS=1"
         )
     if is_out_of_memory(error):

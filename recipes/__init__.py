@@ -2,8 +2,8 @@
 
 from lazy_loader import attach_stub
 
-from recipes.neighbours import refuse_shadows
+from recipes.neighbors import reject_shadows
 
-refuse_shadows()
+reject_shadows()
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

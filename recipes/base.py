@@ -43,11 +43,11 @@ class Recipe(OneLightning, pl.LightningModule):
     `photograph_crop` and `export_metadata` for export.
 
     Args:
-        optimizer: an optimiser of torch.optim, such as sgd or adamw, or any class by its import path, such as
+        optimizer: an optimizer of torch.optim, such as sgd or adamw, or any class by its import path, such as
             lion_pytorch.Lion.
         lr: peak learning rate.
         weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
-        momentum: momentum, if the optimiser has it.
+        momentum: momentum, if the optimizer has it.
         schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
             those that lead to it stay at the peak: one_cycle, linear, cosine.
         schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': gamma, the
@@ -55,7 +55,7 @@ class Recipe(OneLightning, pl.LightningModule):
             default 0.1; milestones of multistep, by default at 50% and 75%, and of exponential, by default none, with
             milestone_gamma, by default 0.1; patience of plateau in validations, by default 2; min_lr, the rate at which
             a schedule ends or stops to fall.
-        optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
+        optimizer_args: further arguments of the optimizer, as in '{betas: [0.9, 0.95]}'.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
         weights: file of weights to begin with, or none.
@@ -112,7 +112,7 @@ class Recipe(OneLightning, pl.LightningModule):
         weights_skip: Rare[str | Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
-        # Checked in the constructor, so that a wrong setting is refused before data are read and processes started.
+        # Checked in the constructor, so that a wrong setting is rejected before data are read and processes started.
         check_ranges(
             lr=(lr, RATE),
             weight_decay=(weight_decay, Range(0, 10**6)),
@@ -201,7 +201,7 @@ class Recipe(OneLightning, pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimiser and its schedule; every recipe builds its own."""
+        """Return the optimizer and its schedule; every recipe builds its own."""
         raise NotImplementedError(
             f"{type(self).__name__} has to override configure_optimizers(), as in:"
             " optimizer = build_optimizer(self.parameters(), self); return build_schedule(optimizer, self)"
@@ -295,7 +295,7 @@ class Recipe(OneLightning, pl.LightningModule):
     @classmethod
     @override
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Load a recipe as Lightning does, and refuse a checkpoint of another recipe in one line.
+        """Load a recipe as Lightning does, and reject a checkpoint of another recipe in one line.
 
         Raises:
             UserError: the checkpoint is of another recipe.

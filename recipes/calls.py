@@ -11,7 +11,7 @@ from datamodules.lightning import apply_to_collection
 def call_network(network: nn.Module, inputs: Any) -> Any:
     """Return the outputs of a network; an empty batch gives empty outputs.
 
-    A device without samples gets an empty batch in an evaluation. Many networks refuse one, such as those that call
+    A device without samples gets an empty batch in an evaluation. Many networks reject one, such as those that call
     ``x.view(len(x), -1)``, so they are called with two zero inputs, and the rows are cut off.
     """
     try:

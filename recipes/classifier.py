@@ -32,7 +32,7 @@ class Classifier(Recipe):
     floats of shape (batch, classes), as from MixUp and CutMix. A sample with the label -100 is ignored in losses and
     scores. A label out of range is an error: before training if all labels are in memory (the loaders of
     `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the classes come from the
-    data module (``class_names``) and are saved in the checkpoint. Data with other names is refused later, because
+    data module (``class_names``) and are saved in the checkpoint. Data with other names is rejected later, because
     labels are numbered in the order of the names.
 
     If the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
@@ -245,7 +245,7 @@ class Classifier(Recipe):
 
     @override
     def training_figures(self, batch: tuple[Tensor, Tensor]) -> dict[str, Picture]:
-        """Return the first images of a batch, augmented, with their labels; the normalisation is undone."""
+        """Return the first images of a batch, augmented, with their labels; the normalization is undone."""
         images = batch[0]
         labels = batch[1]
         if not is_image_batch(images):

@@ -24,7 +24,7 @@ _MAX_GRAPHS = 64
 
 
 def check_compile_mode(mode: bool | str) -> None:
-    """Refuse a mode that torch.compile does not have.
+    """Reject a mode that torch.compile does not have.
 
     Raises:
         UserError: the mode is unknown.

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from datamodules.loading.randomness import signed
 
-# The odd multipliers of MurmurHash3's 32-bit finaliser (Appleby, 2008).
+# The odd multipliers of MurmurHash3's 32-bit finalizer (Appleby, 2008).
 _MIX_1 = signed(0x85EBCA6B, 32)
 _MIX_2 = signed(0xC2B2AE35, 32)
 

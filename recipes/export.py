@@ -17,7 +17,7 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.writing import atomic_write
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError, first_line, spelled
-from datamodules.images.augmentation import Normalise
+from datamodules.images.augmentation import Normalize
 from datamodules.images.decoding import evaluation_square
 from recipes import photograph_graph
 from recipes.base import Recipe
@@ -81,7 +81,7 @@ def _metadata(recipe: Recipe) -> dict[str, Any]:
     metadata: dict[str, Any] = {"recipe": recipe.title, "version": __version__, "hyper_parameters": arguments}
     preprocess = preprocessing(recipe)
     example = recipe.example_input_array
-    if isinstance(preprocess, Normalise) and isinstance(example, Tensor):
+    if isinstance(preprocess, Normalize) and isinstance(example, Tensor):
         metadata |= {"mean": preprocess.mean, "std": preprocess.std, "input_size": tuple(example.shape[1:])}
         metadata["layout"] = "NCHW"
     return metadata | recipe.export_metadata()
@@ -153,7 +153,7 @@ def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str,
     Raises:
         UserError: a new network with these weights is not the same to the bit.
     """
-    # safetensors refuses tensors that share memory, as tied weights do, so each name gets its own copy.
+    # safetensors rejects tensors that share memory, as tied weights do, so each name gets its own copy.
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in recipe.network.state_dict().items()}
     if kind == "safetensors":
         from safetensors.torch import save
@@ -272,7 +272,7 @@ def _kept_of_photograph(recipe: Recipe, graph: str | None) -> float | None:
     Raises:
         UserError: the recipe has no graph of one image.
     """
-    kept = recipe.photograph_crop() if isinstance(preprocessing(recipe), Normalise) else None
+    kept = recipe.photograph_crop() if isinstance(preprocessing(recipe), Normalize) else None
     if graph == "image" and kept is None:
         raise UserError(
             f"{recipe.title} does not know how the images of this checkpoint were cropped and normalized",
@@ -297,7 +297,7 @@ def export(
         recipe: the recipe, built with the checkpoint's settings.
         checkpoint_path: the checkpoint.
         kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; onnx or pt2 with the
-            computation. Its graph takes uint8 images if the checkpoint has their normalisation.
+            computation. Its graph takes uint8 images if the checkpoint has their normalization.
         output: the file to write; by default beside the checkpoint.
         graph: input of an onnx file: "image" for one RGB image of any size, which the graph crops and resizes, or
             "batch" for any number of images of the network's size. None: "image" if the recipe has

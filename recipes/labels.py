@@ -206,7 +206,7 @@ class LabelCheck:
 
 
 class CheckLabels(pl.Callback):
-    """Callback that refuses labels out of range, and data with other classes than the classifier's.
+    """Callback that rejects labels out of range, and data with other classes than the classifier's.
 
     Labels are checked before training if they are in memory, else in each batch. The classifier takes the names of the
     classes from the data.
@@ -227,7 +227,7 @@ class CheckLabels(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Refuse data with another number of classes; images to predict need no classes."""
+        """Reject data with another number of classes; images to predict need no classes."""
         if stage == "predict":
             return
         contract = data_contract(pl_module.data_module())

@@ -56,13 +56,13 @@ def training_grid(
     Args:
         images: inputs of the network, of shape (batch, channels, height, width).
         labels: whole numbers of shape (batch,), or probabilities of shape (batch, classes).
-        preprocessing: the normalisation to undo.
+        preprocessing: the normalization to undo.
     """
     shown = displayed(images[:MAX_IMAGES], preprocessing)
     captions = [_label(label, class_names) for label in labels[:MAX_IMAGES].cpu()]
     note = "The first batch as the network sees it, augmented, with its labels."
     if preprocessing is None:
-        note += " How it was normalised is not known: the brightness is stretched."
+        note += " How it was normalized is not known: the brightness is stretched."
     return ImageGrid("Training images", shown, captions, note)
 
 
@@ -168,7 +168,7 @@ def mistakes_grid(
         class_names: the names of the classes by label.
         sample_names: the names of the samples by number; if empty, captions have the numbers.
         part: the evaluated part of the data, such as "test".
-        preprocessing: the normalisation to undo.
+        preprocessing: the normalization to undo.
         explanation: what explains the mistakes.
     """
     captions = []

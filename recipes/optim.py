@@ -1,4 +1,4 @@
-"""Build the optimiser of a recipe: by name or import path, over groups of parameters."""
+"""Build the optimizer of a recipe: by name or import path, over groups of parameters."""
 
 import inspect
 import sys
@@ -13,7 +13,7 @@ from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 
-# Optimisers whose rate grows linearly with the batch. Adaptive ones divide by the size of the gradient, so that their
+# Optimizers whose rate grows linearly with the batch. Adaptive ones divide by the size of the gradient, so that their
 # noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
 
@@ -22,12 +22,12 @@ _ARGUMENTS_WITH_FLAG = ("lr", "weight_decay", "momentum", "fused")
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """Return an optimiser of ``torch.optim`` by its name, in any case, or a class by its import path.
+    """Return an optimizer of ``torch.optim`` by its name, in any case, or a class by its import path.
 
     No module is imported here, since the name may come from a checkpoint; the command line imports a typed path.
 
     Raises:
-        UserError: torch has no such optimiser, the module is not imported, or the class is not supported.
+        UserError: torch has no such optimizer, the module is not imported, or the class is not supported.
     """
     if "." not in name:
         classes = {
@@ -49,7 +49,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             problem = "it is no subclass of torch.optim.Optimizer" if cls else f"{module} has no class {attribute}"
             raise UserError(problem, setting="optimizer", value=name)
-    # Schedule-free optimisers have these methods.
+    # Schedule-free optimizers have these methods.
     if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
         raise UserError(
             "it trains other weights than it is to be scored and saved with, and moving between them rounds, so that no"
@@ -71,12 +71,12 @@ def _accepts(cls: type[Optimizer], name: str) -> bool:
 
 
 def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse an unsuitable optimiser, and arguments that it does not have.
+    """Reject an unsuitable optimizer, and arguments that it does not have.
 
-    A class in a module that is not imported is checked later: inference does not need the optimiser.
+    A class in a module that is not imported is checked later: inference does not need the optimizer.
 
     Raises:
-        UserError: as `optimizer_class`, or the optimiser has no such argument.
+        UserError: as `optimizer_class`, or the optimizer has no such argument.
     """
     if "." in name and name.rpartition(".")[0] not in sys.modules:
         return
@@ -98,7 +98,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     Parameters of norms and biases have at most one dimension. Frozen parameters are included, so that the groups are
     the same during the whole run. A group without parameters is left out.
     """
-    # Without duplicates: an optimiser refuses a parameter that is in its groups twice, as a tied weight would be.
+    # Without duplicates: an optimizer rejects a parameter that is in its groups twice, as a tied weight would be.
     parameters = list(dict.fromkeys(parameters))
     decayed = [p for p in parameters if p.ndim > 1]
     exempt = [p for p in parameters if p.ndim <= 1]
@@ -140,7 +140,7 @@ def layer_groups(
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], recipe: Any) -> Optimizer:
-    """Build the optimiser that the hyperparameters of a recipe name, for its `configure_optimizers`.
+    """Build the optimizer that the hyperparameters of a recipe name, for its `configure_optimizers`.
 
     Args:
         parameters: the parameters of the network, which `parameter_groups` splits; or groups, which get the recipe's
@@ -155,7 +155,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]
     if groups and not isinstance(groups[0], dict):
         groups = parameter_groups(groups, options.weight_decay)
     groups = [{"weight_decay": options.weight_decay, **group} for group in groups]
-    # Lightning raises an error for a fused optimiser with clipped gradients under AMP
+    # Lightning raises an error for a fused optimizer with clipped gradients under AMP
     # (Lightning-AI/pytorch-lightning#21435).
     clips = getattr(attached_trainer(recipe), "gradient_clip_val", None)
     fused = False if clips else None
@@ -170,19 +170,19 @@ def optimizer_by_name(
     fused: bool | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """Build an optimiser by name over parameter groups, without a recipe.
+    """Build an optimizer by name over parameter groups, without a recipe.
 
     A checkpoint restores the moments only. Rates, weight decay and kernels are those of the arguments, so a resumed run
     can change them, or the device.
 
     Args:
         groups: the parameter groups.
-        momentum: momentum, ignored if the optimiser has none; SGD uses Nesterov's.
+        momentum: momentum, ignored if the optimizer has none; SGD uses Nesterov's.
         fused: use one kernel for all parameters; None does if the devices of all parameters support it.
-        arguments: further arguments of the optimiser.
+        arguments: further arguments of the optimizer.
 
     Raises:
-        UserError: as `check_optimizer`, or the optimiser refuses the parameters or its arguments.
+        UserError: as `check_optimizer`, or the optimizer rejects the parameters or its arguments.
     """
     groups = list(groups)
     cls = optimizer_class(name)
@@ -207,7 +207,7 @@ def optimizer_by_name(
         optimizer = cls(groups, **options | dict(arguments or {}))
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(str(error), setting="optimizer", value=name) from error
-    # Only arguments: some optimisers also keep state in their groups, which a checkpoint has to restore.
+    # Only arguments: some optimizers also keep state in their groups, which a checkpoint has to restore.
     settings_of_groups = [
         {key: value for key, value in group.items() if key in accepted and key != "params"}
         for group in optimizer.param_groups
@@ -246,7 +246,7 @@ def _one_group(groups: Sequence[Mapping[str, Any]], name: str) -> list[dict[str,
 def learning_rate_scale(
     rule: Literal["auto", "none", "linear", "sqrt"], optimizer: str
 ) -> Literal["linear", "sqrt"] | None:
-    """Return the scaling rule: "auto" is linear for SGD (Goyal et al., 2017), sqrt for adaptive optimisers."""
+    """Return the scaling rule: "auto" is linear for SGD (Goyal et al., 2017), sqrt for adaptive optimizers."""
     if rule == "auto":
         return "linear" if optimizer.rpartition(".")[2].lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule

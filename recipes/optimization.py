@@ -19,7 +19,7 @@ def check_optimization(trainer: pl.Trainer, recipe: Any) -> None:
         UserError: the schedule follows a score, and the run validates nothing, or validates by time; or the run cannot
             have its milestones.
     """
-    refuse_plateau_by_time(trainer)
+    reject_plateau_by_time(trainer)
     _check_optimizer(trainer, recipe)
     _check_schedule(trainer, recipe)
     for optimizer in trainer.optimizers:
@@ -28,8 +28,8 @@ def check_optimization(trainer: pl.Trainer, recipe: Any) -> None:
             schedule.read_length(trainer)
 
 
-def refuse_plateau_by_time(trainer: pl.Trainer) -> None:
-    """Refuse a schedule that follows the score of each epoch in a run that validates by time.
+def reject_plateau_by_time(trainer: pl.Trainer) -> None:
+    """Reject a schedule that follows the score of each epoch in a run that validates by time.
 
     Raises:
         UserError: ``val_check_interval`` is a time, so ReduceLROnPlateau would step on a score that is not new.
@@ -65,7 +65,7 @@ def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
 
 
 def _check_schedule(trainer: pl.Trainer, recipe: Any) -> None:
-    """Refuse a schedule that the run cannot follow, and warn if it needs an end that the run does not have."""
+    """Reject a schedule that the run cannot follow, and warn if it needs an end that the run does not have."""
     settings = settings_of(recipe)
     followed = recipe.monitor if settings.schedule == "plateau" else ""
     if followed.startswith("val/") and not trainer.enable_validation:

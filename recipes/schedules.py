@@ -91,7 +91,7 @@ class ScheduleSettings:
         factors = Range(0, 1, above=True, below=True)
         ranges = {"gamma": factors, "milestone_gamma": factors, "min_lr": Range(0, self.lr), "patience": NATURAL}
         check_ranges(**{name: (self.arguments[name], ranges[name]) for name in ranges if name in self.arguments})
-        self.milestones  # noqa: B018 - parsed here, so that wrong milestones are refused before training
+        self.milestones  # noqa: B018 - parsed here, so that wrong milestones are rejected before training
 
     @cached_property
     def milestones(self) -> list[Duration]:
@@ -153,10 +153,10 @@ class ScheduleSettings:
 
 
 class Plateau(ReduceLROnPlateau):
-    """torch's `ReduceLROnPlateau`, which also restores the rates: the optimiser restores its moments only.
+    """torch's `ReduceLROnPlateau`, which also restores the rates: the optimizer restores its moments only.
 
     Args:
-        optimizer: the optimiser whose rates are reduced.
+        optimizer: the optimizer whose rates are reduced.
         settings: `gamma` is the factor on the rates, by default 0.1. `patience` is the number of validations in
             succession without an improvement by a ten-thousandth, by default 2.
         mode: "min" if lower scores are better, else "max".
@@ -185,10 +185,10 @@ def settings_of(recipe: Any) -> ScheduleSettings:
 
 
 def build_schedule(optimizer: Optimizer, recipe: Any) -> OptimizerLRScheduler:
-    """Return an optimiser with the ``schedule`` of a recipe, as `configure_optimizers` returns it.
+    """Return an optimizer with the ``schedule`` of a recipe, as `configure_optimizers` returns it.
 
     Args:
-        optimizer: the optimiser.
+        optimizer: the optimizer.
         recipe: a recipe with the hyperparameters of `Recipe`; the plateau follows its ``monitor``.
     """
     settings = settings_of(recipe)

@@ -25,21 +25,18 @@ class ResultTable(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """One of the main scores of a run, for the closing table and the page.
-
-    Args:
-        title: what the score is called there.
-        score: its name in the logged scores, such as "test/accuracy".
-        value: the score as text, with its unit.
-        remark: how it was measured, in a few words.
-        signature: the settings of the metric, by which others can repeat it.
-    """
+    """One of the main scores of a run, for the closing table and the page."""
 
     title: str
+    """What the score is called there."""
     score: str
+    """Its name in the logged scores, such as "test/accuracy"."""
     value: str
+    """The score as text, with its unit."""
     remark: str = ""
+    """How it was measured, in a few words."""
     signature: str = ""
+    """The settings of the metric, by which others can repeat it."""
 
     @property
     def text(self) -> str:

@@ -1,7 +1,7 @@
 """Load the weights of a file into a module: read without running code, matched by name and shape, reported in a line.
 
 A file is either wrong (another file, half a file, another network), or all of its tensors except the head's fit. A
-wrong file is refused before the module changes. From a file that fits, all fitting tensors are loaded.
+wrong file is rejected before the module changes. From a file that fits, all fitting tensors are loaded.
 """
 
 import re
@@ -117,7 +117,7 @@ def _misfit(value: Tensor, target: Tensor) -> str:
     """Return why a tensor cannot replace another; empty if it can."""
     if value.shape != target.shape:
         return f"{tuple(value.shape)} instead of {tuple(target.shape)}"
-    # Quantised integers are not weights without their scales.
+    # Quantized integers are not weights without their scales.
     if value.is_floating_point() != target.is_floating_point():
         return f"{value.dtype} instead of {target.dtype}".replace("torch.", "")
     return ""

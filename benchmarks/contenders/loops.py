@@ -84,7 +84,7 @@ class Job:
         return self.steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield shuffled, normalised batches from memory."""
+        """Yield shuffled, normalized batches from memory."""
         (mean,), (std,) = DATASETS["mnist"].mean, DATASETS["mnist"].std
         order = torch.randperm(len(self.images))
         offset = torch.tensor(-mean / std)

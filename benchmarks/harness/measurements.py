@@ -134,7 +134,7 @@ def alternate(
 ) -> Timings:
     """Run the contenders in turn, `repeats` times, after `warmup` rounds that do not count.
 
-    Every other round runs backwards, so that a machine that slows down or warms up favours no contender. Ctrl-C ends
+    Every other round runs backwards, so that a machine that slows down or warms up favors no contender. Ctrl-C ends
     the measurement and keeps the complete rounds.
 
     Args:

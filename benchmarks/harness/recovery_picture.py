@@ -24,10 +24,10 @@ def picture(outcomes: Mapping[tuple[str, str, int], Any]) -> str:
             elements.append(f'<text x="10" y="{y - 2}">{fault}</text>')
         label = f"{recipe}, {processes} process{'es' * (processes > 1)}"
         elements.append(f'<text x="180" y="{y + 12}" text-anchor="end">{label}</text>')
-        for seconds, colour in ((outcome.updates_after, "#9ec5f8"), (outcome.ended_after, "#2f6fd0")):
+        for seconds, color in ((outcome.updates_after, "#9ec5f8"), (outcome.ended_after, "#2f6fd0")):
             if outcome.updates_after >= seconds:  # A run that continues by itself has no end before its next update.
                 width = max(1.0, 400 * seconds / longest)
-                elements.append(f'<rect x="190" y="{y + 3}" width="{width:.1f}" height="11" fill="{colour}"/>')
+                elements.append(f'<rect x="190" y="{y + 3}" width="{width:.1f}" height="11" fill="{color}"/>')
         end = 198 + 400 * outcome.updates_after / longest if recovered else 198
         text = f"{outcome.updates_after:.1f} s" if recovered else "no further update"
         elements.append(f'<text x="{end:.0f}" y="{y + 12}">{text}</text>')

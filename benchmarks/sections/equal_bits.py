@@ -178,7 +178,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         rows=rows,
         goals=goals,
         notes=[
-            "an update includes the optimiser's step; GradientAccumulation leaves one micro-batch on one process to"
+            "an update includes the optimizer's step; GradientAccumulation leaves one micro-batch on one process to"
             " PyTorch, so its row costs nothing there",
         ],
     )

@@ -1,4 +1,4 @@
-"""Measures how many photographs a core reads, decodes, augments and normalises per second, at 224 pixels.
+"""Measures how many photographs a core reads, decodes, augments and normalizes per second, at 224 pixels.
 
 The photographs are scaled to 500 pixels on their long side, as in many data sets. All contenders read the same JPEG
 files, which the operating system has cached, without worker processes. The time is that of one pass over a training

@@ -1,6 +1,6 @@
 """Measures the seconds to load and augment an epoch of MNIST: whole batches from a tensor, and image by image.
 
-Both loaders read the same files, shuffle, and yield every image once as normalised float32 in batches of 256. The time
+Both loaders read the same files, shuffle, and yield every image once as normalized float32 in batches of 256. The time
 is
 that of one pass over the loader without further work: the time that a training loop waits if nothing overlaps. Reading
 the files does not count, since both loaders have them in memory. Starting the workers counts, since a ``DataLoader``
@@ -144,7 +144,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     return Section(
         title="input pipeline: an epoch of MNIST",
         header={
-            "data": f"{source}; {count:,} images an epoch, batch {BATCH_SIZE}, shuffled, normalised, on the CPU",
+            "data": f"{source}; {count:,} images an epoch, batch {BATCH_SIZE}, shuffled, normalized, on the CPU",
             "threads": f"{threads}; 1 in each worker",
             "precision": "float32",
             "repeats": f"{timings.rounds} rounds in turn after 1 that does not count",

@@ -161,7 +161,7 @@ def _measure(job: Job, rank: int) -> Found:
     }
     median_seconds: Found = {form: [] for form in forms}
     for number in range(job.rounds):
-        # Every other round runs backwards, so that a machine that slows down favours no form.
+        # Every other round runs backwards, so that a machine that slows down favors no form.
         for form in list(forms)[:: 1 if number % 2 == 0 else -1]:
             dist.barrier()
             seconds: list[Any] = [None] * job.world_size

@@ -58,7 +58,7 @@ def find_pairs(data_dir: str) -> str | None:
 
 def make_data(file: str | None, **options: Any) -> TranslationDataModule:
     """Return the data of the tutorial's 11,445 French-English pairs, a tenth held out, or of the bundled sentences."""
-    kept = {"reverse": True, "prefixes": "tutorial", "normalisation": "tutorial"} if file else {}
+    kept = {"reverse": True, "prefixes": "tutorial", "normalization": "tutorial"} if file else {}
     data = TranslationDataModule(file, **{"max_length": 10, "val_fraction": 0, "subwords": "none", **kept, **options})
     data.setup("fit")
     return data

@@ -212,7 +212,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
 def _notes(absent: list[str], quick: bool) -> list[str]:
     notes = [
         "lower quartile: the time that three quarters of the steps exceed, which other programs disturb less",
-        "stock Lightning also reads images one by one; its optimiser is not fused",
+        "stock Lightning also reads images one by one; its optimizer is not fused",
     ]
     if absent:
         notes.append(f"not installed, so not compared: {', '.join(absent)}; pip install -e '.[peers]'")

@@ -226,7 +226,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             install_update_loop(trainer).drop_early_stop()
             sums = resumed.get(_SUMS)
             if sums and trainer.fit_loop.restarted_mid_epoch:
-                replay.refuse_torchmetrics(trainer, sums)
+                replay.reject_torchmetrics(trainer, sums)
                 install_update_loop(trainer).results.go_on_from(trainer, sums)
         metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
@@ -246,7 +246,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         if not self._has_checked_states:
             self._has_checked_states = True
             for optimizer in trainer.optimizers:
-                replay.refuse_states(trainer, optimizer)
+                replay.reject_states(trainer, optimizer)
         saves_at_interval = internals.saves_within_epochs(self)
         last_is_due = self._last_is_due(trainer)
         if not (saves_at_interval or self._has_validated or last_is_due):
@@ -325,7 +325,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not pl_module.automatic_optimization and not trainer.global_step:
             raise UserError(
-                f"{type(pl_module).__name__} optimises manually, and Lightning has counted no step of the epoch, as if"
+                f"{type(pl_module).__name__} optimizes manually, and Lightning has counted no step of the epoch, as if"
                 " its optimizers step in another hook than training_step: nothing would be saved; step in training_step"
             )
         loop = install_update_loop(trainer)

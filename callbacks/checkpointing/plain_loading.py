@@ -33,7 +33,7 @@ def _is_torchscript(path: str | Path) -> bool:
         return any("/code/" in name and name.endswith(".py") for name in archive.namelist())
 
 
-def refuse_code(path: str | Path, error: Exception) -> None:
+def reject_code(path: str | Path, error: Exception) -> None:
     """Raise an error that names the code in a file, if it holds any.
 
     Args:
@@ -76,7 +76,7 @@ def load_plain(path: str | Path) -> Any:
         )
     problem = describe_excess(path)
     if problem:
-        raise UserError(f"{path} is refused: {problem}")
+        raise UserError(f"{path} is rejected: {problem}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace, *_numpy_numbers()]):
             if Path(path).suffix == ".safetensors":  # torch chooses the format by this suffix, so it gets a stream.
@@ -85,5 +85,5 @@ def load_plain(path: str | Path) -> Any:
             # Files of torch before 1.6 are no zip archives, and cannot be mapped into memory.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        refuse_code(path, error)
+        reject_code(path, error)
         raise

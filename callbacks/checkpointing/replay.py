@@ -1,6 +1,6 @@
 """Steps of a resume that Lightning leaves out, and checks for runs that cannot be resumed exactly.
 
-Lightning resumes within an epoch with the first batches of a loader that saves no position (#19764), which is refused
+Lightning resumes within an epoch with the first batches of a loader that saves no position (#19764), which is rejected
 here. It starts the epoch after a resume in the order of epoch 0 (#18780). A `DataLoader` with a sampler of torch has a
 position, since `UpdateLoop` distributes its samples by their numbers.
 
@@ -141,8 +141,8 @@ def _check_position(trainer: pl.Trainer) -> None:
         raise UserError(f"the run was saved within an epoch, and {problem}: {_END_OF_EPOCH}")
 
 
-def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None:
-    """Refuse a resume within an epoch if a monitored mean is a torchmetrics object; warn of others.
+def reject_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None:
+    """Reject a resume within an epoch if a monitored mean is a torchmetrics object; warn of others.
 
     Args:
         sums: sums of the epoch by rank; None for torchmetrics objects, which no checkpoint holds.
@@ -158,8 +158,8 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
         )
 
 
-def refuse_states(trainer: pl.Trainer, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state checkpoints do not restore; for the first update's end, when it has a state.
+def reject_states(trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    """Reject an optimizer whose state checkpoints do not restore; for the first update's end, when it has a state.
 
     Raises:
         UserError: the state holds tensors of a subclass, or leaves out the state of an optimizer that it wraps.

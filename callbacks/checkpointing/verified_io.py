@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import warn_of_other_checkpoints
-from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
+from callbacks.checkpointing.plain_loading import describe_excess, reject_code
 from callbacks.checkpointing.writing import atomic_write
 from callbacks.lib.lightning_internals import OneLightningCallback
 from datamodules.errors import RunFailedError, UserError, spelled
@@ -249,7 +249,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         try:
             return super().load_checkpoint(path, *args, **kwargs)
         except pickle.UnpicklingError as error:
-            refuse_code(path, error)
+            reject_code(path, error)
             raise
 
     @override

@@ -1,4 +1,4 @@
-"""Running statistics of batch normalisation: moments, buffers under DDP, and a fixed order of the moving average.
+"""Running statistics of batch normalization: moments, buffers under DDP, and a fixed order of the moving average.
 
 The running mean and variance are a moving average over micro-batches, so their bits depend on the order, and a rank of
 DDP sees only its own micro-batches. `OrderedStatistics` keeps the statistics of each micro-batch. At the update's end
@@ -59,7 +59,7 @@ def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, batches
 
 
-def is_synchronised(layer: nn.Module) -> bool:
+def is_synchronized(layer: nn.Module) -> bool:
     """Whether a layer is BatchNorm over all processes."""
     # torch's SyncBatchNorm and the layers of `sync_batchnorm` have a `process_group`.
     return isinstance(layer, _BatchNorm) and hasattr(layer, "process_group")
@@ -67,7 +67,7 @@ def is_synchronised(layer: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def stand_in(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Let synchronised layers normalise without the samples of this process, and take part in the collective calls.
+    """Let synchronized layers normalize without the samples of this process, and take part in the collective calls.
 
     This process may have one micro-batch fewer than another, whose layers wait for all processes in each micro-batch.
 
@@ -84,12 +84,12 @@ def stand_in(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def own_batch_layers(module: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers of a module that normalise over one process's batch."""
-    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and not is_synchronised(layer)]
+    """Return the BatchNorm layers of a module that normalize over one process's batch."""
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and not is_synchronized(layer)]
 
 
 def running_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the running statistics and counters of batch normalisation."""
+    """Return the running statistics and counters of batch normalization."""
     layers = (layer for layer in module.modules() if isinstance(layer, _BatchNorm))
     return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
@@ -127,7 +127,7 @@ class OrderedStatistics:
 
     `GradientSum.micro_batch` calls these methods: `begin` before a micro-batch's forward pass, `collect` after it,
     `restore` after its backward pass, and `finish` after the update's last micro-batch. If a layer is called several
-    times within a micro-batch, its last call counts. Synchronised and frozen layers stay as they are.
+    times within a micro-batch, its last call counts. Synchronized and frozen layers stay as they are.
 
     Args:
         module: the module with the layers.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from callbacks.lib.batch_norm import OrderedStatistics, is_synchronised, other_buffers
+from callbacks.lib.batch_norm import OrderedStatistics, is_synchronized, other_buffers
 from callbacks.lib.loaded_updates import update_loaders
 from callbacks.lib.ranks import checksum
 from datamodules.errors import UserError
@@ -117,7 +117,7 @@ class FirstUpdate:
         counts = set() if division is None else {division.micro_batches_of(n) for n in (0, division.updates - 1)}
         uneven = [count for count in sorted(counts) if count % world_size]
         # Layers of SyncBN call collectives, and have stand-ins for unequal numbers.
-        if self._has_run or not uneven or any(map(is_synchronised, self.module.modules())):
+        if self._has_run or not uneven or any(map(is_synchronized, self.module.modules())):
             yield
             return
         called: list[str] = []
@@ -204,8 +204,8 @@ class FirstUpdate:
                 f"note: no optimizer trains a parameter of {type(self.module).__name__}: what it computes otherwise, as"
                 " from batches that it keeps, depends on the number of devices"
             )
-        elif any(map(is_synchronised, self.module.modules())):
-            warn("note: SyncBN normalises over what the devices see in one step: the bits depend on their number")
+        elif any(map(is_synchronized, self.module.modules())):
+            warn("note: SyncBN normalizes over what the devices see in one step: the bits depend on their number")
         if is_overridden("backward", self.module):
             warn(
                 f"note: {type(self.module).__name__}.backward runs for each micro-batch, and on several devices finds"

@@ -51,7 +51,7 @@ def without_backward(
     return result
 
 
-def refuse_kept_gradients(module: pl.LightningModule, parameters: Sequence[Tensor]) -> None:
+def reject_kept_gradients(module: pl.LightningModule, parameters: Sequence[Tensor]) -> None:
     """Check that the module's own `optimizer_zero_grad` has left no gradient; waits for the device.
 
     Raises:

@@ -99,7 +99,7 @@ def wrap_training_loaders(loaders: Any, trainer: Any, seeds: Any) -> Any:
 
 
 def _check_states(loaders: list[UpdateLoader], saved: int) -> None:
-    """Refuse to resume with another number of loaders that have a position than the checkpoint has."""
+    """Reject to resume with another number of loaders that have a position than the checkpoint has."""
     names = " and ".join(type(loader.source).__name__ for loader in loaders)
     positions = sum(loader.has_position for loader in loaders)
     if saved and saved != positions:

@@ -284,7 +284,7 @@ def requeue(environ: Mapping[str, str]) -> str | None:
         return job
     if fields.get("Requeue") == "0":
         raise NotRequeued("because the job was submitted without --requeue")
-    if fields.get("JobState") != "RUNNING":  # Slurm would restart even a job that somebody has cancelled.
+    if fields.get("JobState") != "RUNNING":  # Slurm would restart even a job that somebody has canceled.
         raise NotRequeued(f"because the job is {fields.get('JobState')}")
     try:
         _scontrol("requeue", job, deadline=deadline)

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised, stand_in
+from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronized, stand_in
 from callbacks.lib.first_update import DrawnNumbers, FirstUpdate
-from callbacks.lib.gradient_sum import GradientSum, most_of_rank, refuse_kept_gradients, without_backward
+from callbacks.lib.gradient_sum import GradientSum, most_of_rank, reject_kept_gradients, without_backward
 from callbacks.lib.hook_calls import NoTargets, StockCalls
 from callbacks.lib.optimizers import calls_closure_once, is_torchs, skip_step_on_device
 from callbacks.lib.targets import Count, TargetCounter, joined_outputs
@@ -28,18 +28,18 @@ from datamodules.notes import warn
 
 @contextlib.contextmanager
 def uneven_micro_batch(
-    module: nn.Module, results: Any, synchronised_layers: Sequence[nn.Module], is_stand_in: bool
+    module: nn.Module, results: Any, synchronized_layers: Sequence[nn.Module], is_stand_in: bool
 ) -> Iterator[None]:
     """Run a micro-batch of an update of which some ranks have one micro-batch more than others.
 
     Args:
         results: the `UpdateResults` of the training loop.
-        synchronised_layers: the BatchNorm layers that wait for all ranks in each forward pass.
+        synchronized_layers: the BatchNorm layers that wait for all ranks in each forward pass.
     """
     with contextlib.ExitStack() as stack:
         if is_stand_in:
             stack.enter_context(results.stand_in())
-            stack.enter_context(stand_in(synchronised_layers))
+            stack.enter_context(stand_in(synchronized_layers))
             stack.enter_context(kept_metrics(module))
         yield
 
@@ -144,7 +144,7 @@ class UpdateStep:
         self._model: Any = None
         self._gradients: GradientSum | None = None
         self._statistics: OrderedStatistics | None = None
-        self._synchronised: list[Any] = []
+        self._synchronized: list[Any] = []
         self._repeats = False
         """Whether the optimizer may call its closure again."""
         self._first_update: FirstUpdate | None = None
@@ -260,7 +260,7 @@ class UpdateStep:
                 if gradients is not None:
                     assert statistics is not None
                     if micro_batch.is_first and calls.has_zeroing:
-                        refuse_kept_gradients(calls.module, gradients.parameters)
+                        reject_kept_gradients(calls.module, gradients.parameters)
                     gradients.scale_loss(loss, output["count"], last=micro_batch.is_last)
                     if micro_batch.is_last:
                         statistics.send(most)  # Before the backward pass, which the transfer then overlaps.
@@ -367,7 +367,7 @@ class UpdateStep:
         self._model = self.calls.strategy.model
         self._gradients = self._statistics = None
         if trainer.world_size > 1:
-            self._synchronised = [layer for layer in trainer.lightning_module.modules() if is_synchronised(layer)]
+            self._synchronized = [layer for layer in trainer.lightning_module.modules() if is_synchronized(layer)]
         if not self.sums_gradients or not (self.has_several or trainer.world_size > 1):
             return  # One device with one micro-batch needs no sum: gradients and statistics are PyTorch's own.
         members = self._loop.loaded.members
@@ -382,9 +382,9 @@ class UpdateStep:
     def _micro_batches(self, update: Update[Any]) -> list[_MicroBatch]:
         """Return the micro-batches that this rank computes.
 
-        Synchronised layers wait for all ranks in each micro-batch, so a rank with one fewer computes a stand-in.
+        Synchronized layers wait for all ranks in each micro-batch, so a rank with one fewer computes a stand-in.
         """
-        adds_stand_in = bool(self._synchronised) and len(update) < self._most_of_rank(update)
+        adds_stand_in = bool(self._synchronized) and len(update) < self._most_of_rank(update)
         last = len(update) - 1 + adds_stand_in
         micro_batches = [
             _MicroBatch(number, index, index == 0, index == last, update.is_stand_in, update.samples[index])
@@ -542,12 +542,12 @@ class UpdateStep:
         """Return the context of a micro-batch in an update of which some ranks have one micro-batch more."""
         if not self._is_uneven(update):
             return NO_CONTEXT
-        if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._synchronised):
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._synchronized):
             raise UserError(
                 f"torch's SyncBatchNorm waits for all devices in each micro-batch, and this update has {update.count}"
                 f" for {self.trainer.world_size} devices: pass callbacks=[SyncBN()] in place of sync_batchnorm=True"
             )
-        return uneven_micro_batch(self.calls.module, self._loop.results, self._synchronised, micro_batch.is_stand_in)
+        return uneven_micro_batch(self.calls.module, self._loop.results, self._synchronized, micro_batch.is_stand_in)
 
     def _weighted(self, share: float) -> contextlib.AbstractContextManager[Any]:
         """Return a context that weights the gradients of a `training_step` with its own backward passes."""

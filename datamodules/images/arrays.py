@@ -158,13 +158,13 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
     """
     of = f" of {source}" if source else ""
     arrays: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]] = {}
-    unlabelled = 0
+    unlabeled = 0
     for part, (images, raw_labels) in parts.items():
         pixels = _pixels(images, f"the {part} images{of}")
         labels_from = f"the {part} labels{of}"
         labels = check_array(as_array(raw_labels, labels_from), labels_from, len(pixels))
         has_label = labels != ("" if labels.dtype.kind == "U" else IGNORED)
-        unlabelled += int((~has_label).sum())
+        unlabeled += int((~has_label).sum())
         if not has_label.any():
             raise UserError(f"no {part} image{of} has a label")
         arrays[part] = (pixels[has_label], labels[has_label]) if not has_label.all() else (pixels, labels)
@@ -174,7 +174,7 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
     for part, (_, labels) in arrays.items():
         if (labels.dtype.kind == "U") != (train.dtype.kind == "U"):
             raise UserError(f"the {part} labels{of} are {labels.dtype}, and those of train {train.dtype}")
-    left_out = {"without a label": unlabelled} if unlabelled else {}
+    left_out = {"without a label": unlabeled} if unlabeled else {}
     images_of = {part: ArrayImages(pixels, f"the {part} images{of}") for part, (pixels, _) in arrays.items()}
     if train.dtype.kind == "U":
         named = {part: (images_of[part], labels.tolist()) for part, (_, labels) in arrays.items()}
@@ -278,21 +278,21 @@ class GivenImages:
         return self.contents[row]
 
 
-def given_images(inputs: Any, colour: bool) -> GivenImages:
+def given_images(inputs: Any, color: bool) -> GivenImages:
     """Collect the images of a file, a folder with its subfolders, a PIL image, an array or a tensor, or of several.
 
     Args:
         inputs: one input or a list. Arrays hold integers from 0 to 255, or floats from 0 to 1, of shape
             (height, width), (height, width, channels) or (channels, height, width), or several such images with a
             first dimension more.
-        colour: whether an array of shape (3, height, width) is one image in colour, or three in grey.
+        color: whether an array of shape (3, height, width) is one image in color, or three in gray.
 
     Raises:
         UserError: there is no image, or an input is not an image.
 
     Example:
         >>> import torch
-        >>> given_images([torch.zeros(2, 28, 28), "photo.png"], colour=False).names
+        >>> given_images([torch.zeros(2, 28, 28), "photo.png"], color=False).names
         ['images[0]', 'images[1]', 'photo.png']
     """
     items = inputs if isinstance(inputs, (list, tuple)) else [inputs]
@@ -317,7 +317,7 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
             continue
         images = [item]
         if not isinstance(item, Image.Image):
-            images = list(_images_of(item, colour))
+            images = list(_images_of(item, color))
         names += [f"images[{i}]" for i in range(len(names), len(names) + len(images))]
         contents += images
     if not names:
@@ -327,7 +327,7 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
     return GivenImages(names, contents)
 
 
-def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
+def _images_of(array: Any, color: bool) -> Iterator[Image.Image]:
     """Return the images of an array or a tensor."""
     expected = "expected a file, a folder, a PIL image, an array or a tensor"
     if not isinstance(array, np.ndarray | Tensor):
@@ -338,13 +338,13 @@ def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
         raise UserError(f"an array of {pixels.dtype} and shape {shape} holds no images; {expected}")
     # The width of a photograph may be a square number by chance, that of a small gray image is not by rows of pixels.
     side = side_of_rows(shape)
-    if not colour and side and shape[0] != shape[1]:
+    if not color and side and shape[0] != shape[1]:
         raise UserError(
             f"an array of shape {shape} is {shape[0]:,} rows of {side} x {side} pixels, or images of another form; pass"
             f" images.reshape(-1, {side}, {side}), or a PIL image"
         )
     # Three dimensions with channels are one image.
-    if pixels.ndim == 2 or (pixels.ndim == 3 and (shape[2] in (1, 3, 4) or (colour and shape[0] in (1, 3, 4)))):
+    if pixels.ndim == 2 or (pixels.ndim == 3 and (shape[2] in (1, 3, 4) or (color and shape[0] in (1, 3, 4)))):
         pixels = pixels[None]
     pixels = channels_last(pixels, "the images")
     if pixels.any():

@@ -1,4 +1,4 @@
-"""Normalisation and augmentation of batches: colors, affine maps, MixUp and CutMix.
+"""Normalization and augmentation of batches: colors, affine maps, MixUp and CutMix.
 
 Augmentations are functions of (seed, epoch, sample) only. They take a whole batch, on the device of the batch. The
 result for a sample does not depend on the other samples of its batch, since another number of processes puts it into
@@ -20,8 +20,8 @@ from datamodules.images.decoding import is_small
 from datamodules.loading.randomness import alternating_flips, uniform, widest_float
 
 
-class Normalise(nn.Module):
-    """Normalisation of uint8 images of shape (batch, channels, height, width) to float32 with about mean 0 and std 1.
+class Normalize(nn.Module):
+    """Normalization of uint8 images of shape (batch, channels, height, width) to float32 with about mean 0 and std 1.
 
     The module has no parameters and saves nothing. It does not resize images.
 
@@ -30,7 +30,7 @@ class Normalise(nn.Module):
         std: standard deviation of each channel.
 
     Example:
-        >>> Normalise([0.5], [0.25])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)).round()
+        >>> Normalize([0.5], [0.25])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)).round()
         tensor([[[[-2.,  2.]]]])
     """
 
@@ -56,11 +56,11 @@ class Normalise(nn.Module):
 
 
 @lru_cache(maxsize=4)
-def normaliser(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> Normalise:
-    """Return the cached `Normalise` of these statistics on a device."""
+def normalizer(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> Normalize:
+    """Return the cached `Normalize` of these statistics on a device."""
     # A validation in inference mode may be the first caller. Its tensors could not be used in training later.
     with torch.inference_mode(False):
-        return Normalise(mean, std).to(device)
+        return Normalize(mean, std).to(device)
 
 
 def check_statistics(name: str, numbers: Sequence[float] | None, least: float) -> list[float] | None:
@@ -88,7 +88,7 @@ def describe_augmentation(name: str, flip: bool) -> str:
     flips = " and mirroring" if flip else ", no mirroring"
     if name == "light":
         return f"shifts{flips}"
-    return f"random crops{flips}, colours"
+    return f"random crops{flips}, colors"
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, most: int = 0) -> Tensor:
@@ -120,22 +120,22 @@ def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, 
     return padded[sample, :, down.unsqueeze(2), right.unsqueeze(1)].permute(0, 3, 1, 2)
 
 
-def _grey(channels: Tensor) -> Tensor:
+def _gray(channels: Tensor) -> Tensor:
     """Convert RGB of shape (batch, 3, ...) to luma of shape (batch, 1, ...), with the weights of ITU-R BT.601."""
     red, green, blue = channels.split(1, dim=1)
-    grey: Tensor = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
-    return grey
+    gray: Tensor = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    return gray
 
 
-def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise, out: Tensor | None = None) -> Tensor:
-    """Adjust brightness, contrast and saturation of each image as torchvision's ColorJitter does, and normalise it.
+def adjust_colors(images: Tensor, factors: Tensor, normalize: Normalize, out: Tensor | None = None) -> Tensor:
+    """Adjust brightness, contrast and saturation of each image as torchvision's ColorJitter does, and normalize it.
 
-    The three steps are one affine map of the colours, so values are clamped to 0..255 once, at the end.
+    The three steps are one affine map of the colors, so values are clamped to 0..255 once, at the end.
 
     Args:
         images: uint8 of shape (batch, 3, height, width).
         factors: factors of brightness, contrast and saturation, of shape (batch, 3); 1 changes nothing.
-        normalise: normalisation of the result.
+        normalize: normalization of the result.
         out: contiguous float32 tensor for the result, if given.
     """
     brightness, contrast, saturation = (column.view(-1, 1, 1, 1) for column in factors.unbind(1))
@@ -149,16 +149,16 @@ def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise, out: T
     # Sums of integers do not depend on the order of the terms, which may change with the size of the batch. A float32
     # holds the sum of a row exactly.
     sums = pixels.sum(3).long().sum(2).float()
-    mean = _grey(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
-    grey = _grey(pixels).mul_(bright_contrast - pixel_factor).add_((brightness - bright_contrast) * mean)
-    return pixels.mul_(pixel_factor).add_(grey).clamp_(0, 255).mul_(normalise.scale).add_(normalise.shift)
+    mean = _gray(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
+    gray = _gray(pixels).mul_(bright_contrast - pixel_factor).add_((brightness - bright_contrast) * mean)
+    return pixels.mul_(pixel_factor).add_(gray).clamp_(0, 255).mul_(normalize.scale).add_(normalize.shift)
 
 
 @dataclass(frozen=True)
 class BatchAugmentation:
-    """Second half of a named augmentation, after `Crop`: translation, flips and colours of a batch, and normalisation.
+    """Second half of a named augmentation, after `Crop`: translation, flips and colors of a batch, and normalization.
 
-    "light" translates small images by up to an eighth of their side, as usual for CIFAR. "standard" varies colours.
+    "light" translates small images by up to an eighth of their side, as usual for CIFAR. "standard" varies colors.
     Flips alternate from epoch to epoch.
 
     Args:
@@ -166,17 +166,17 @@ class BatchAugmentation:
         size: side of the images, in pixels.
         seed: seed of the run.
         flip: whether to mirror images; False for digits and letters.
-        normalise: function that returns the normalisation on a device.
+        normalize: function that returns the normalization on a device.
     """
 
     name: str
     size: int
     seed: int
     flip: bool
-    normalise: Callable[[torch.device], Normalise]
+    normalize: Callable[[torch.device], Normalize]
 
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        """Augment uint8 images of shape (batch, 3, size, size) to normalised float32; `numbers` are sample numbers."""
+        """Augment uint8 images of shape (batch, 3, size, size) to normalized float32; `numbers` are sample numbers."""
         most = 0
         shifts = None
         if self.name == "light" and is_small(self.size):
@@ -187,8 +187,8 @@ class BatchAugmentation:
             flips = alternating_flips(self.seed, epoch, numbers)
         factors = None
         if self.name == "standard":
-            factors = 1 + _COLOUR * (2 * uniform(self.seed, "colours", epoch, numbers, 3) - 1)
-        normalise = self.normalise(images.device)
+            factors = 1 + _COLOUR * (2 * uniform(self.seed, "colors", epoch, numbers, 3) - 1)
+        normalize = self.normalize(images.device)
 
         def select(draws: Tensor | None, samples: slice) -> Tensor | None:
             return None if draws is None else draws[samples]
@@ -197,9 +197,9 @@ class BatchAugmentation:
             moved = shift_and_flip(images[samples], select(shifts, samples), select(flips, samples), most)
             sample_factors = select(factors, samples)
             if sample_factors is not None:
-                return adjust_colours(moved, sample_factors, normalise, out)
-            normalised: Tensor = normalise(moved)
-            return normalised if out is None else out.copy_(normalised)
+                return adjust_colors(moved, sample_factors, normalize, out)
+            normalized: Tensor = normalize(moved)
+            return normalized if out is None else out.copy_(normalized)
 
         if images.device.type != "cpu" or is_small(self.size):
             return augment(slice(None))
@@ -252,9 +252,9 @@ def _boxes(share: Tensor, y: Tensor, x: Tensor, height: int, width: int) -> Tens
     """Return boxes of area 1 - share around (x, y), cut off at the borders, as bool masks (batch, height, width)."""
     side = (1 - share).sqrt() / 2
 
-    def within(length: int, centre: Tensor) -> Tensor:
-        start = (length * (centre - side)).round()
-        stop = (length * (centre + side)).round()
+    def within(length: int, center: Tensor) -> Tensor:
+        start = (length * (center - side)).round()
+        stop = (length * (center + side)).round()
         pixels = torch.arange(length, device=share.device)
         return (pixels >= start.unsqueeze(1)) & (pixels < stop.unsqueeze(1))
 
@@ -357,8 +357,8 @@ def _epoch_matrices(seed: int, epoch: int, count: int, device: torch.device, *op
 
 
 @lru_cache(maxsize=8)
-def _pixel_centres(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return x and y of each pixel's centre in [-1, 1], each of shape (height * width,)."""
+def _pixel_centers(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return x and y of each pixel's center in [-1, 1], each of shape (height * width,)."""
     x = (torch.arange(width, device=device, dtype=torch.float32) * 2 + 1) / width - 1
     y = (torch.arange(height, device=device, dtype=torch.float32) * 2 + 1) / height - 1
     return x.repeat(height), y.repeat_interleave(width)
@@ -372,7 +372,7 @@ def warp(images: Tensor, matrices: Tensor) -> Tensor:
         matrices: affine maps of shape (batch, 6), see `affine_matrices`.
     """
     batch, _, height, width = images.shape
-    x, y = _pixel_centres(height, width, images.device)
+    x, y = _pixel_centers(height, width, images.device)
     a, b, c, d, e, f = matrices.unsqueeze(2).unbind(1)
     # Two planes, then a view with them as the last dimension. `F.affine_grid` takes 4 times longer. Stacking along the
     # last dimension takes 2 times longer, since an inner size of 2 does not vectorise.

@@ -82,10 +82,10 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, tuple) else (value,)
 
 
-def _refuse_other_pixels(image: Image.Image) -> None:
+def _reject_other_pixels(image: Image.Image) -> None:
     """Raise a ValueError for pixels of more than 8 bits or with a sign, for further bands, and for several pages.
 
-    An image that is scaled by its own range could not be compared with the other images of the set. Of colours with 16
+    An image that is scaled by its own range could not be compared with the other images of the set. Of colors with 16
     bits, Pillow would cut the lower bits off.
     """
     bits = 8
@@ -96,7 +96,7 @@ def _refuse_other_pixels(image: Image.Image) -> None:
         bits = max(_numbers(tags.get(_BITS_PER_SAMPLE, 8)))
         if _SIGNED in _numbers(tags.get(_SAMPLE_FORMAT, 1)):
             raise ValueError("its pixels are signed; shift all images of the set to 0 to 255, and save them so")
-        # Pillow reads three colours and transparency only, and would drop further bands.
+        # Pillow reads three colors and transparency only, and would drop further bands.
         if tags.get(_SAMPLES_PER_PIXEL, 1) > len(image.getbands()) or image.mode == "RGBX":
             raise ValueError(
                 f"it has {tags.get(_SAMPLES_PER_PIXEL)} bands, expected 1 or 3; save those that are meant as an image"
@@ -177,13 +177,13 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
         if isinstance(source, Image.Image):
             content = _undecoded(source)
             if not content:
-                _refuse_other_pixels(source)
+                _reject_other_pixels(source)
                 yield source, content
                 return
         else:
             content = source if isinstance(source, bytes) else Path(source).read_bytes()
         with Image.open(BytesIO(content)) as image:
-            _refuse_other_pixels(image)
+            _reject_other_pixels(image)
             yield image, content
         return
     except UnidentifiedImageError:
@@ -330,10 +330,10 @@ def _side_kept(height: int, width: int, size: int) -> int:
     return max(1, round(min(height, width) * crop_pct(size)))
 
 
-def centre_square(image: Tensor, size: int) -> Tensor:
+def center_square(image: Tensor, size: int) -> Tensor:
     """Crop the central square of a training image and resize it. Small images are enlarged.
 
-    The result is that of resizing the short side to 8/7 of `size` and cropping the centre, in one step. For inputs
+    The result is that of resizing the short side to 8/7 of `size` and cropping the center, in one step. For inputs
     below 64 pixels the whole short side is kept.
 
     Args:
@@ -386,7 +386,7 @@ class Crop:
     """First half of a named augmentation, before `BatchAugmentation`: crops an image to the size of the inputs.
 
     Args:
-        name: "none", and "light" for small images, crop the centre. "light" for large images crops
+        name: "none", and "light" for small images, crop the center. "light" for large images crops
             a square of the same size at a random position. "standard" crops and resizes at random (`crop_box`).
         size: side of the result, in pixels.
         seed: seed of the run.
@@ -397,13 +397,13 @@ class Crop:
     seed: int
 
     @property
-    def is_centre(self) -> bool:
+    def is_center(self) -> bool:
         """Whether the crop is the central square in every epoch."""
         return self.name == "none" or (self.name == "light" and is_small(self.size))
 
     def draws(self, numbers: Sequence[int], epoch: int) -> list[list[float]]:
-        """Return the random numbers of each sample in an epoch: 22 for a random crop, none for the centre."""
-        if self.is_centre or not numbers:
+        """Return the random numbers of each sample in an epoch: 22 for a random crop, none for the center."""
+        if self.is_center or not numbers:
             return [[] for _ in numbers]
         index = torch.tensor(numbers, dtype=torch.int64)
         draws: list[list[float]] = uniform(self.seed, "crop", epoch, index, 2 + 2 * _TRIES).tolist()
@@ -411,8 +411,8 @@ class Crop:
 
     def __call__(self, image: Tensor, draws: Sequence[float]) -> Tensor:
         """Crop an image with its random numbers: uint8 of shape (3, height, width) to (3, size, size)."""
-        if self.is_centre:
-            return centre_square(image, self.size)
+        if self.is_center:
+            return center_square(image, self.size)
         height, width = image.shape[-2:]
         if self.name == "light":
             side = _side_kept(height, width, self.size)

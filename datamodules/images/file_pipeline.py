@@ -21,15 +21,15 @@ from datamodules.images.augmentation import (
     AUGMENTATIONS,
     BatchAugmentation,
     Mixing,
-    Normalise,
+    Normalize,
     check_statistics,
     describe_augmentation,
-    normaliser,
+    normalizer,
 )
 from datamodules.images.decoding import (
     Crop,
     UnreadableImage,
-    centre_square,
+    center_square,
     decoders,
     evaluation_pixels,
     is_small,
@@ -152,7 +152,7 @@ def held_in_memory(images: ImageFiles, size: int, copies: int) -> Tensor | None:
         pixels = torch.empty((len(images), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
 
     def read(row: int) -> None:
-        pixels[row] = images[row] if images.evaluation else centre_square(images[row], size)
+        pixels[row] = images[row] if images.evaluation else center_square(images[row], size)
 
     try:
         with ThreadPoolExecutor(cores()) as pool:
@@ -183,7 +183,7 @@ class BatchReader:
     def is_in_memory(self) -> bool:
         """Whether reading a batch is one indexing operation."""
         size = (self.crop.size, self.crop.size)
-        return isinstance(self.images, Tensor) and self.images.shape[2:] == size and self.crop.is_centre
+        return isinstance(self.images, Tensor) and self.images.shape[2:] == size and self.crop.is_center
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         epoch, rows = request
@@ -258,12 +258,12 @@ def pixel_statistics(files: Images, size: int) -> Statistics:
     for row in _evenly_spaced(len(files), _MEASURED):
         with contextlib.suppress(UnreadableImage, OSError):
             image = load_image(files.read(row), side_to_decode("none", size))
-            pixels = centre_square(image, size).flatten(1).long()
+            pixels = center_square(image, size).flatten(1).long()
             total += pixels.sum(1)
             squares += (pixels * pixels).sum(1)
             count += pixels.shape[1]
     mean = total.double() / max(1, count)
-    # A std of at least 1/255, since images of one colour would lead to a division by zero.
+    # A std of at least 1/255, since images of one color would lead to a division by zero.
     std = (squares.double() / max(1, count) - mean * mean).clamp(min=1).sqrt()
     return tuple((mean / 255).round(decimals=4).tolist()), tuple((std / 255).round(decimals=4).tolist())
 
@@ -397,12 +397,12 @@ class FilePipeline(Pipeline):
             whose = "the"
         if self.statistics[0] == IMAGENET_MEAN:
             whose = "ImageNet's"
-        chosen.append(f"pixels normalised by {whose} mean ({mean})")
+        chosen.append(f"pixels normalized by {whose} mean ({mean})")
         self.note(f"{info.title}: {', '.join(chosen)}")
 
-    def normaliser(self, device: torch.device) -> Normalise:
+    def normalizer(self, device: torch.device) -> Normalize:
         """Return the normalization of uint8 images on a device."""
-        return normaliser(*self.statistics, device)
+        return normalizer(*self.statistics, device)
 
     @override
     def open(self, part: str, published: str, rows: Tensor | None, process: Process) -> Part:
@@ -441,7 +441,7 @@ class FilePipeline(Pipeline):
     def _reader(self, part: Part, augment: str, process: Process, hold: bool = True) -> BatchReader:
         """Return the reader of a part. Small images are kept in memory, at one size, on the device."""
         crop = Crop(augment, self.image_size, self.settings["seed"])
-        held = part.images.held(crop.size, process) if hold and crop.is_centre else None
+        held = part.images.held(crop.size, process) if hold and crop.is_center else None
         return BatchReader(part.images if held is None else held, part.labels, crop)
 
     def _options(self, reader: BatchReader, augment: str, process: Process) -> dict[str, Any]:
@@ -458,7 +458,7 @@ class FilePipeline(Pipeline):
             "num_workers": workers,
             "pin_memory": process.device.type == "cuda",
             "device": process.device,
-            "transform": BatchAugmentation(augment, self.image_size, self.settings["seed"], info.flip, self.normaliser),
+            "transform": BatchAugmentation(augment, self.image_size, self.settings["seed"], info.flip, self.normalizer),
             "rank": process.rank,
             "world_size": process.world_size,
         }
@@ -517,17 +517,17 @@ class FilePipeline(Pipeline):
     def numbered_batches(
         self, part: Part, batch_size: int, process: Process, chosen: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (normalised images, labels, sample numbers) of a part on the device, without augmentation.
+        """Yield (normalized images, labels, sample numbers) of a part on the device, without augmentation.
 
         Args:
             chosen: numbers of the samples, int64 of shape (m,), of which unreadable ones are left out; None: all.
         """
         reader = self._reader(part, "none", process)
         loader = self._evaluation_loader(reader, batch_size, process, skip=chosen is not None, rows=chosen)
-        normalise = self.normaliser(process.device)
+        normalize = self.normalizer(process.device)
         try:
             for batch in loader.loaded_batches():
-                images = normalise(batch.inputs.to(process.device, non_blocking=True))
+                images = normalize(batch.inputs.to(process.device, non_blocking=True))
                 targets, rows = (ints.to(process.device, non_blocking=True) for ints in (batch.targets, batch.rows))
                 yield images, targets, rows
         finally:

@@ -340,7 +340,7 @@ class DataSet:
             return find_images(self.folder, options["layout"], options["columns"], options.get("on_corrupt"))
         if self.info.torchvision_name:
             return from_cifar(self.info, self.folder, self._download_error)
-        return digits_source(colour=len(self.info.mean) == 3)
+        return digits_source(color=len(self.info.mean) == 3)
 
     def take(self, samples: Any) -> None:
         """Use a `Source`, or images and labels in memory, see `from_samples`."""
@@ -377,7 +377,7 @@ class DataSet:
         """
         if self.name == "digits" and self.settings.get("dataset") == "auto":
             note(
-                f"no {spelled('data_dir')}: using the 1,797 bundled digits as small colour images; pass"
+                f"no {spelled('data_dir')}: using the 1,797 bundled digits as small color images; pass"
                 f" {spelled('data_dir', 'FOLDER')} for your own",
                 warn,
             )

@@ -14,7 +14,7 @@ from datamodules.base import BaseDataModule, Process
 from datamodules.contract import OneCall
 from datamodules.errors import UserError, spelled
 from datamodules.images.arrays import GivenImages, given_images
-from datamodules.images.augmentation import Normalise
+from datamodules.images.augmentation import Normalize
 from datamodules.images.finding import DataSet
 from datamodules.images.known_sets import ImageSet
 from datamodules.images.labels import balanced_class_weights, check_labels, describe_classes
@@ -294,9 +294,9 @@ class ImageDataModule(BaseDataModule):
         return part.labels.cpu()[part.rows]
 
     @override
-    def preprocessing(self) -> Normalise:
-        """Return the normalisation of uint8 images of shape (batch, channels, height, width) to float32."""
-        return Normalise(*self.pipeline.statistics)
+    def preprocessing(self) -> Normalize:
+        """Return the normalization of uint8 images of shape (batch, channels, height, width) to float32."""
+        return Normalize(*self.pipeline.statistics)
 
     def _from_rank_zero(self, number: int) -> int:
         """Return the number of rank 0, on all ranks of the Trainer."""
@@ -391,11 +391,11 @@ class ImageDataModule(BaseDataModule):
     @override
     def take_inputs(self, inputs: Any) -> None:
         """Set the images to predict, in the forms of `given_images`."""
-        self._given = given_images(inputs, colour=len(self.info.mean) == 3)
+        self._given = given_images(inputs, color=len(self.info.mean) == 3)
 
     @cached_property
     def _given(self) -> GivenImages:
-        return given_images(self.hparams.predict_inputs or [], colour=len(self.info.mean) == 3)
+        return given_images(self.hparams.predict_inputs or [], color=len(self.info.mean) == 3)
 
     @property
     @override

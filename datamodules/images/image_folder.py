@@ -17,7 +17,7 @@ from datamodules.images.known_sets import ARCHIVES
 class ImageFolderDataModule(ImageDataModule):
     """Images in class folders or lists, CIFAR, or the bundled digits, exact on any number of devices and workers.
 
-    Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
+    Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalized on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
     train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. A .zip
     of such a folder is read in place, to the same batches. So are tables with the columns path and label.
@@ -41,7 +41,7 @@ class ImageFolderDataModule(ImageDataModule):
             that give each class as many training samples (sampler); or nothing. Other losses and scores stay as they
             are.
         augment: augmentation of training images: none; shifts and mirroring (light); or random crops, mirroring and
-            colours (standard). By default light below 64 pixels, else standard. Digits are never mirrored.
+            colors (standard). By default light below 64 pixels, else standard. Digits are never mirrored.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
         num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU

@@ -72,7 +72,7 @@ DATASETS: dict[str, ImageSet] = {
     # The user's images are converted to MNIST's form, so its statistics fit, and a checkpoint need not hold others.
     "custom": ImageSet("your images", (), parts=()),
 }
-"""Data sets of 28 x 28 grey images, by name."""
+"""Data sets of 28 x 28 gray images, by name."""
 
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CIFAR100 = """
@@ -100,7 +100,7 @@ IMAGE_SETS: dict[str, ImageSet] = {
         torchvision_name="CIFAR100",
     ),
 }
-"""Data sets of images in colour, by name."""
+"""Data sets of images in color, by name."""
 ARCHIVES = {"cifar-10-python.tar.gz": "cifar10", "cifar-100-python.tar.gz": "cifar100"}
 """Data set of each published archive, by its file name."""
 
@@ -146,13 +146,13 @@ def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
     return parts
 
 
-def digits_source(colour: bool = False) -> Source:
-    """Make a data set of the bundled digits: in MNIST's form, or as 32 x 32 colour images with a smaller margin."""
+def digits_source(color: bool = False) -> Source:
+    """Make a data set of the bundled digits: in MNIST's form, or as 32 x 32 color images with a smaller margin."""
     title = DATASETS["digits"].title
 
     def read(part: str) -> Samples:
         images, labels = load_digits()[part]
-        if colour:
+        if color:
             cropped = images[:, None, 2:26, 2:26].float()
             large = F.interpolate(cropped, size=(32, 32), mode="bilinear", align_corners=False)
             images = large.round().to(torch.uint8).expand(-1, 3, -1, -1).permute(0, 2, 3, 1)

@@ -96,7 +96,7 @@ class MNISTSet(DataSet):
 class MNISTDataModule(ImageDataModule):
     """MNIST and Fashion-MNIST, scikit-learn's bundled digits or your own, exact on any number of devices.
 
-    Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
+    Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalized, and int64 of shape (batch,), on
     the training device. A part of the training set is held out for validation; the test set is read by ``test`` only.
 
     Args:

@@ -106,7 +106,7 @@ class PixelCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock that serialises writers of all processes."""
+        """Hold the lock that serializes writers of all processes."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

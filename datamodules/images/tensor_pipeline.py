@@ -15,7 +15,7 @@ from typing_extensions import override
 from datamodules.base import Process
 from datamodules.errors import UserError, spelled
 from datamodules.images.arrays import GivenImages
-from datamodules.images.augmentation import Normalise, RandomAffine
+from datamodules.images.augmentation import Normalize, RandomAffine
 from datamodules.images.decoding import open_image, unreadable, without_alpha
 from datamodules.images.image_data import Order, Part, Pipeline, Statistics
 from datamodules.images.known_sets import DATASETS
@@ -123,9 +123,9 @@ def _foreground(light: Tensor) -> Tensor:
 
 
 def _begin(along: Tensor) -> int:
-    """Return the start of a digit along an axis, with its centre of mass at 14 as in MNIST (LeCun et al., 1998)."""
-    centre = float((along * torch.arange(len(along))).sum() / along.sum())
-    return min(max(0, round(_SIDE / 2 - centre)), _SIDE - len(along))
+    """Return the start of a digit along an axis, with its center of mass at 14 as in MNIST (LeCun et al., 1998)."""
+    center = float((along * torch.arange(len(along))).sum() / along.sum())
+    return min(max(0, round(_SIDE / 2 - center)), _SIDE - len(along))
 
 
 class Digits(NamedTuple):
@@ -283,14 +283,14 @@ class TensorPipeline(Pipeline):
         # Draws of a weighted order have numbers beyond those of the samples.
         count = len(part.labels) if order.weights is None else 0
         augment = RandomAffine(order.seed, **augmentation, count=count)
-        normalise = Normalise(*self.statistics)
+        normalize = Normalize(*self.statistics)
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-            # Before the normalisation, since the affine map fills borders with zeros, the value of the background.
+            # Before the normalization, since the affine map fills borders with zeros, the value of the background.
             if augment and len(images):
                 images = augment(images.float(), rows, epoch)
-            normalised: Tensor = normalise(images)
-            return normalised
+            normalized: Tensor = normalize(images)
+            return normalized
 
         ranks = {"rank": process.rank, "world_size": process.world_size}
         options = {"transform": transform, "device": process.device, **order._asdict(), **ranks}
@@ -303,11 +303,11 @@ class TensorPipeline(Pipeline):
     @override
     def evaluate(self, part: Part, batch_size: int, process: Process) -> EvaluationLoader:
         """Return a loader of each sample of a part once."""
-        normalise = Normalise(*self.statistics)
+        normalize = Normalize(*self.statistics)
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-            normalised: Tensor = normalise(images)
-            return normalised
+            normalized: Tensor = normalize(images)
+            return normalized
 
         ranks = (process.rank, process.world_size)
         return EvaluationLoader(part.images, part.labels, part.rows, batch_size, *ranks, transform, process.device)

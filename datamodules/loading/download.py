@@ -27,7 +27,7 @@ class DownloadError(UserError):
 
 def digest_of(path: Path, algorithm: str = "md5") -> str:
     """Return the hexadecimal digest of a file, for any algorithm of `hashlib`."""
-    # Systems in FIPS mode refuse MD5 unless it is declared that security does not depend on it.
+    # Systems in FIPS mode reject MD5 unless it is declared that security does not depend on it.
     new_hash = partial(hashlib.new, algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_hash).hexdigest()

@@ -414,10 +414,10 @@ def open_archive(path: Path) -> tuple[Folder, FileTable]:
             # Of several files with the same name the last one counts, as when an archive is unpacked.
             parent.files[base] = number
     # Archives write "./a", "a" or "a//b" for the same files. Equal folders have to give equal names.
-    normalised = []
+    normalized = []
     for name in names:
-        normalised.append("/".join(component for component in name.split("/") if component not in ("", ".")))
-    return top, FileTable(normalised, top.prefix, archive)
+        normalized.append("/".join(component for component in name.split("/") if component not in ("", ".")))
+    return top, FileTable(normalized, top.prefix, archive)
 
 
 def files_below(folder: Folder) -> dict[str, int]:

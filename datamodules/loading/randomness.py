@@ -1,7 +1,7 @@
 """Computes random numbers as pure functions of ``(seed, purpose, epoch, index)``, equal on every device.
 
 A generator with a state would give a sample other numbers once batches are split over more processes or a run resumes.
-The hash function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic. Integers
+The hash function is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic. Integers
 are exact everywhere, so CPU and GPU draw the same bits.
 """
 
@@ -45,7 +45,7 @@ _MIX_2 = signed(0x94D049BB133111EB)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """Apply the finaliser of SplitMix64 to int64. The masks remove the copies of the sign bit that torch shifts in."""
+    """Apply the finalizer of SplitMix64 to int64. The masks remove the copies of the sign bit that torch shifts in."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
     return z ^ ((z >> 31) & ((1 << 33) - 1))

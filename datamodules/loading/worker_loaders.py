@@ -125,7 +125,7 @@ class _Workers:
     ) -> None:
         if mix is not None and skip_unreadable:
             raise UserError(
-                f"mixtures need every image and its neighbour: pass {spelled('mixup', 0)} and {spelled('cutmix', 0)}"
+                f"mixtures need every image and its neighbor: pass {spelled('mixup', 0)} and {spelled('cutmix', 0)}"
                 f" with {spelled('on_corrupt', 'skip')}, or {spelled('on_corrupt', 'error')}"
             )
         self.reader = reader

@@ -1,4 +1,4 @@
-"""Prepares a corpus of sentence pairs: normalises, filters, splits without leaks, and packs token numbers."""
+"""Prepares a corpus of sentence pairs: normalizes, filters, splits without leaks, and packs token numbers."""
 
 import hashlib
 from collections import Counter
@@ -21,12 +21,12 @@ from datamodules.translation.text import (
     SOS,
     SPECIAL_TOKENS,
     AnyVocabulary,
-    Normalisation,
+    Normalization,
     SubwordVocabulary,
     Vocabulary,
     build_vocabulary,
     encode_tokens,
-    normalise_lines,
+    normalize_lines,
     train_subwords,
 )
 
@@ -63,9 +63,9 @@ class CorpusInfo:
 
 @dataclass(frozen=True)
 class CorpusFilter:
-    """Settings of the normalisation and the filters; see `TranslationDataModule`. `whole` marks held-out files."""
+    """Settings of the normalization and the filters; see `TranslationDataModule`. `whole` marks held-out files."""
 
-    normalisation: Normalisation = "unicode"
+    normalization: Normalization = "unicode"
     max_length: int | None = None
     prefixes: Literal["tutorial"] | None = None
     on_bad_lines: Choice = "error"
@@ -122,7 +122,7 @@ class Corpus:
         )
 
     def sentences(self, rows: Tensor, side: int) -> list[str]:
-        """Return the normalised sentences of the source (side 0) or the target (side 1)."""
+        """Return the normalized sentences of the source (side 0) or the target (side 1)."""
         packed = (self.source, self.target)[side]
         tokens = (self.source_tokens, self.target_tokens)[side]
         sentences = []
@@ -131,7 +131,7 @@ class Corpus:
         return sentences
 
     def written(self, rows: Tensor, side: int) -> list[str]:
-        """Return the original sentences of held-out pairs, and normalised sentences of training pairs."""
+        """Return the original sentences of held-out pairs, and normalized sentences of training pairs."""
 
         texts = []
         for row, sentence in zip(rows.tolist(), self.sentences(rows, side), strict=True):
@@ -180,7 +180,7 @@ def _has_prefix(sentence: str) -> bool:
 
 @dataclass
 class _Kept:
-    """Kept pairs of one file, normalised and original, and the counts of the pairs that were left out."""
+    """Kept pairs of one file, normalized and original, and the counts of the pairs that were left out."""
 
     sources: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
@@ -201,7 +201,7 @@ def _hints(reasons: Collection[str]) -> str:
 
 
 def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
-    """Normalise and filter pairs. An error is raised for faulty lines unless they may be skipped."""
+    """Normalize and filter pairs. An error is raised for faulty lines unless they may be skipped."""
     kept = _Kept()
     # Training batches have a fixed number of sentences, so that one long sentence pads all others. Batches of held-out
     # sentences get smaller instead.
@@ -209,13 +209,13 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
     faults = Faults(dict(pairs.faults.lines))
     too_long = Faults()
     without_prefix = 0
-    sources = normalise_lines([pair.source for pair in pairs.pairs], keep.normalisation)
-    targets = normalise_lines([pair.target for pair in pairs.pairs], keep.normalisation)
+    sources = normalize_lines([pair.source for pair in pairs.pairs], keep.normalization)
+    targets = normalize_lines([pair.target for pair in pairs.pairs], keep.normalization)
     for pair, source, target in zip(pairs.pairs, sources, targets, strict=True):
         if "\0" in pair.source or "\0" in pair.target:
             faults.add("with a NUL character", [pair.number])
         elif not (source.strip(INVISIBLE) and target.strip(INVISIBLE)):
-            faults.add(f"with an empty side in {keep.normalisation} normalisation", [pair.number])
+            faults.add(f"with an empty side in {keep.normalization} normalization", [pair.number])
         # One word more than there are spaces, and the EOS token.
         elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
             too_long.add(f"over {spelled('max_length', keep.max_length)}", [pair.number])
@@ -248,7 +248,7 @@ def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], kee
     read = sum(pairs.read for pairs in files)
     sources = [source for kept_pairs in kept for source in kept_pairs.sources]
     if not sources:
-        filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
+        filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalization": keep.normalization}
         settings = ", ".join(spelled(name, value) for name, value in filters.items() if value)
         where = ", ".join(pairs.where for pairs in files)
         raise UserError(f"{where}: no pair of {read:,} is left after {settings}")
@@ -312,13 +312,13 @@ def prepare_corpus(
     test: float,
     seed: int,
 ) -> Corpus:
-    """Normalise, filter, split and pack the pairs of all files.
+    """Normalize, filter, split and pack the pairs of all files.
 
     Args:
         files: pairs of "train", which is split, and optionally of "val" and "test", to which `max_length` and
             `prefixes` do not apply.
         titles: name of each part.
-        keep: settings of the normalisation and the filters.
+        keep: settings of the normalization and the filters.
         val, test, seed: shares and seed of the split, see `split_by_source`.
     """
     # Published validation and test files are used whole.

@@ -39,11 +39,11 @@ from datamodules.translation.text import (
     EOS,
     SOS,
     AnyVocabulary,
-    Normalisation,
+    Normalization,
     SubwordKind,
     encode_tokens,
-    normalise,
-    normalise_lines,
+    normalize,
+    normalize_lines,
     vocabulary_from_state,
 )
 
@@ -120,13 +120,13 @@ class TranslationDataModule(BaseDataModule):
         max_length: longest sentence kept, on both sides, in words with the end mark, also with `subwords`, which are
             learnt from what is kept. `max_tokens` limits the tokens of a batch, and so its memory.
         prefixes: "tutorial" keeps pairs of which one side has an English beginning of PyTorch's translation tutorial.
-        normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
+        normalization: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
             "tutorial" leaves a to z, ! and ?, and "tutorial-2017" also the full stop, as the first edition of PyTorch's
             tutorial: of its pairs 10,599 are left then, and 11,445 with "tutorial". By default "unicode", and "none"
             with `subwords`.
         subwords: "bpe": tokens are parts of words, learnt from the training part. No word is unknown, and translations
             are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
-            `normalisation` or `prefixes` are for words, or no file is given.
+            `normalization` or `prefixes` are for words, or no file is given.
         vocab_size: tokens of each side at most: by default 8,000 subwords, or all words; of words the most frequent
             ones are taken, and the special tokens are not counted.
         val_fraction: share of the source sentences held out for validation; by default 0.05, or 0 with files for it.
@@ -160,7 +160,7 @@ class TranslationDataModule(BaseDataModule):
         reverse: bool = False,
         max_length: int | None = None,
         prefixes: Literal["tutorial"] | None = None,
-        normalisation: Normalisation | None = None,
+        normalization: Normalization | None = None,
         subwords: SubwordKind | None = None,
         vocab_size: int | None = None,
         val_fraction: float | None = None,
@@ -199,28 +199,28 @@ class TranslationDataModule(BaseDataModule):
         )
         if prefixes is not None:
             check_choice("prefixes", prefixes, ("tutorial",))
-        asks_for_words = normalisation is not None or prefixes is not None
+        asks_for_words = normalization is not None or prefixes is not None
         if subwords is None:
             subwords = "none" if asks_for_words or not any(train) else "bpe"
         if subwords not in get_args(SubwordKind):
             raise UserError(f"no subwords {subwords!r}; expected one of {', '.join(get_args(SubwordKind))}")
         if subwords != "none":
-            if normalisation not in (None, "none"):
+            if normalization not in (None, "none"):
                 kind = spelled("subwords", subwords)
-                raise UserError(f"{kind} are learnt from the text as it is: leave {spelled('normalisation')} out")
+                raise UserError(f"{kind} are learnt from the text as it is: leave {spelled('normalization')} out")
             vocab_size = vocab_size or _SUBWORDS
-        if normalisation is None:
-            normalisation = "unicode" if subwords == "none" else "none"
+        if normalization is None:
+            normalization = "unicode" if subwords == "none" else "none"
         # Raises an error for an unknown name here, and not only when the corpus is read.
-        normalise("", normalisation)
+        normalize("", normalization)
         predict_inputs = list(predict_inputs) if predict_inputs else None
         self.save_hyperparameters()
         self.batch_size = batch_size
         self._corpus: Corpus | None = None
         self._vocabularies: tuple[AnyVocabulary, AnyVocabulary] | None = None
         self._pairs: PackedPairs | None = None
-        self.normalisation: Normalisation = normalisation
-        """Normalisation of the sentences. That of a checkpoint replaces that of the constructor."""
+        self.normalization: Normalization = normalization
+        """Normalization of the sentences. That of a checkpoint replaces that of the constructor."""
         self._inputs: list[GivenSentence] | None = None
 
     @property
@@ -301,7 +301,7 @@ class TranslationDataModule(BaseDataModule):
         """Return the corpus, which is read once."""
         if self._corpus is None:
             options = self.hparams
-            keep = CorpusFilter(self.normalisation, options.max_length, options.prefixes, options.on_bad_lines)
+            keep = CorpusFilter(self.normalization, options.max_length, options.prefixes, options.on_bad_lines)
             parts = [part for part in _FILES if part == "train" or any(self._files(part))]
             titles = {part: self._title(part) for part in parts}
             shares = self._fraction("val"), self._fraction("test")
@@ -391,7 +391,7 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
-        """Return the normalised source sentences of a part by the numbers of its pairs; others are empty."""
+        """Return the normalized source sentences of a part by the numbers of its pairs; others are empty."""
         rows = self.rows[part]
         sentences = dict(zip(rows.tolist(), self.source_sentences(rows), strict=True))
         return [sentences.get(row, "") for row in range(len(self._load().source))]
@@ -418,15 +418,15 @@ class TranslationDataModule(BaseDataModule):
         return self._inputs
 
     @property
-    def _normalised_inputs(self) -> list[str]:
+    def _normalized_inputs(self) -> list[str]:
         texts = [sentence.text.replace("\n", " ") for sentence in self._sentences_to_predict()]
-        return normalise_lines(texts, self.normalisation)
+        return normalize_lines(texts, self.normalization)
 
     @property
     @override
     def prediction_names(self) -> list[str]:
         """Sentences with tokens outside the vocabulary in [brackets], or the line of a sentence without words."""
-        inputs = zip(self._normalised_inputs, self._sentences_to_predict(), strict=True)
+        inputs = zip(self._normalized_inputs, self._sentences_to_predict(), strict=True)
         return [self.source_vocabulary.mark_unknown(text) if text else sentence.where for text, sentence in inputs]
 
     @property
@@ -437,20 +437,20 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def unclear_inputs(self) -> Mapping[int, str]:
-        """Remarks on inputs that are empty after normalisation, by index."""
-        note = f"unclear: nothing is left in {self.normalisation} normalisation"
+        """Remarks on inputs that are empty after normalization, by index."""
+        note = f"unclear: nothing is left in {self.normalization} normalization"
         inputs = self._inputs or []
-        texts = self._normalised_inputs if inputs else []
+        texts = self._normalized_inputs if inputs else []
         return {i: note if inputs[i].text else "blank line" for i, text in enumerate(texts) if not text}
 
     @override
     def predict_dataloader(self) -> SentenceEvaluationLoader:
         """Return a loader of the sentences in ``predict_inputs``, with empty targets."""
-        sentences = self._normalised_inputs
+        sentences = self._normalized_inputs
         rows = [i for i, sentence in enumerate(sentences) if sentence]
         if not rows:
             first = self._sentences_to_predict()[0]
-            empty = f"nothing is left of the sentence {first.text!r} in {self.normalisation} normalisation"
+            empty = f"nothing is left of the sentence {first.text!r} in {self.normalization} normalization"
             raise first.problem or UserError(f"{empty}; leave such sentences out")
         source, tokens = pack(sentences)
         count = len(sentences)
@@ -468,36 +468,36 @@ class TranslationDataModule(BaseDataModule):
         return batch._replace(source=source, target=target)
 
     def source_sentences(self, numbers: Tensor) -> list[str]:
-        """Return the normalised source sentences of pairs by number (of train, val and test batches)."""
+        """Return the normalized source sentences of pairs by number (of train, val and test batches)."""
         return self._load().sentences(numbers, 0)
 
     def target_sentences(self, numbers: Tensor) -> list[str]:
-        """Return the normalised reference translations. Unknown words are kept, since UNK could match a prediction."""
+        """Return the normalized reference translations. Unknown words are kept, since UNK could match a prediction."""
         return self._load().sentences(numbers, 1)
 
     def source_texts(self, numbers: Tensor) -> list[str]:
-        """Return the original source sentences of pairs by number. Those of the training part are normalised."""
+        """Return the original source sentences of pairs by number. Those of the training part are normalized."""
         return self._load().written(numbers, 0)
 
     def target_texts(self, numbers: Tensor) -> list[str]:
-        """Return the original translations of pairs by number. Those of the training part are normalised."""
+        """Return the original translations of pairs by number. Those of the training part are normalized."""
         return self._load().written(numbers, 1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the vocabularies and the normalisation, so that the network can translate without the corpus."""
+        """Return the vocabularies and the normalization, so that the network can translate without the corpus."""
         source, target = self.vocabularies()
-        return {"source_tokens": source.state, "target_tokens": target.state, "normalisation": self.normalisation}
+        return {"source_tokens": source.state, "target_tokens": target.state, "normalization": self.normalization}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         source = vocabulary_from_state(state_dict["source_tokens"])
         saved = source, vocabulary_from_state(state_dict["target_tokens"])
-        if self.normalisation != state_dict["normalisation"]:
-            # Lightning calls `setup` before it reads the checkpoint, so the corpus has to be read and normalised again.
-            self.normalisation = state_dict["normalisation"]
+        if self.normalization != state_dict["normalization"]:
+            # Lightning calls `setup` before it reads the checkpoint, so the corpus has to be read and normalized again.
+            self.normalization = state_dict["normalization"]
             self._corpus = None
-            warn(f"note: the saved normalisation is used: {self.normalisation}")
+            warn(f"note: the saved normalization is used: {self.normalization}")
         elif self._vocabularies not in (None, saved):
             warn("note: the saved vocabularies are used, which are not those of the training part")
         self._vocabularies, self._pairs = saved, None

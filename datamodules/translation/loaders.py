@@ -128,11 +128,11 @@ def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, li
     """Number the tokens of sentences, and return the packed sentences, each with `EOS`, and the list of tokens.
 
     Args:
-        lines: normalised sentences, none empty.
+        lines: normalized sentences, none empty.
         start: whether to put `SOS` in front of each sentence.
     """
     numbers: defaultdict[str, int] = defaultdict(itertools.count(len(SPECIAL_TOKENS)).__next__)
-    # Control characters, which no normalised sentence contains, stand for SOS and EOS. One pass over all tokens then
+    # Control characters, which no normalized sentence contains, stand for SOS and EOS. One pass over all tokens then
     # numbers them and finds the ends.
     numbers |= {"\x02": SOS, "\x03": EOS}
     beginning = ["\x02"] if start else []
@@ -161,7 +161,7 @@ def sort_by_length(source_lengths: Tensor, target_lengths: Tensor, order: Tensor
 
 
 def sort_pools(source_lengths: Tensor, target_lengths: Tensor, order: Tensor, size: int) -> Tensor:
-    """Sort each pool of `size` neighbours in `order` by the longer side, then by the sum of both, keeping ties."""
+    """Sort each pool of `size` neighbors in `order` by the longer side, then by the sum of both, keeping ties."""
     sources = source_lengths[order]
     targets = target_lengths[order]
     sums = sources + targets
@@ -173,7 +173,7 @@ def sort_pools(source_lengths: Tensor, target_lengths: Tensor, order: Tensor, si
 
 
 def shuffle_units(n: int, unit: int, seed: int, epoch: int) -> Tensor:
-    """Return the numbers 0..n-1 in units of `unit` neighbours, the units in random order, int64 of shape (n,).
+    """Return the numbers 0..n-1 in units of `unit` neighbors, the units in random order, int64 of shape (n,).
 
     The remaining short unit comes last, since updates are counted from the start of the epoch. Its numbers are taken
     from a random position: the end of a sort by length would always give it the longest sentences.
@@ -361,10 +361,10 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
 
 
 def batches_within_memory(lengths: Tensor, batch_size: int) -> list[Tensor]:
-    """Cut sentences into batches of at most `batch_size` neighbours whose attention fits into memory.
+    """Cut sentences into batches of at most `batch_size` neighbors whose attention fits into memory.
 
     Attention takes memory in proportion to sentences * longest * longest. If that is more than for `batch_size`
-    sentences of 128 tokens, the neighbours are sorted by length and cut into smaller batches. One sentence is a batch,
+    sentences of 128 tokens, the neighbors are sorted by length and cut into smaller batches. One sentence is a batch,
     however long it is.
 
     Args:

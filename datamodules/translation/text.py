@@ -1,4 +1,4 @@
-"""Normalisation of text, tokenisation, and vocabularies of words and of subwords, which sentencepiece learns."""
+"""Normalization of text, tokenization, and vocabularies of words and of subwords, which sentencepiece learns."""
 
 import io
 import tempfile
@@ -20,7 +20,7 @@ PAD, SOS, EOS, UNK = range(4)
 """Numbers of the special tokens: padding, start and end of a sentence, and tokens outside the vocabulary."""
 SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
 
-Normalisation = Literal["unicode", "none", "tutorial", "tutorial-2017"]
+Normalization = Literal["unicode", "none", "tutorial", "tutorial-2017"]
 
 
 class _CharacterTable(dict[int, str]):
@@ -41,7 +41,7 @@ INVISIBLE = "\u00ad\u200b\u2060\ufeff"
 
 
 def _unicode_character(char: str) -> str:
-    """Return the replacement of a character in "unicode" normalisation: punctuation becomes a token of its own."""
+    """Return the replacement of a character in "unicode" normalization: punctuation becomes a token of its own."""
     # By Unicode categories: `\w` of regular expressions excludes combining marks, which belong to their word.
     if char in _APOSTROPHES:
         return "'"
@@ -54,12 +54,12 @@ def _unicode_character(char: str) -> str:
 
 
 def _plain_character(char: str) -> str:
-    """Return the replacement of a character in "none" normalisation: control characters become spaces."""
+    """Return the replacement of a character in "none" normalization: control characters become spaces."""
     return " " if unicodedata.category(char) in ("Cc", "Zs", "Zl", "Zp") else char
 
 
 def _tutorial_character(char: str) -> str:
-    """Return the replacement of a character in "tutorial" normalisation."""
+    """Return the replacement of a character in "tutorial" normalization."""
     if "a" <= char <= "z":
         return char
     if unicodedata.category(char) == "Mn":
@@ -68,7 +68,7 @@ def _tutorial_character(char: str) -> str:
 
 
 def _tutorial_2017_character(char: str) -> str:
-    """Return the replacement of a character in "tutorial-2017" normalisation."""
+    """Return the replacement of a character in "tutorial-2017" normalization."""
     return " ." if char == "." else _tutorial_character(char)
 
 
@@ -89,8 +89,8 @@ def _split_at_apostrophes(text: str) -> str:
     return "".join(tokens)
 
 
-def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> list[str]:
-    """Normalise sentences to tokens with single spaces between them.
+def normalize_lines(lines: Sequence[str], how: Normalization = "unicode") -> list[str]:
+    """Normalize sentences to tokens with single spaces between them.
 
     Args:
         lines: sentences without line breaks.
@@ -99,10 +99,10 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
             PyTorch's translation tutorial does; "tutorial-2017" also the full stop, as its first edition did.
 
     Raises:
-        UserError: there is no such normalisation.
+        UserError: there is no such normalization.
     """
     if how not in _TABLES:
-        raise UserError(f"no normalisation {how!r}; expected one of {', '.join(get_args(Normalisation))}")
+        raise UserError(f"no normalization {how!r}; expected one of {', '.join(get_args(Normalization))}")
     # All lines in one call, which is faster than a call for each line.
     text = "\n".join(lines)
     if how == "none":
@@ -115,16 +115,16 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
     return [" ".join(line.split()) for line in text.split("\n")] if lines else []
 
 
-def normalise(sentence: str, how: Normalisation = "unicode") -> str:
-    """Normalise one sentence, see `normalise_lines`.
+def normalize(sentence: str, how: Normalization = "unicode") -> str:
+    """Normalize one sentence, see `normalize_lines`.
 
     Example:
-        >>> normalise("J’ai 2 chats, n'est-ce pas?")
+        >>> normalize("J’ai 2 chats, n'est-ce pas?")
         "j' ai 2 chats , n' est - ce pas ?"
-        >>> normalise("Ça va, n'est-ce pas?", "tutorial")
+        >>> normalize("Ça va, n'est-ce pas?", "tutorial")
         'ca va n est ce pas ?'
     """
-    return normalise_lines([sentence.replace("\n", " ")], how)[0]
+    return normalize_lines([sentence.replace("\n", " ")], how)[0]
 
 
 def strip_special_tokens(ids: Iterable[int]) -> list[int]:
@@ -182,7 +182,7 @@ class Vocabulary:
         return " ".join(self.tokens[number] for number in strip_special_tokens(ids))
 
     def mark_unknown(self, sentence: str) -> str:
-        """Return a normalised sentence with tokens outside the vocabulary in square brackets."""
+        """Return a normalized sentence with tokens outside the vocabulary in square brackets."""
         marked = []
         for token in sentence.split():
             marked.append(token if token in self else f"[{token}]")
@@ -214,12 +214,12 @@ _LONGEST = 1_000_000  # Bytes of a text without a space; sentencepiece's own lim
 class SubwordVocabulary:
     """Vocabulary of subwords. The first four are `SPECIAL_TOKENS`, and 256 stand for single bytes.
 
-    The subwords of a word do not depend on its neighbours. Characters that the training text lacks become bytes, so
+    The subwords of a word do not depend on its neighbors. Characters that the training text lacks become bytes, so
     that any text can be encoded and decoded without loss, except for the character U+2581, which becomes a space:
     sentencepiece uses it for the space before a word.
 
     Args:
-        model: serialised model of sentencepiece.
+        model: serialized model of sentencepiece.
     """
 
     def __init__(self, model: bytes) -> None:

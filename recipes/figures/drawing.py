@@ -1,6 +1,6 @@
 """Draw figures of simple shapes: as SVG for a page in light and dark, and with Pillow as images.
 
-A figure is laid out once, in pixels. Its colours are names: a page defines them for light and for dark, and `PALETTE`
+A figure is laid out once, in pixels. Its colors are names: a page defines them for light and for dark, and `PALETTE`
 has those of images, which are light.
 """
 
@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-Colour = Literal["paper", "ink", "faint", "grid", "train", "val"]
+Color = Literal["paper", "ink", "faint", "grid", "train", "val"]
 """Background, text, secondary text, lines behind the data, and the data of training and of validation."""
 
-PALETTE: dict[Colour, tuple[int, int, int]] = {
+PALETTE: dict[Color, tuple[int, int, int]] = {
     "paper": (255, 255, 255),
     "ink": (23, 27, 33),
     "faint": (92, 102, 115),
@@ -24,7 +24,7 @@ PALETTE: dict[Colour, tuple[int, int, int]] = {
     "val": (201, 84, 0),
 }
 
-DARK: dict[Colour, tuple[int, int, int]] = {
+DARK: dict[Color, tuple[int, int, int]] = {
     "paper": (20, 23, 28),
     "ink": (230, 233, 238),
     "faint": (154, 164, 178),
@@ -32,17 +32,17 @@ DARK: dict[Colour, tuple[int, int, int]] = {
     "train": (116, 171, 255),
     "val": (255, 154, 77),
 }
-"""The colours of a page for readers who prefer dark colours."""
+"""The colors of a page for readers who prefer dark colors."""
 
 
-def colour_style() -> str:
-    """Return the style sheet with the colours of the figures, light or dark as the reader prefers."""
+def color_style() -> str:
+    """Return the style sheet with the colors of the figures, light or dark as the reader prefers."""
     light = _variables(PALETTE)
     dark = _variables(DARK)
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
 
 
-def _variables(palette: dict[Colour, tuple[int, int, int]]) -> str:
+def _variables(palette: dict[Color, tuple[int, int, int]]) -> str:
     return " ".join(f"--{name}: #{bytes(rgb).hex()};" for name, rgb in palette.items())
 
 
@@ -61,7 +61,7 @@ class Line:
     """
 
     points: Sequence[tuple[float, float]]
-    colour: Colour
+    color: Color
     width: float = 1.0
 
 
@@ -71,7 +71,7 @@ class Dot:
 
     x: float
     y: float
-    colour: Colour
+    color: Color
     radius: float = 2.5
 
 
@@ -87,7 +87,7 @@ class Box:
     y: float
     width: float
     height: float
-    colour: Colour
+    color: Color
     opacity: float = 1.0
 
 
@@ -106,7 +106,7 @@ class Text:
     text: str
     size: float = 11.0
     anchor: Literal["start", "middle", "end"] = "start"
-    colour: Colour = "faint"
+    color: Color = "faint"
     rises: bool = False
 
 
@@ -133,7 +133,7 @@ class Figure:
     name: str = ""
 
     def html(self) -> str:
-        """Return the figure as an SVG element; the page defines a variable ``--NAME`` for each `Colour`."""
+        """Return the figure as an SVG element; the page defines a variable ``--NAME`` for each `Color`."""
         label = html.escape(self.name or self.title)
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         return f'<svg {size} role="img" aria-label="{label}">{"".join(map(_as_svg, self.shapes))}</svg>'
@@ -148,20 +148,20 @@ class Figure:
 
 
 def _as_svg(shape: Shape) -> str:
-    colour = f"var(--{shape.colour})"
+    color = f"var(--{shape.color})"
     match shape:
         case Line():
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
-            return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{shape.width:g}"/>'
+            return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{shape.width:g}"/>'
         case Dot():
-            return f'<circle cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}" fill="{colour}"/>'
+            return f'<circle cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}" fill="{color}"/>'
         case Box():
             geometry = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:.1f}"'
-            return f'<rect {geometry} fill="{colour}" fill-opacity="{shape.opacity:.3f}"/>'
+            return f'<rect {geometry} fill="{color}" fill-opacity="{shape.opacity:.3f}"/>'
         case Text():
             rotation = f' transform="rotate(-90 {shape.x:.1f} {shape.y:.1f})"' if shape.rises else ""
             geometry = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
-            return f'<text {geometry} fill="{colour}"{rotation}>{html.escape(shape.text)}</text>'
+            return f'<text {geometry} fill="{color}"{rotation}>{html.escape(shape.text)}</text>'
 
 
 @cache
@@ -175,24 +175,24 @@ def font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-def _blend(colour: Colour, opacity: float) -> tuple[int, ...]:
-    """Return a colour blended with the background."""
-    pairs = zip(PALETTE[colour], PALETTE["paper"], strict=True)
+def _blend(color: Color, opacity: float) -> tuple[int, ...]:
+    """Return a color blended with the background."""
+    pairs = zip(PALETTE[color], PALETTE["paper"], strict=True)
     return tuple(round(opacity * above + (1 - opacity) * below) for above, below in pairs)
 
 
 def _draw(canvas: Image.Image, draw: ImageDraw.ImageDraw, shape: Shape, scale: float) -> None:
-    colour = PALETTE[shape.colour]
+    color = PALETTE[shape.color]
     match shape:
         case Line():
             points = [(scale * x, scale * y) for x, y in shape.points]
-            draw.line(points, fill=colour, width=max(1, round(scale * shape.width)), joint="curve")
+            draw.line(points, fill=color, width=max(1, round(scale * shape.width)), joint="curve")
         case Dot():
             left = scale * (shape.x - shape.radius)
             top = scale * (shape.y - shape.radius)
             right = scale * (shape.x + shape.radius)
             bottom = scale * (shape.y + shape.radius)
-            draw.ellipse((left, top, right, bottom), fill=colour)
+            draw.ellipse((left, top, right, bottom), fill=color)
         case Box():
             left = scale * shape.x
             top = scale * shape.y
@@ -200,18 +200,18 @@ def _draw(canvas: Image.Image, draw: ImageDraw.ImageDraw, shape: Shape, scale: f
             right = left + scale * shape.width - 1
             bottom = top + scale * shape.height - 1
             if right >= left and bottom >= top:
-                draw.rectangle((left, top, right, bottom), fill=_blend(shape.colour, shape.opacity))
+                draw.rectangle((left, top, right, bottom), fill=_blend(shape.color, shape.opacity))
         case Text():
             letters = font(round(scale * shape.size))
             if shape.rises:
                 _draw_rising(canvas, shape, letters, scale)
             else:
                 anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
-                draw.text((scale * shape.x, scale * shape.y), shape.text, fill=colour, font=letters, anchor=anchor)
+                draw.text((scale * shape.x, scale * shape.y), shape.text, fill=color, font=letters, anchor=anchor)
 
 
 def _draw_rising(canvas: Image.Image, shape: Text, letters: Any, scale: float) -> None:
-    # Pillow writes horizontally only: the text is drawn as a mask, rotated, and pasted in its colour.
+    # Pillow writes horizontally only: the text is drawn as a mask, rotated, and pasted in its color.
     ascent, descent = letters.getmetrics()
     length = round(letters.getlength(shape.text)) + 1
     mask = Image.new("L", (length, ascent + descent))
@@ -220,4 +220,4 @@ def _draw_rising(canvas: Image.Image, shape: Text, letters: Any, scale: float) -
     offset = {"start": length, "middle": length // 2, "end": 0}[shape.anchor]
     left = round(scale * shape.x) - ascent
     top = round(scale * shape.y) - offset
-    canvas.paste(PALETTE[shape.colour], (left, top, left + mask.width, top + mask.height), mask)
+    canvas.paste(PALETTE[shape.color], (left, top, left + mask.width, top + mask.height), mask)

@@ -20,13 +20,13 @@ _SMALL = 64
 """The longer side up to which images are kept unchanged, as PNG, and shown magnified."""
 
 
-def displayed(images: Tensor, normalise: nn.Module | None = None, side: int = LARGEST_SIDE) -> Tensor:
+def displayed(images: Tensor, normalize: nn.Module | None = None, side: int = LARGEST_SIDE) -> Tensor:
     """Convert inputs of a network to images for display: bytes, of a limited size.
 
     Args:
         images: inputs of a network, of shape (n, channels, height, width).
-        normalise: the normalisation to undo, with the ``mean`` and ``std`` of the channels as in
-            `datamodules.images.augmentation.Normalise`. Without it, the range of all values is stretched to that of
+        normalize: the normalization to undo, with the ``mean`` and ``std`` of the channels as in
+            `datamodules.images.augmentation.Normalize`. Without it, the range of all values is stretched to that of
             bytes, unless `images` are bytes.
         side: the most pixels of the longer side.
 
@@ -39,8 +39,8 @@ def displayed(images: Tensor, normalise: nn.Module | None = None, side: int = LA
     """
     if images.dtype != torch.uint8:
         images = images.detach().float()
-        mean = getattr(normalise, "mean", None)
-        std = getattr(normalise, "std", None)
+        mean = getattr(normalize, "mean", None)
+        std = getattr(normalize, "std", None)
         if mean is not None and std is not None:
             shape = (-1, 1, 1)
             means = torch.tensor(mean, device=images.device).view(shape)
@@ -59,7 +59,7 @@ def displayed(images: Tensor, normalise: nn.Module | None = None, side: int = LA
 
 
 def _as_pillow(image: Tensor) -> Image.Image:
-    """Convert bytes of shape (channels, height, width) to a grey image, or to colour from three channels on."""
+    """Convert bytes of shape (channels, height, width) to a gray image, or to color from three channels on."""
     if image.shape[0] < 3:
         return Image.fromarray(image[0].numpy())
     return Image.fromarray(image[:3].permute(1, 2, 0).contiguous().numpy())
@@ -133,8 +133,8 @@ class ImageGrid:
             for line_number, line in enumerate(caption):
                 while line and font(12).getlength(line) > cell:
                     line = line[:-1]
-                colour = PALETTE["faint" if line_number else "ink"]
-                draw.text((x, y + size[1] + 2 + line_number * line_height), line, fill=colour, font=font(12))
+                color = PALETTE["faint" if line_number else "ink"]
+                draw.text((x, y + size[1] + 2 + line_number * line_height), line, fill=color, font=font(12))
         return canvas
 
 

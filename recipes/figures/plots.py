@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
-from recipes.figures.drawing import Box, Colour, Dot, Figure, Line, Shape, Text
+from recipes.figures.drawing import Box, Color, Dot, Figure, Line, Shape, Text
 
 Points = Sequence[tuple[float, float]]
 
@@ -98,7 +98,7 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
 
     Args:
         title: the title of the plot.
-        series: (update, value) in the order of updates, by name; the name "validation" has the colour of validation.
+        series: (update, value) in the order of updates, by name; the name "validation" has the color of validation.
         may_be_log: use a logarithmic axis if all values are positive and the largest is 30 times the smallest.
 
     Example:
@@ -145,20 +145,20 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
     for update in ticks(first, last):
         if update == int(update):
             shapes.append(Text(x_of(update), _HEIGHT - 8, short(update), anchor="middle"))
-    shapes.append(Text(0, 14, title + (", logarithmic" if is_log else ""), 13, colour="ink"))
+    shapes.append(Text(0, 14, title + (", logarithmic" if is_log else ""), 13, color="ink"))
     right = float(_WIDTH - _RIGHT)
     for name in reversed(finite):
-        colour: Colour = "val" if name == "validation" else "train"
+        color: Color = "val" if name == "validation" else "train"
         if len(finite) > 1:
-            shapes.append(Text(right, 14, name, anchor="end", colour=colour))
+            shapes.append(Text(right, 14, name, anchor="end", color=color))
             right -= 7.0 * len(name) + 8
     for name, points in finite.items():
-        colour = "val" if name == "validation" else "train"
+        color = "val" if name == "validation" else "train"
         placed = [(x_of(x), y_of(y)) for x, y in thinned(points)]
         if len(placed) > 1:
-            shapes.append(Line(placed, colour, 1.6))
+            shapes.append(Line(placed, color, 1.6))
         if len(placed) <= 30:
-            shapes += [Dot(x, y, colour) for x, y in placed]
+            shapes += [Dot(x, y, color) for x, y in placed]
     spans = []
     for name, points in finite.items():
         begin = short(points[0][1])
@@ -237,12 +237,12 @@ def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: 
     for column, label in enumerate(labels):
         x = left + side * (column + 0.5)
         if rises:
-            shapes.append(Text(x + 4, top - 6, label, rises=True, colour="ink"))
+            shapes.append(Text(x + 4, top - 6, label, rises=True, color="ink"))
         else:
-            shapes.append(Text(x, top - 6, label, anchor="middle", colour="ink"))
+            shapes.append(Text(x, top - 6, label, anchor="middle", color="ink"))
     for row, true in enumerate(shown):
         y = top + side * row
-        shapes.append(Text(left - 6, y + side / 2 + 4, labels[row], anchor="end", colour="ink"))
+        shapes.append(Text(left - 6, y + side / 2 + 4, labels[row], anchor="end", color="ink"))
         total = sum(counts[true]) or 1
         for column, predicted in enumerate(shown):
             count = counts[true][predicted]
@@ -255,8 +255,8 @@ def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: 
             shapes.append(Box(x, y, side - 1, side - 1, "train" if true == predicted else "val", share))
             text = str(count) if count < 10_000 else short(round(count, -3))
             size = min(10.0, 1.55 * side / max(2, len(text)))
-            colour: Colour = "paper" if share > 0.6 else "ink"
-            shapes.append(Text(x + (side - 1) / 2, y + side / 2 + size / 3, text, size, "middle", colour))
+            color: Color = "paper" if share > 0.6 else "ink"
+            shapes.append(Text(x + (side - 1) / 2, y + side / 2 + size / 3, text, size, "middle", color))
     note = "; ".join(confusions(counts, names)) or "no mistake"
     if len(shown) < len(counts):
         note = f"The {len(shown)} of {len(counts):,} classes with most mistakes. The largest confusions: {note}"
@@ -286,10 +286,10 @@ def attention_plot(
     top = 12 + 6.8 * max(map(len, columns))
     shapes: list[Shape] = []
     for column, token in enumerate(columns):
-        shapes.append(Text(left + side * (column + 0.5) + 4, top - 6, token, rises=True, colour="ink"))
+        shapes.append(Text(left + side * (column + 0.5) + 4, top - 6, token, rises=True, color="ink"))
     for row, token in enumerate(rows):
         y = top + side * row
-        shapes.append(Text(left - 6, y + side / 2 + 4, token, anchor="end", colour="ink"))
+        shapes.append(Text(left - 6, y + side / 2 + 4, token, anchor="end", color="ink"))
         for column in range(len(columns)):
             weight = weights[row][column]
             shapes.append(Box(left + side * column, y, side - 1, side - 1, "grid", 0.35))

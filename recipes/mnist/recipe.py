@@ -26,7 +26,7 @@ from .network import NETWORKS, NetworkName
 
 
 class MNISTClassifier(Classifier):
-    """Classifies 28 x 28 grey images; override `build_network` to train your own network.
+    """Classifies 28 x 28 gray images; override `build_network` to train your own network.
 
     Args:
         network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example.

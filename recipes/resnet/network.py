@@ -95,7 +95,7 @@ def _build_torchvision(arch: str, num_classes: int, image_size: int) -> nn.Modul
     elif arch.startswith("maxvit"):
         options["input_size"] = (image_size, image_size)
     elif arch in ("googlenet", "inception_v3"):
-        # Auxiliary outputs in training need losses of their own. Published weights expect another normalisation, to
+        # Auxiliary outputs in training need losses of their own. Published weights expect another normalization, to
         # which `transform_input` converts the usual one.
         options = {"aux_logits": False, "init_weights": True, "transform_input": True}
     network: nn.Module = torchvision.models.get_model(arch, num_classes=num_classes, **options)
@@ -103,9 +103,9 @@ def _build_torchvision(arch: str, num_classes: int, image_size: int) -> nn.Modul
 
 
 def _begin_heads(network: nn.Module, num_classes: int) -> nn.Module:
-    """Initialise the head as a new `nn.Linear` where its own initialisation is more than twice as wide.
+    """Initialize the head as a new `nn.Linear` where its own initialization is more than twice as wide.
 
-    Some networks initialise their head for ImageNet's 1,000 classes, with 1 / sqrt(classes) or similar. For 2 classes
+    Some networks initialize their head for ImageNet's 1,000 classes, with 1 / sqrt(classes) or similar. For 2 classes
     its logits are 25 times as large, and the learning rate of a head is too small to unlearn them.
     """
     layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]

@@ -50,7 +50,7 @@ class ResNetFineTuner(Classifier):
 
     Layers are frozen by name. Their learning rates follow the order of their definition, which `layers_of` returns.
 
-    Batches are ``(images, labels)``: normalised floats of shape (batch, 3, height, width), and int64 of shape (batch,)
+    Batches are ``(images, labels)``: normalized floats of shape (batch, 3, height, width), and int64 of shape (batch,)
     or, mixed, probabilities of shape (batch, classes).
 
     Args:

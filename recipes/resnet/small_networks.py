@@ -86,7 +86,7 @@ _LEAST_VARIANCE = 0.01
 
 
 def whitening_filters() -> Tensor:
-    """Return filters whose outputs for normalised photographs hardly correlate, and vary about equally.
+    """Return filters whose outputs for normalized photographs hardly correlate, and vary about equally.
 
     The filters are the mean of 2 x 2 pixels and their horizontal, vertical and diagonal differences, each for
     brightness, red against blue, and green against both. Each is divided by its standard deviation. Their negatives
@@ -97,9 +97,9 @@ def whitening_filters() -> Tensor:
     """
     filters = []
     for patch, patch_variance in _PATCHES:
-        for colour, colour_variance in _COLOURS:
-            component = torch.outer(torch.tensor(colour), torch.tensor(patch)).float()
-            deviation = (patch_variance * colour_variance + _LEAST_VARIANCE) ** 0.5
+        for color, color_variance in _COLOURS:
+            component = torch.outer(torch.tensor(color), torch.tensor(patch)).float()
+            deviation = (patch_variance * color_variance + _LEAST_VARIANCE) ** 0.5
             filters.append(component.view(3, 2, 2) / component.norm() / deviation)
     negatives = [-component_filter for component_filter in filters]
     return torch.stack(filters + negatives)

@@ -197,7 +197,7 @@ def _main_module_hidden(task: bytes) -> Iterator[None]:
 
 
 def _check_guard(main: types.ModuleType) -> None:
-    """Refuse a program that other processes cannot import, or that would start again in each of them."""
+    """Reject a program that other processes cannot import, or that would start again in each of them."""
     path = getattr(main, "__file__", None)
     if path is None:
         raise UserError(

@@ -134,7 +134,7 @@ def configure_logging() -> None:
     warnings.showwarning = show_ours
     for module in ("joblib", *_LIGHTNING, "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    # Pillow warns of large images; the data modules refuse images by their own limit.
+    # Pillow warns of large images; the data modules reject images by their own limit.
     warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
 

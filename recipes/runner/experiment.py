@@ -154,14 +154,14 @@ def callbacks_maker(
             else:
                 callbacks.append(RunProgress(log_interval=settings.progress_interval))
         callbacks += records
-        _refuse_two_states(callbacks)
+        _reject_two_states(callbacks)
         return callbacks
 
     return make
 
 
-def _refuse_two_states(callbacks: Sequence[Callback]) -> None:
-    """Refuse two callbacks with the same state key: a checkpoint would hold the state of only one."""
+def _reject_two_states(callbacks: Sequence[Callback]) -> None:
+    """Reject two callbacks with the same state key: a checkpoint would hold the state of only one."""
     stateful = [callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     state_keys = [callback.state_key for callback in stateful]
     repeated_keys = [key for key in state_keys if state_keys.count(key) > 1]
@@ -180,7 +180,7 @@ def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, sett
     """
     save_top_k = settings.save_top_k
     if monitor is None:
-        # ModelCheckpoint refuses larger numbers without a monitored score.
+        # ModelCheckpoint rejects larger numbers without a monitored score.
         save_top_k = min(1, abs(save_top_k))
     best = ExactCheckpoint(
         folder / "checkpoints",
@@ -317,7 +317,7 @@ def _resolve_data(
 
 
 def _check_reached(recipe: Recipe, decided: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose constructor does not take a value that follows from the data."""
+    """Reject a recipe whose constructor does not take a value that follows from the data."""
     for name, value in decided.items():
         if value is not None and name in recipe.hparams and recipe.hparams[name] != value:
             kind = type(recipe).__name__
@@ -336,7 +336,7 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
         notes: a note on memory for the run's first line.
 
     Raises:
-        UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
+        UserError: a value is rejected, the data cannot be read, or the devices cannot share the global batch.
     """
     saved = spec.saved
     if saved and saved.devices not in (None, launch.world_size):
@@ -351,7 +351,7 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
         recipe_options = spec.recipe
         data = classes.build_data(data_options)
         from_data: Mapping[str, Any] = {}
-        # Before the data are read: the recipe's constructor refuses wrong settings before a download.
+        # Before the data are read: the recipe's constructor rejects wrong settings before a download.
         if saved is None and not run.ckpt:
             length = {"max_epochs": spec.trainer.max_epochs, "max_steps": spec.trainer.max_steps}
             from_data = classes.recipe.settings_from_data(data, **{**recipe_options, **length})

@@ -237,7 +237,7 @@ class FlagParser(ArgumentParser):
         return self.read(plain)
 
     def check_required(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Refuse a command that gives no value to a parameter without a default.
+        """Reject a command that gives no value to a parameter without a default.
 
         Args:
             settings: all settings.
@@ -251,7 +251,7 @@ class FlagParser(ArgumentParser):
             raise UserError(f"{spelled(name)} has no default: pass {spelled(name)} {type_name(self.type_of(name))}")
 
     def import_optimizer(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Import the module of an optimiser by its import path, if the user typed the path.
+        """Import the module of an optimizer by its import path, if the user typed the path.
 
         Raises:
             UserError: a checkpoint names it, which must not make the program import code; or it cannot be imported.
@@ -295,7 +295,7 @@ class FlagParser(ArgumentParser):
         return nearest(name, self.flags)
 
     def _check_name(self, flag: str, name: str) -> None:
-        """Refuse a flag that does not exist."""
+        """Reject a flag that does not exist."""
         if name in self.flags or name == "config" or (name.startswith(f"{FURTHER}.") and FURTHER in self.flags):
             return
         raise UserError(unknown_flag(flag, name, self.flags, inspect.signature(pl.Trainer).parameters))
@@ -529,7 +529,7 @@ def _command(args: Sequence[str]) -> tuple[str, list[str]]:
     return command, arguments
 
 
-def _refuse(*rules: tuple[Any, str]) -> None:
+def _reject(*rules: tuple[Any, str]) -> None:
     """Raise the message of the first rule whose condition holds."""
     for holds, message in rules:
         if holds:
@@ -537,7 +537,7 @@ def _refuse(*rules: tuple[Any, str]) -> None:
 
 
 def check_request(request: Request, settings: Mapping[str, Any], classes: Classes) -> None:
-    """Refuse flags that the command does not use, and a command without what it needs.
+    """Reject flags that the command does not use, and a command without what it needs.
 
     Args:
         settings: the given settings and the defaults.
@@ -551,7 +551,7 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
     ckpt = settings["ckpt"]
     output = settings["output"]
     bare = ", or --weights FILE, weights alone" if command in SCORING else ""
-    _refuse(
+    _reject(
         (
             ckpt and "weights" in request.given.typed,
             "--ckpt and --weights are two sources of weights; leave one of them out",
@@ -591,7 +591,7 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: Classe
 
 
 def _check_output(output: str | None, endings: Sequence[str]) -> None:
-    """Refuse a file that could not be written, before anything is computed."""
+    """Reject a file that could not be written, before anything is computed."""
     if output is not None and Path(output).suffix not in endings:
         raise UserError(f"expected a name that ends in {' or '.join(endings)}", setting="output", value=output)
     if output is not None and not Path(output).parent.is_dir():

@@ -308,7 +308,7 @@ def settle_folder(parent: Path, name: str | None, point: ResumePoint) -> ResumeP
         if point.checkpoint:
             rank_zero_print(f"{point.checkpoint} is not in the folder of a run: resuming in a new folder")
         folder, made = _new_folder(parent, name)
-    _refuse_links(folder)
+    _reject_links(folder)
     _used.add(str(folder))
     return replace(point, folder=str(folder), made=str(made) if made else None)
 
@@ -332,8 +332,8 @@ def removed_if_unused(point: ResumePoint) -> Iterator[None]:
         raise
 
 
-def _refuse_links(folder: Path) -> None:
-    """Refuse a folder with links to what lies outside of it: a run would write and delete there.
+def _reject_links(folder: Path) -> None:
+    """Reject a folder with links to what lies outside of it: a run would write and delete there.
 
     Raises:
         UserError: the folder has such a link.

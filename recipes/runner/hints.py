@@ -408,18 +408,18 @@ def meant(name: str, names: Iterable[str]) -> str | None:
         ['lr', 'max_epochs', 'precision 16-mixed', None]
     """
     candidates = list(names)
-    normalised = name.lower().replace("-", "_")
-    if normalised in OTHER_NAMES:
-        for suggestion in OTHER_NAMES[normalised]:
+    normalized = name.lower().replace("-", "_")
+    if normalized in OTHER_NAMES:
+        for suggestion in OTHER_NAMES[normalized]:
             if suggestion.partition(" ")[0] in candidates:
                 return suggestion
         return None
-    if normalised in not_here() or _recipes_with(normalised):  # A flag of another recipe is not misspelled.
+    if normalized in not_here() or _recipes_with(normalized):  # A flag of another recipe is not misspelled.
         return None
     # These look alike and mean the contrary.
-    opposites = (normalised.replace("min_", "max_"), normalised.replace("max_", "min_"), f"un{normalised}")
+    opposites = (normalized.replace("min_", "max_"), normalized.replace("max_", "min_"), f"un{normalized}")
     comparable = [candidate for candidate in candidates if candidate not in opposites]
-    close = difflib.get_close_matches(normalised, comparable, n=1, cutoff=_CLOSE)
+    close = difflib.get_close_matches(normalized, comparable, n=1, cutoff=_CLOSE)
     return close[0] if close else None
 
 

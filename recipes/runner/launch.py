@@ -1,6 +1,6 @@
 """Determine how this process was started, and its rank, from the environment, the flags and the devices.
 
-This happens before any process waits for another. A launch that cannot succeed is refused with the command to type
+This happens before any process waits for another. A launch that cannot succeed is rejected with the command to type
 instead. Lightning's environment classes are not sufficient: they read ``os.environ`` one value at a time, and do not
 compare the values with each other, the flags and the devices. `SLURMEnvironment` takes "rack1" for the first host of
 "rack[1-2]n[7,8]", and gives all steps of a job the same port.
@@ -205,7 +205,7 @@ class _LaunchPlanner:
         return port
 
     def check_agreement(self, nodes: int, devices: int, launcher: str) -> None:
-        """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
+        """Reject flags that contradict the processes that exist; the defaults contradict nothing."""
         count = number_of_devices(self.requested_devices, self.machine)
         node_count = self.settings.nodes[1]
         has_devices_flag = str(self.requested_devices) not in ("auto", "-1")
@@ -295,8 +295,8 @@ class _LaunchPlanner:
             raise UserError(problem, setting="node_rank", value=node)
         return Launch("manual", nodes, devices, node or 0, 0, self.master, port, starts_agent=True)
 
-    def refuse_one_process_of_many(self, devices: int) -> None:
-        """Refuse a program that was started once, without srun, in a Slurm job with more tasks."""
+    def reject_one_process_of_many(self, devices: int) -> None:
+        """Reject a program that was started once, without srun, in a Slurm job with more tasks."""
         env = self.env
         nodes = first_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
         tasks = first_number(env, "SLURM_NTASKS_PER_NODE") or -(-first_number(env, "SLURM_NTASKS") // nodes) or 1
@@ -332,7 +332,7 @@ class _LaunchPlanner:
         if nodes > 1:
             return manual
         if not by_srun:
-            self.refuse_one_process_of_many(devices)
+            self.reject_one_process_of_many(devices)
         if devices == 1 and not manual.max_restarts:
             return Launch("local", 1, 1)
         return replace(manual, launcher="local", address=LOOPBACK, port=None)
@@ -396,7 +396,7 @@ def on_devices_of(launch: Launch, trainer: TrainerSettings) -> TrainerSettings:
 
 
 def check_shared_update(launch: Launch, samples: int | None, batch_size: Any) -> None:
-    """Refuse an update that the devices cannot share, before a process starts and reads data.
+    """Reject an update that the devices cannot share, before a process starts and reads data.
 
     Args:
         samples: samples of an update on all devices; None where the number of devices determines them.

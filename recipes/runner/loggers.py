@@ -309,7 +309,7 @@ def log_settings(
             logger.log_hyperparams(dict(config))
         elif isinstance(logger, MLFlowLogger):
             with best_effort(_NAMES["mlflow"]):
-                # MLflow refuses a second value of a parameter, such as the epochs of a resume that trains longer.
+                # MLflow rejects a second value of a parameter, such as the epochs of a resume that trains longer.
                 logged = logger.experiment.get_run(logger.run_id).data.params
                 logger.log_hyperparams({name: value for name, value in config.items() if name not in logged})
 

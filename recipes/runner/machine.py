@@ -83,7 +83,7 @@ def number_of_devices(devices: Any, here: Machine) -> int:
     indices = _indices(devices)
     if indices is not None:
         text = str(len(indices))
-    # The Trainer refuses what is not a number.
+    # The Trainer rejects what is not a number.
     count = int(text) if text.lstrip("-").isdigit() else 1
     if count < 1:
         setting = spelled("devices", devices)
@@ -104,7 +104,7 @@ def devices_of(count: int, asked: Any, here: Machine) -> int | list[int]:
 
 
 def check_cores(processes: int, requested_devices: Any, command: Command) -> None:
-    """Refuse devices by index on a CPU, and many more processes than cores.
+    """Reject devices by index on a CPU, and many more processes than cores.
 
     Args:
         processes: processes to start on this machine.

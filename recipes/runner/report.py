@@ -22,7 +22,7 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError
 from datamodules.lightning import TensorBoardLogger, is_overridden, pl
 from recipes.base import Recipe
-from recipes.figures.drawing import colour_style
+from recipes.figures.drawing import color_style
 from recipes.figures.images import ImageGrid, Picture
 from recipes.runner.errors import print_error, relative_path
 from recipes.runner.experiment import Experiment
@@ -299,7 +299,7 @@ def write_page(
             (wide_pictures if is_wide else other_pictures).append(picture)
     translations, number_of_translations = _translations(folder / _TRANSLATIONS)
     page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
-        colours=colour_style(),
+        colors=color_style(),
         title=f"{results['recipe']}: {folder.resolve().name}",
         state=results["stopped_early"],
         command=results["command"],

@@ -99,7 +99,7 @@ def run_command(experiment: Experiment, started_at: float, interval: Interval | 
 
 
 def _check_parts(experiment: Experiment) -> None:
-    """Refuse a command for which the recipe or the data module has no method."""
+    """Reject a command for which the recipe or the data module has no method."""
     command = experiment.spec.command
     step, loader = _NEEDS[command]
     for owner, name in ((experiment.recipe, step), (experiment.data, loader)):
@@ -383,7 +383,7 @@ class Run:
         return read_result(Path(self._spec.point.folder), task.classes.recipe)
 
     def _check_result(self, launch: Launch, spec: RunSpec) -> None:
-        """Refuse a call of `recipes.fit` whose processes would leave nothing to return."""
+        """Reject a call of `recipes.fit` whose processes would leave nothing to return."""
         if self._typed.in_program and launch.num_nodes > 1:
             problem = "fit() starts the processes of one machine"
             to_type = "start the program by torchrun on each node"

@@ -199,7 +199,7 @@ def read_settings(path: str | Path) -> Any:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-        _refuse_repeated(yaml.compose(text, yaml.SafeLoader), path)
+        _reject_repeated(yaml.compose(text, yaml.SafeLoader), path)
         return yaml.safe_load(text)
     except UserError:
         raise
@@ -210,7 +210,7 @@ def read_settings(path: str | Path) -> Any:
         raise UserError(f"{path} cannot be read as a file of settings: {' '.join(str(error).split())}") from error
 
 
-def _refuse_repeated(root: yaml.Node | None, path: Path) -> None:
+def _reject_repeated(root: yaml.Node | None, path: Path) -> None:
     lines: dict[str, int] = {}
     for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
         line = key.start_mark.line + 1

@@ -287,7 +287,7 @@ class LeanDDPStrategy(DDPStrategy):
 
 
 def check_strategy(name: Any) -> None:
-    """Refuse a strategy other than one device and DDP.
+    """Reject a strategy other than one device and DDP.
 
     Raises:
         UserError: runs cannot train with the strategy.
@@ -316,7 +316,7 @@ def build_strategy(name: str, world_size: int) -> Any:
 
 
 def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> None:
-    """Refuse a parameter that the Trainer does not have, that is a setting here, or that has another type.
+    """Reject a parameter that the Trainer does not have, that is a setting here, or that has another type.
 
     Args:
         settings_with_flag: the parameters that are settings of their own.
@@ -469,7 +469,7 @@ class RunSettings:
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
-        sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
+        sync_bn: synchronize BatchNorm over all devices; the bits of the run then depend on their number.
         patience: end the run after so many validations without a better score of those that choose the best checkpoint.
         progress_interval: seconds between two lines of progress, where the output is no terminal.
         logger: any of tensorboard,csv,wandb,mlflow, or none.

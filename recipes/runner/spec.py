@@ -123,7 +123,7 @@ class Resolver:
                 folder.
 
         Raises:
-            UserError: a setting, a checkpoint or a combination of them is refused.
+            UserError: a setting, a checkpoint or a combination of them is rejected.
         """
         if request.interval:
             return self._spec_of_interval(request, request.interval)
@@ -144,7 +144,7 @@ class Resolver:
             if point.saved and before is None:
                 self._check_experiment(saved, settings)
                 if point.given:
-                    _refuse_finished(saved, settings)
+                    _reject_finished(saved, settings)
         elif command in SCORING:
             # All tensors of a file of weights have to match.
             beside = read_settings_beside(settings["weights"]) | {"weights_skip": None, "weights_classes": None}
@@ -188,7 +188,7 @@ class Resolver:
             command=command,
             recipe=self.parser.select(settings, "Recipe"),
             data=self.classes.with_inputs(self.parser.select(settings, "Data"), inputs),
-            # These constructors check ranges: a wrong setting is refused before a process starts.
+            # These constructors check ranges: a wrong setting is rejected before a process starts.
             run=RunSettings(**self.parser.select(settings, "Run")),
             trainer=TrainerSettings(**self.parser.select(settings, "Trainer")),
             config=config,
@@ -236,7 +236,7 @@ class Resolver:
         return find_resume_point(resume, name, parent, self._config(settings), given, self._marks.free)
 
     def _check_recipe(self, saved: SavedRun) -> None:
-        """Refuse a checkpoint of another recipe."""
+        """Reject a checkpoint of another recipe."""
         recipe = self.classes.recipe
         if not recipe.owns(saved.recipes):
             raise UserError(
@@ -245,7 +245,7 @@ class Resolver:
             )
 
     def _check_experiment(self, saved: SavedRun, settings: Mapping[str, Any]) -> None:
-        """Refuse settings of another experiment than the one to resume."""
+        """Reject settings of another experiment than the one to resume."""
         config = self._config(settings)
         # Other threads round otherwise, as another precision does, and a line of the run says so.
         free = self._marks.free | {"threads"} | {name for name in self._marks.null_ends if config[name] is None}
@@ -302,8 +302,8 @@ class Resolver:
         return settings
 
 
-def _refuse_finished(saved: SavedRun, settings: Mapping[str, Any]) -> None:
-    """Refuse to resume a run that has finished from a checkpoint that the user has named."""
+def _reject_finished(saved: SavedRun, settings: Mapping[str, Any]) -> None:
+    """Reject to resume a run that has finished from a checkpoint that the user has named."""
     if saved.is_finished(settings["max_epochs"], settings["max_steps"]):
         length = "max_steps" if settings["max_epochs"] == -1 else "max_epochs"
         trained = saved.updates if length == "max_steps" else saved.epochs

@@ -67,7 +67,7 @@ def _announce(args: Sequence[str]) -> None:
 
 
 def _answer_at_once(args: Sequence[str]) -> None:
-    """Print the help or the version, or refuse a flag that does not exist, before anything is imported.
+    """Print the help or the version, or reject a flag that does not exist, before anything is imported.
 
     The help and the flags of another program than a recipe of this package are left to its parser.
     """

@@ -209,7 +209,7 @@ def share_of(loader: Any, rank: int, world_size: int) -> Any:
             warn(f"warning: of fewer samples ({len(batches)}) than devices ({world_size}) some are evaluated twice")
         return loader
     share = copy(loader)
-    # `DataLoader.__setattr__` refuses to change the batch sampler.
+    # `DataLoader.__setattr__` raises where the batch sampler is changed.
     vars(share)["batch_sampler"] = batches[rank::world_size]
     return _LoaderAsIterable(share)
 

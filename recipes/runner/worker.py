@@ -197,7 +197,7 @@ def _sources(classes: Iterable[type]) -> list[Path]:
 
 
 def compare_ranks(launch: Launch, classes: Iterable[type]) -> None:
-    """Refuse, on all ranks, versions and code that differ from those of rank 0.
+    """Reject, on all ranks, versions and code that differ from those of rank 0.
 
     Args:
         classes: the user's classes, whose files belong to the code.

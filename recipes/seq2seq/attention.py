@@ -15,7 +15,7 @@ from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
 from datamodules.translation.loaders import TranslationBatch
 from datamodules.translation.text import EOS, PAD, SOS, AnyVocabulary
-from recipes.figures.drawing import PALETTE, Figure, colour_style
+from recipes.figures.drawing import PALETTE, Figure, color_style
 from recipes.figures.plots import attention_plot
 from recipes.prediction import predict
 
@@ -174,7 +174,7 @@ def _page(figures: Sequence[Figure]) -> str:
     cells = [f"<div>{figure.html()}<p>{html.escape(figure.note)}</p></div>" for figure in figures]
     return (
         f'<!doctype html>\n<html lang="en">\n<head>{head}<meta name="color-scheme" content="light dark">'
-        f"<title>Attention</title>\n<style>\n{colour_style()}\n{style}\n</style>\n</head>\n<body>\n"
+        f"<title>Attention</title>\n<style>\n{color_style()}\n{style}\n</style>\n</head>\n<body>\n"
         f"<h1>Attention</h1>\n<p>Rows are the tokens of a translation, columns those of its source.</p>\n"
         + "\n".join(cells)
         + "\n</body>\n</html>\n"

@@ -1,6 +1,6 @@
 """Translation of sentences: cross-entropy over target tokens, AdamW with a one-cycle schedule, for 24 epochs.
 
-    python -m recipes.seq2seq --data-file eng-fra.txt.zip --reverse --normalisation tutorial --prefixes tutorial \
+    python -m recipes.seq2seq --data-file eng-fra.txt.zip --reverse --normalization tutorial --prefixes tutorial \
         --max-length 10 --val-sentences 100
 
 63.0 BLEU on the test sentences of the tutorial's 11,445 pairs, French to English (mean of seeds 1, 2 and 3, beam of 5);
@@ -26,7 +26,7 @@ from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.loaders import TranslationBatch
-from datamodules.translation.text import PAD, Normalisation, SubwordVocabulary, vocabulary_from_state
+from datamodules.translation.text import PAD, Normalization, SubwordVocabulary, vocabulary_from_state
 from recipes.base import Recipe
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
@@ -35,7 +35,7 @@ from recipes.tables import Headline
 from .attention import AttentionMap, AttentionWriter, add_examples, attention_maps, forget_examples
 from .decoding import Vocabularies, beam_search, sentences_of
 from .network import Seq2SeqNet, TranslationNetwork, target_positions
-from .scores import BleuTokenizer, DetokenisedScores, TranslationScores, sentences_to_translate
+from .scores import BleuTokenizer, DetokenizedScores, TranslationScores, sentences_to_translate
 from .transformer import TransformerNet
 from .vocabularies import check_given, check_sizes, known, take_vocabularies, vocabulary_metadata
 
@@ -84,8 +84,8 @@ class Seq2SeqTranslator(Recipe):
         label_smoothing: share of the target spread over all tokens (Szegedy et al., 2016).
         val_sentences: about how many sentences each validation translates; a fixed random choice.
         beam: width of the beam search, in test and predict; 1 is greedy.
-        length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
-        bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "char" for
+        length_penalty: exponent of the length normalization in a beam search, from 0 to 1 (Wu et al., 2016).
+        bleu_tokenize: sacrebleu's tokenizer for the standard BLEU of the test: "zh" for Chinese targets, "char" for
             other scripts without spaces, "13a" for all else.
         teacher_forcing: share of the micro-batches of training in which the decoder reads the target (Williams and
             Zipser, 1989); in the others it reads its own predictions, step by step, which takes longer.
@@ -161,9 +161,9 @@ class Seq2SeqTranslator(Recipe):
         """The attention of predicted sentences by their number; None if it was not requested."""
         self.val_scores = TranslationScores()
         self.test_scores = TranslationScores()
-        self.detokenised = DetokenisedScores()
+        self.detokenized = DetokenizedScores()
         self.vocabularies: Vocabularies | None = None
-        self.normalisation: Normalisation = "unicode"
+        self.normalization: Normalization = "unicode"
 
     @override
     def build_network(self) -> TranslationNetwork:
@@ -214,8 +214,8 @@ class Seq2SeqTranslator(Recipe):
         sources, references = sentences_of(batch, (source, target), self.data_module())
         translations = [*map(target.decode, result.tokens[:, 0].tolist())]
         # Subwords are decoded to plain text, in which punctuation is not separated from words yet.
-        tokenise = self.hparams.bleu_tokenize if isinstance(target, SubwordVocabulary) else None
-        scores.add(translations, references, tokenise)
+        tokenize = self.hparams.bleu_tokenize if isinstance(target, SubwordVocabulary) else None
+        scores.add(translations, references, tokenize)
         texts = {"sources": sources, "translations": translations, "references": references}
         return {"tokens": result.tokens[:, 0], **texts}
 
@@ -237,27 +237,27 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def on_test_epoch_start(self) -> None:
-        self.detokenised.reset()
+        self.detokenized.reset()
         forget_examples(self.figures)
 
     @override
     def test_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         outputs = self._evaluation_step(self.test_scores, batch, self.hparams.beam)
         if outputs:
-            self.detokenised.add(outputs, batch.numbers, self.data_module())
+            self.detokenized.add(outputs, batch.numbers, self.data_module())
             add_examples(self.figures, self.network, batch, outputs["tokens"], self.vocabularies)
         return outputs
 
     @override
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.test_scores)
-        scores = self.detokenised.compute(self.trainer.strategy, self.hparams.bleu_tokenize)
+        scores = self.detokenized.compute(self.trainer.strategy, self.hparams.bleu_tokenize)
         self.log_dict({f"test/{name}": score for name, score in scores.items()}, sync_dist=True, reduce_fx="max")
-        self.tables = self.detokenised.tables()
+        self.tables = self.detokenized.tables()
 
     @override
     def headline(self, scores: dict[str, float]) -> list[Headline]:
-        return self.detokenised.headline(scores, self.hparams.beam)
+        return self.detokenized.headline(scores, self.hparams.beam)
 
     @override
     def forward(self, source: Tensor) -> Tensor:
@@ -323,11 +323,11 @@ class Seq2SeqTranslator(Recipe):
             if stage == "fit" and not self.has_weights and self.trainer.ckpt_path is None:
                 take_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
             self.vocabularies = data.vocabularies()
-            self.normalisation = data.normalisation
+            self.normalization = data.normalization
 
     @override
     def on_fit_start(self) -> None:
-        """Refuse data whose vocabularies have other sizes than the network's."""
+        """Reject data whose vocabularies have other sizes than the network's."""
         check_sizes(self.vocabularies, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
 
     on_validation_start = on_test_start = on_fit_start
@@ -337,7 +337,7 @@ class Seq2SeqTranslator(Recipe):
         super().on_save_checkpoint(checkpoint)
         if self.vocabularies is not None:
             checkpoint["vocabularies"] = [vocabulary.state for vocabulary in self.vocabularies]
-            checkpoint["normalisation"] = self.normalisation
+            checkpoint["normalization"] = self.normalization
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -345,9 +345,9 @@ class Seq2SeqTranslator(Recipe):
         if "vocabularies" in checkpoint:
             source, target = map(vocabulary_from_state, checkpoint["vocabularies"])
             self.vocabularies = (source, target)
-            self.normalisation = checkpoint["normalisation"]
+            self.normalization = checkpoint["normalization"]
 
     @override
     def export_metadata(self) -> dict[str, Any]:
-        """Return the vocabularies and the normalisation, if they are known."""
-        return vocabulary_metadata(self.vocabularies, self.normalisation) if self.vocabularies else {}
+        """Return the vocabularies and the normalization, if they are known."""
+        return vocabulary_metadata(self.vocabularies, self.normalization) if self.vocabularies else {}

@@ -19,7 +19,7 @@ from recipes.scores import MeanOverTargets
 from recipes.tables import Headline, ResultTable
 
 BleuTokenizer = Literal["13a", "intl", "zh", "char", "none"]
-"""sacrebleu's names of tokenisers. 13a is the standard; zh is for Chinese."""
+"""sacrebleu's names of tokenizers. 13a is the standard; zh is for Chinese."""
 
 
 def _bleu(name: str, **options: Any) -> Any:
@@ -37,14 +37,14 @@ def _chrf() -> Any:
 
 @functools.cache
 def tokenizer(name: str) -> Callable[[str], str]:
-    """Return sacrebleu's tokeniser: from a sentence to words separated by spaces."""
+    """Return sacrebleu's tokenizer: from a sentence to words separated by spaces."""
     split = _bleu(name).tokenizer
 
-    def tokenise(text: str) -> str:
+    def tokenize(text: str) -> str:
         tokens: str = split(text.rstrip())
         return tokens
 
-    return tokenise
+    return tokenize
 
 
 def token_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
@@ -72,7 +72,7 @@ def token_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
 
 @dataclass(frozen=True)
 class StandardScore:
-    """A score of detokenised text, as published figures are computed.
+    """A score of detokenized text, as published figures are computed.
 
     Args:
         title: name in tables, such as BLEU.
@@ -88,7 +88,7 @@ class StandardScore:
 def standard_scores(
     hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a"
 ) -> dict[str, StandardScore]:
-    """Return BLEU, BLEU in lower case, and chrF of detokenised text.
+    """Return BLEU, BLEU in lower case, and chrF of detokenized text.
 
     Raises:
         ValueError: the number of references differs; sacrebleu would ignore some sentences.
@@ -128,7 +128,7 @@ class TranslationScores(nn.Module):
         self.texts: list[tuple[str, str]] = []
 
     def add(self, translations: Sequence[str], references: Sequence[str], tokenize: str | None = None) -> None:
-        """Add sentences whose words are separated by spaces, or by the tokeniser of this name."""
+        """Add sentences whose words are separated by spaces, or by the tokenizer of this name."""
         split = tokenizer(tokenize) if tokenize else str
         self.texts += zip(map(split, translations), map(split, references), strict=True)
 
@@ -146,7 +146,7 @@ class TranslationScores(nn.Module):
         self.texts = []
 
 
-class DetokenisedScores:
+class DetokenizedScores:
     """sacrebleu's scores of the test's translations as text, and the sentences of all ranks."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A Transformer (Vaswani et al., 2017) whose layers normalise their inputs (pre-norm; Xiong et al., 2020).
+"""A Transformer (Vaswani et al., 2017) whose layers normalize their inputs (pre-norm; Xiong et al., 2020).
 
 Decoding a sequence at once and token by token runs the same layers. A step attends to the keys and values of earlier
 tokens, which the state holds: (batch, time, 2 x layers x width).

@@ -7,7 +7,7 @@ from typing import Any
 
 from datamodules.errors import UserError, spelled
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.text import Normalisation, SubwordVocabulary
+from datamodules.translation.text import Normalization, SubwordVocabulary
 from recipes.weights import read_beside, skip_patterns
 
 from .decoding import Vocabularies
@@ -23,10 +23,10 @@ def take_vocabularies(data: TranslationDataModule, weights: str | None, weights_
     The data keeps its own vocabularies if `weights_skip` names source_embedding, target_embedding and output.
     """
     saved = read_beside(weights)
-    if "normalisation" not in saved or all(_is_skipped(layer, weights_skip) for layer in _LAYERS):
+    if "normalization" not in saved or all(_is_skipped(layer, weights_skip) for layer in _LAYERS):
         return
     source, target = saved.get("vocabularies") or [_exported_vocabulary(saved, side) for side in _SIDES]
-    state = {"source_tokens": source, "target_tokens": target, "normalisation": saved["normalisation"]}
+    state = {"source_tokens": source, "target_tokens": target, "normalization": saved["normalization"]}
     data.load_state_dict(state)
     data.setup("fit")
 
@@ -43,9 +43,9 @@ def _exported_vocabulary(saved: Mapping[str, Any], side: str) -> Any:
     return saved[f"{side}_vocabulary"]
 
 
-def vocabulary_metadata(vocabularies: Vocabularies, normalisation: Normalisation) -> dict[str, Any]:
+def vocabulary_metadata(vocabularies: Vocabularies, normalization: Normalization) -> dict[str, Any]:
     """Return the vocabularies for exported files: their tokens, and sentencepiece's own files of subwords."""
-    metadata: dict[str, Any] = {"normalisation": normalisation}
+    metadata: dict[str, Any] = {"normalization": normalization}
     for side, vocabulary in zip(_SIDES, vocabularies, strict=True):
         metadata[f"{side}_vocabulary"] = vocabulary.tokens
         if isinstance(vocabulary, SubwordVocabulary):
@@ -54,7 +54,7 @@ def vocabulary_metadata(vocabularies: Vocabularies, normalisation: Normalisation
 
 
 def check_given(source_vocab_size: int | None, target_vocab_size: int | None) -> None:
-    """Refuse a network without the sizes of its vocabularies."""
+    """Reject a network without the sizes of its vocabularies."""
     if source_vocab_size is None or target_vocab_size is None:
         raise UserError(
             f"the sizes of the vocabularies were neither given nor found in the data; pass"
@@ -78,7 +78,7 @@ def known(vocabularies: Vocabularies | None) -> Vocabularies:
 
 
 def check_sizes(vocabularies: Vocabularies | None, source_size: int, target_size: int) -> None:
-    """Refuse data whose vocabularies have other sizes than the network's.
+    """Reject data whose vocabularies have other sizes than the network's.
 
     Raises:
         UserError: a size differs.

@@ -14,7 +14,7 @@ def test_the_instructions_of_all_parts_of_a_dump_are_added() -> None:
     assert instructions.counted(["summary: 0\n"]) == 0
 
 
-def test_a_contender_that_does_not_exist_is_refused(capsys: Any) -> None:
+def test_a_contender_that_does_not_exist_is_rejected(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         instructions.main(["recepie"])
     assert "no contender 'recepie': expected plain PyTorch loop, recipe" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def _stream() -> None:
         trainer.fit(Model(), DataLoader(Stream(), 4))
 
 
-def test_what_cannot_be_computed_is_refused_before_it_trains() -> None:
+def test_what_cannot_be_computed_is_rejected_before_it_trains() -> None:
     with pytest.raises(UserError, match="no layer is BatchNorm"):
         quiet_trainer(BNRecalibration()).fit(Line(), DataLoader(TensorDataset(*samples(8)), 2))
     run_ranks(_stream, 2)

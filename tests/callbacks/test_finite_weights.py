@@ -62,7 +62,7 @@ def test_a_nan_whose_update_is_skipped_stops_nothing() -> None:
     assert first_not_finite(trainer.lightning_module) is None
 
 
-def test_a_convolution_whose_gradient_is_wrong_in_bf16_is_refused_in_the_first_batch() -> None:
+def test_a_convolution_whose_gradient_is_wrong_in_bf16_is_rejected_in_the_first_batch() -> None:
     def narrow(width: int) -> Tiny:
         layers = torch.nn.AdaptiveAvgPool2d((4, width)), torch.nn.Conv2d(1, 10, 3, 2, 1)
         return Tiny(torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), torch.optim.SGD)

@@ -31,7 +31,7 @@ TRAIN, VALIDATION = ((inputs.float(), targets) for inputs, targets in map(noisy_
 
 
 class Network(nn.Module):
-    """A stem and two stages with batch normalisation and dropout, and a head."""
+    """A stem and two stages with batch normalization and dropout, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def statistics(module: nn.Module) -> dict[str, bytes]:
     return {name: value for name, value in bits(module).items() if "running" in name}
 
 
-def synchronised_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], dict[str, bytes], Any]:
+def synchronized_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], dict[str, bytes], Any]:
     """A run of two ranks under SyncBN; and what became of DDP's settings."""
     callbacks: list[Callback] = [SyncBN(), FreezeLayers(unfreeze={"stem": "2 steps", "layer1": "4 steps"})]
     model, wrappers = Observed(), []
@@ -184,7 +184,7 @@ def synchronised_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], d
 
 
 def test_wrapping_again_keeps_the_statistics_and_the_settings_of_ddp_in_either_order_of_callbacks() -> None:
-    orders = [run_ranks(synchronised_statistics, 2, frozen_first) for frozen_first in (True, False)]
+    orders = [run_ranks(synchronized_statistics, 2, frozen_first) for frozen_first in (True, False)]
     for first, second in orders:
         for entered, left, _, ddp in (first, second):
             assert entered[1:] == left[:-1], "nobody touched them between two steps"
@@ -221,14 +221,14 @@ class Lazy(Rude):
         (Rude, (None, {"0": 5}), "'0' could be .*'network.layer1.0' or .*: write one of them in full"),
     ],
 )
-def test_what_cannot_be_frozen_is_refused(kind: type[Rude], arguments: tuple[Any, ...], message: str) -> None:
+def test_what_cannot_be_frozen_is_rejected(kind: type[Rude], arguments: tuple[Any, ...], message: str) -> None:
     model = kind()
     with pytest.raises(UserError, match=message):
         fit(model, FreezeLayers(*arguments))
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_an_optimiser_of_what_trains_from_the_start_is_enough() -> None:
+def test_an_optimizer_of_what_trains_from_the_start_is_enough() -> None:
     fit(HeadOnly(), FreezeLayers("fc"))
 
 

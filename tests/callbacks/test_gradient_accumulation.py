@@ -77,8 +77,8 @@ class Stream(IterableDataset):
         return iter(self.batches)
 
 
-class Normalised(Tagger):
-    """Normalises its batches, and fails in one of them."""
+class Normalized(Tagger):
+    """Normalizes its batches, and fails in one of them."""
 
     def __init__(self, fails_at: int = -1) -> None:
         super().__init__()
@@ -187,8 +187,8 @@ def test_a_validation_step_may_call_the_training_step() -> None:
     assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2))) < 1e-14
 
 
-def test_a_training_step_that_raises_leaves_batch_normalisation_as_it_was_before_it() -> None:
-    model = Normalised(fails_at=1)
+def test_a_training_step_that_raises_leaves_batch_normalization_as_it_was_before_it() -> None:
+    model = Normalized(fails_at=1)
     with pytest.raises(RuntimeError, match="stop"):
         train(model, sentences([4] * 8), GradientAccumulation(4))
     assert "training_step" not in vars(model)
@@ -285,7 +285,7 @@ class Unpacking(Tagger):
 OPAQUE = [SimpleNamespace(pair=batch) for batch in BATCHES]
 SHORT = type("Loader", (), {"__iter__": lambda _: iter(BATCHES[:7]), "__len__": lambda _: 10})()
 CHANGES = GradientAccumulationScheduler({0: 4, 1: 1})
-REFUSED: dict[str, Callable[[], Any]] = {
+REJECTED: dict[str, Callable[[], Any]] = {
     "cannot tell the batch size of the training loader": lambda: train(Tagger(), BATCHES, GradientAccumulation(1, 30)),
     r"Trainer\(accumulate_grad_batches=2\) counts micro-batches": lambda: train(
         Tagger(), BATCHES, GradientAccumulation(2), accumulate_grad_batches=2
@@ -302,10 +302,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_accumulated_or_counted_is_refused_with_the_reason(message: str) -> None:
+@pytest.mark.parametrize("message", REJECTED)
+def test_what_cannot_be_accumulated_or_counted_is_rejected_with_the_reason(message: str) -> None:
     with pytest.raises(UserError, match=message):
-        REFUSED[message]()
+        REJECTED[message]()
 
 
 def test_updates_of_another_size_than_the_checkpoints_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -382,7 +382,7 @@ def test_the_total_number_of_updates_is_the_one_that_the_run_makes(options: dict
     assert totals.seen == {trainer.global_step}
 
 
-def test_a_total_is_refused_before_the_loader_exists() -> None:
+def test_a_total_is_rejected_before_the_loader_exists() -> None:
     class Hasty(Tagger):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             total_updates(self.trainer)
@@ -403,11 +403,11 @@ def test_a_run_without_end_has_no_finite_total() -> None:
     assert stop.seen == {math.inf}
 
 
-def test_no_update_is_made_in_the_epoch_in_which_lightning_measures_batch_normalisation() -> None:
+def test_no_update_is_made_in_the_epoch_in_which_lightning_measures_batch_normalization() -> None:
     def run(*callbacks: pl.Callback, **options: Any) -> tuple[int, bool, Tensor]:
         averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
         batches = sentences([4] * 6)
-        trainer = train(model := Normalised(), batches, *callbacks, averaging, max_epochs=3, **options)
+        trainer = train(model := Normalized(), batches, *callbacks, averaging, max_epochs=3, **options)
         average: Any = averaging._average_model
         is_average = all(torch.equal(a, b) for a, b in zip(model.parameters(), average.parameters(), strict=True))
         return trainer.global_step, is_average, model.norm.running_mean

@@ -1,6 +1,6 @@
-"""Modules that optimise by hand, with one optimiser or two, and those that read batches by themselves.
+"""Modules that optimize by hand, with one optimizer or two, and those that read batches by themselves.
 
-Each callback of the package trains them as it trains the same module otherwise, or refuses them in one line.
+Each callback of the package trains them as it trains the same module otherwise, or rejects them in one line.
 """
 
 from datetime import timedelta
@@ -21,7 +21,7 @@ from tests.support.tables import CALLBACKS, Tiny, equal, image_network, noisy_im
 
 CASES = CALLBACKS | {"ExactCheckpoint": lambda: ExactCheckpoint("unused", save_top_k=0)}
 ACCUMULATIONS = {"GradientAccumulation", "GradientAccumulation, global batch"}
-REFUSED = {
+REJECTED = {
     "manual": ACCUMULATIONS | {"WarmupLR", "FreezeLayers"},
     "iterates": ACCUMULATIONS
     | {"SeedControl", "Preemption", "ExactCheckpoint", "BNRecalibration", "TrainLoss", "StepMetrics"},
@@ -29,7 +29,7 @@ REFUSED = {
 
 
 class Manual(Tiny):
-    """Steps each of its optimisers once in every `every` batches, and in an epoch's last."""
+    """Steps each of its optimizers once in every `every` batches, and in an epoch's last."""
 
     automatic_optimization = False
 
@@ -78,11 +78,11 @@ def train(module: pl.LightningModule, *callbacks: pl.Callback, resume: Any = Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_callback_trains_them_as_others_or_refuses_them(name: str) -> None:
+def test_every_callback_trains_them_as_others_or_rejects_them(name: str) -> None:
     expected = train(Automatic(), CASES[name]())
     for kind, module in (("manual", Manual(1)), ("manual", Manual(2)), ("iterates", Iterates())):
-        if name in REFUSED[kind]:
-            with pytest.raises(UserError, match="optimises manually" if kind == "manual" else "a dataloader_iter") as e:
+        if name in REJECTED[kind]:
+            with pytest.raises(UserError, match="optimizes manually" if kind == "manual" else "a dataloader_iter") as e:
                 train(module, CASES[name]())
             assert "\n" not in str(e.value)
             continue
@@ -90,7 +90,7 @@ def test_every_callback_trains_them_as_others_or_refuses_them(name: str) -> None
 
 
 @pytest.mark.parametrize(("optimizers", "every"), [(1, 1), (2, 3)])
-def test_whole_epochs_and_steps_of_each_optimiser_are_counted_and_shares_of_a_run_refused(optimizers, every) -> None:
+def test_whole_epochs_and_steps_of_each_optimizer_are_counted_and_shares_of_a_run_rejected(optimizers, every) -> None:
     module, average, warmup = Manual(optimizers, every), WeightAveraging(0.9), WarmupLR("4 steps")
     train(module, FreezeLayers(unfreeze={"network.0.0": "1 epochs"}), average, warmup)
     assert module.trains_from == 10
@@ -98,7 +98,7 @@ def test_whole_epochs_and_steps_of_each_optimiser_are_counted_and_shares_of_a_ru
     assert average.samples == made
     assert warmup.updates == [made] * optimizers
     for callback in (FreezeLayers(unfreeze={"network.0.0": "4 steps"}), WarmupLR("50%")):
-        with pytest.raises(UserError, match="optimises manually: write"):
+        with pytest.raises(UserError, match="optimizes manually: write"):
             train(Manual(optimizers, every), callback)
 
 
@@ -143,5 +143,5 @@ class StepsElsewhere(Manual):
 
 def test_steps_that_lightning_does_not_count_are_no_reason_to_save_nothing(tmp_path: Path) -> None:
     saves = ExactCheckpoint(tmp_path, every_n_train_steps=2)
-    with pytest.raises(UserError, match="StepsElsewhere optimises manually, and Lightning has counted no step"):
+    with pytest.raises(UserError, match="StepsElsewhere optimizes manually, and Lightning has counted no step"):
         quiet_trainer(saves).fit(StepsElsewhere(), TrainLoader(*noisy_images(8), torch.arange(8), 2, 1))

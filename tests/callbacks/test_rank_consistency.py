@@ -102,7 +102,7 @@ def test_a_run_whose_ranks_differ_stops_on_all_of_them_and_names_the_first_param
         assert epochs == 1, "it stopped at the end of the epoch in which the ranks went apart"
 
 
-def test_a_rank_with_other_data_is_refused_before_the_first_batch() -> None:
+def test_a_rank_with_other_data_is_rejected_before_the_first_batch() -> None:
     for raised, epochs, *_ in run_ranks(fit, 2, 2, "data", rank=1):
         assert raised.startswith("rank 1 trains on other data than rank 0: [21] samples and [21], others or in another")
         assert epochs == 0

@@ -19,7 +19,7 @@ from tests.support.tables import Tiny, quiet_trainer
 
 
 class SAM(torch.optim.SGD):
-    """Sharpness-aware minimisation (Foret et al., 2021) calls its closure twice."""
+    """Sharpness-aware minimization (Foret et al., 2021) calls its closure twice."""
 
     def step(self, closure: Any = None) -> Any:
         torch.enable_grad()(closure)()

@@ -212,7 +212,7 @@ def test_a_closure_that_is_called_again_draws_the_same_numbers():
         assert all(torch.equal(mask, found["SGD"][i // calls]) for i, mask in enumerate(found[name]))
 
 
-def test_the_environment_is_put_back_and_a_negative_seed_is_refused():
+def test_the_environment_is_put_back_and_a_negative_seed_is_rejected():
     _fit(max_steps=1)
     assert "PL_GLOBAL_SEED" not in os.environ
     with pytest.raises(ValueError, match="seed=-1: expected a whole number from 0"):

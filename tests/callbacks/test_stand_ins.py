@@ -12,7 +12,7 @@ from torchmetrics.classification import BinaryPrecision, BinaryRecall
 from callbacks import GradientAccumulation, SeedControl, SyncBN
 from callbacks.lib.update_step import weighted_gradients
 from datamodules.loading.loaders import TrainLoader
-from tests.callbacks.test_updates import LR, Line, Logging, Normalised, samples, weights
+from tests.callbacks.test_updates import LR, Line, Logging, Normalized, samples, weights
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
@@ -174,7 +174,7 @@ class Manual(Line):
 def _without_accumulation(world_size: int, rank_count: int, kind: type[Line]) -> list[Tensor]:
     """An update of each rank's micro-batch; the last one of the epoch has fewer micro-batches than ranks."""
     model = kind()
-    callbacks: list[pl.Callback] = [SyncBN()] if kind is Normalised else [SeedControl(1)]
+    callbacks: list[pl.Callback] = [SyncBN()] if kind is Normalized else [SeedControl(1)]
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=LR)  # type: ignore[method-assign]
     trainer = quiet_trainer(*callbacks, world_size=world_size)
     rows = torch.arange(4 * (rank_count - 1))
@@ -184,7 +184,7 @@ def _without_accumulation(world_size: int, rank_count: int, kind: type[Line]) ->
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", [Line, Normalised, Manual])
+@pytest.mark.parametrize("kind", [Line, Normalized, Manual])
 def test_a_stand_in_counts_for_nothing_without_accumulation(ranks: int, kind: type[Line]) -> None:
     model = kind()
     inputs, targets = samples(12)

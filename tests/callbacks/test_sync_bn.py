@@ -34,7 +34,7 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
 def gaps_to_whole_batch(
     layer: nn.Module, x: Tensor, upstream: Tensor, sizes: tuple[int, ...], convert: Callable = sync_batchnorm
 ) -> dict[str, float]:
-    """Two steps of `layer` on the whole batch, and of a synchronised copy on this rank's part of it."""
+    """Two steps of `layer` on the whole batch, and of a synchronized copy on this rank's part of it."""
     plain, ours = copy.deepcopy(layer), copy.deepcopy(layer)
     ours = convert(ours) or ours
     first = sum(sizes[: dist.get_rank()])
@@ -131,7 +131,7 @@ def _train_with_both() -> str:
     return str(caught.value)
 
 
-def test_lightnings_conversion_beside_it_is_refused_in_one_line():
+def test_lightnings_conversion_beside_it_is_rejected_in_one_line():
     expected = "SyncBN synchronizes BatchNorm itself: leave Trainer(sync_batchnorm=True) out"
     assert all(expected in message for message in run_ranks(_train_with_both, 2))
 
@@ -189,7 +189,7 @@ def _second_derivative(_: int) -> list[str]:
     return [*found, str(gradient.requires_grad)]
 
 
-def test_a_gradient_penalty_is_refused_in_one_line_also_where_nothing_follows_the_layer():
+def test_a_gradient_penalty_is_rejected_in_one_line_also_where_nothing_follows_the_layer():
     for *messages, requires_grad in run_ranks(_second_derivative, 2, 0):
         assert len(messages) == 2
         assert all(message.startswith("SyncBN has no second derivative") for message in messages)
@@ -205,7 +205,7 @@ def test_a_run_on_two_ranks_equals_one_process_and_leaves_plain_layers(tmp_path:
         assert torch.equal(first["state"][name], second["state"][name]), name
         assert _gap(first["state"][name].double(), tensor.double()) < 1e-12, name
     for result in (first, second):
-        assert result["during"] == [["SynchronisedBatchNorm2d"] * 2] * 2, "in a run that fails, too"
+        assert result["during"] == [["SynchronizedBatchNorm2d"] * 2] * 2, "in a run that fails, too"
         assert result["after"] == [[nn.Conv2d, nn.BatchNorm2d, nn.Tanh, nn.BatchNorm2d, nn.Flatten]] * 2
         assert result["training"] == [True, True, True, False, True]
     assert (first["state"]["body.3.running_mean"] == 0.25).all(), "a frozen layer stays frozen"
@@ -224,7 +224,7 @@ def _single_value() -> str:
     return str(caught.value)
 
 
-def test_what_cannot_work_is_refused_alike_on_every_rank():
+def test_what_cannot_work_is_rejected_alike_on_every_rank():
     first, second = run_ranks(_single_value, 2)
     assert first == second
 
@@ -249,11 +249,11 @@ def _subclass_output() -> Tensor:
     return output
 
 
-def test_a_users_subclass_keeps_its_forward_or_is_refused():
+def test_a_users_subclass_keeps_its_forward_or_is_rejected():
     x = torch.arange(8.0).view(1, 2, 2, 2)
     expected = nn.BatchNorm2d(2)(torch.cat([x, x + 10])).relu()
     torch.testing.assert_close(torch.cat(run_ranks(_subclass_output, 2)), expected)
-    with pytest.raises(UserError, match=r"_Inlined.forward normalises by itself"):
+    with pytest.raises(UserError, match=r"_Inlined.forward normalizes by itself"):
         sync_batchnorm(nn.Sequential(_Inlined(2)))
 
 
@@ -265,11 +265,11 @@ def _timms_gaps() -> dict[str, float]:
     nn.init.uniform_(layer.weight, 0.5, 2.0)
     x, upstream = torch.randn(2, 7, 4, 3, 3, dtype=torch.float64)
     gaps = gaps_to_whole_batch(layer, x, upstream, (5, 2))
-    synchronised = copy.deepcopy(layer)
-    sync_batchnorm(synchronised)
-    gaps["evaluation"] = _gap(synchronised.eval()(x), layer.eval()(x))
-    restore_batchnorm(synchronised)
-    assert type(synchronised) is type(layer)
+    synchronized = copy.deepcopy(layer)
+    sync_batchnorm(synchronized)
+    gaps["evaluation"] = _gap(synchronized.eval()(x), layer.eval()(x))
+    restore_batchnorm(synchronized)
+    assert type(synchronized) is type(layer)
     return gaps
 
 
@@ -279,7 +279,7 @@ def test_batchnorm_with_an_activation_inside_is_that_of_the_whole_batch():
         assert max(gaps.values()) < 1e-12, gaps
 
 
-def test_copies_and_pickles_of_synchronised_layers_are_plain():
+def test_copies_and_pickles_of_synchronized_layers_are_plain():
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(_CallsSuper(2)))
     sync_batchnorm(net)
     buffer = io.BytesIO()

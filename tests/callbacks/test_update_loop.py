@@ -125,7 +125,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Model(pl.LightningModule):
-    """Batch normalisation, dropout and a linear layer; its loss is logged in the step and over the epoch."""
+    """Batch normalization, dropout and a linear layer; its loss is logged in the step and over the epoch."""
 
     def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD) -> None:
         super().__init__()
@@ -450,7 +450,7 @@ def test_a_run_is_the_same_with_update_loop(name: str, tmp_path: Path) -> None:
     assert stock["error"] is None
 
 
-def test_an_optimizer_that_ignores_its_closure_is_refused() -> None:
+def test_an_optimizer_that_ignores_its_closure_is_rejected() -> None:
     class Ignoring(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             super().step()

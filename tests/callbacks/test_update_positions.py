@@ -322,7 +322,7 @@ def test_several_loaders_make_updates_of_their_micro_batches(collect: Any) -> No
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_loaders_with_other_numbers_of_micro_batches_are_refused() -> None:
+def test_loaders_with_other_numbers_of_micro_batches_are_rejected() -> None:
     loaders = [loader_of(range(8)), loader_of(range(10))]
     with pytest.raises(UserError, match="the training loaders have 1 and 2 micro-batches in one update"):
         quiet_trainer(GradientAccumulation(2)).fit(Pairs(), loaders)

@@ -103,7 +103,7 @@ def test_a_backward_of_the_modules_own_scales_the_update(steps: int) -> None:
     assert_close(weights(train(Scaled(), GradientAccumulation(steps))), by_hand(updates, lambda gradient: 2 * gradient))
 
 
-def test_a_step_with_a_backward_of_its_own_is_refused() -> None:
+def test_a_step_with_a_backward_of_its_own_is_rejected() -> None:
     class Backward(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self.loss(batch).backward()
@@ -353,24 +353,24 @@ def test_a_stock_loader_gives_one_hash_on_any_processes(size: int) -> None:
     assert len(hashes) == 1
 
 
-class Normalised(Line):
+class Normalized(Line):
     def __init__(self) -> None:
         torch.manual_seed(5)
         super().__init__(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double())
 
 
-def _normalised_together(world_size: int) -> dict[str, Tensor]:
+def _normalized_together(world_size: int) -> dict[str, Tensor]:
     """Two updates of 5 micro-batches of 4 samples on two ranks, which have 3 and 2."""
     inputs, targets = samples(40)
     trainer = quiet_trainer(SyncBN(), GradientAccumulation(global_batch_size=20), world_size=world_size)
     loader = TrainLoader(inputs, targets, torch.arange(40), 4, 1, trainer.global_rank, world_size, shuffle=False)
-    model = Normalised()
+    model = Normalized()
     trainer.fit(model, loader)
     return model.state_dict()
 
 
-def test_uneven_ranks_normalise_what_they_see_at_one_step() -> None:
-    model = Normalised()
+def test_uneven_ranks_normalize_what_they_see_at_one_step() -> None:
+    model = Normalized()
     optimizer = model.configure_optimizers()
     inputs, targets = samples(40)
     for first in (0, 20):
@@ -380,6 +380,6 @@ def test_uneven_ranks_normalise_what_they_see_at_one_step() -> None:
             outputs = model.network(inputs[together])
             (F.mse_loss(outputs, targets[together], reduction="sum") / 20).backward()
         optimizer.step()
-    for found in run_ranks(_normalised_together, 2, 2):
+    for found in run_ranks(_normalized_together, 2, 2):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)

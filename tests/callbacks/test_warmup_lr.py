@@ -1,4 +1,4 @@
-"""The rates with which the optimiser really steps, recorded inside its step, follow a closed form."""
+"""The rates with which the optimizer really steps, recorded inside its step, follow a closed form."""
 
 import csv
 import math
@@ -23,7 +23,7 @@ from tests.support.tables import quiet_trainer
 class Recorder(torch.optim.SGD):
     """SGD that notes the rates of each real step.
 
-    Like many optimisers it calls its parent's step, which runs the hooks a second time once a plain SGD was made.
+    Like many optimizers it calls its parent's step, which runs the hooks a second time once a plain SGD was made.
     """
 
     used: list[list[float]]
@@ -39,7 +39,7 @@ torch.optim.SGD([torch.zeros(1)])
 
 
 class Model(pl.LightningModule):
-    """A linear model whose optimiser steps with a rate of 1, or as `schedule` says."""
+    """A linear model whose optimizer steps with a rate of 1, or as `schedule` says."""
 
     def __init__(self, schedule: Callable[..., Any] | None = None, lr: float | Tensor = 1.0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def curve(length: int, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("duration", "length"), [(5, 5), ("1.5 epochs", 15), ("25%", 5), ("0%", 0), ("99 steps", 99)])
-def test_a_duration_has_its_length_and_the_optimiser_keeps_the_schedules_rate(
+def test_a_duration_has_its_length_and_the_optimizer_keeps_the_schedules_rate(
     duration: Any, length: int, caplog
 ) -> None:
     trainer = train(model := Model(), WarmupLR(duration))
@@ -173,7 +173,7 @@ def test_one_step_metrics_logs_the_rates_with_the_rest(order: tuple[int, int], t
 def test_a_failing_step_leaves_the_schedules_own_rate_behind() -> None:
     class Failing(Model):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            assert optimizer.param_groups[0]["lr"] == 0.01, "the optimiser calls back in mid-step"
+            assert optimizer.param_groups[0]["lr"] == 0.01, "the optimizer calls back in mid-step"
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
@@ -182,7 +182,7 @@ def test_a_failing_step_leaves_the_schedules_own_rate_behind() -> None:
     assert not model.trainer.optimizers[0]._optimizer_step_pre_hooks
 
 
-def test_each_of_several_optimisers_is_warmed_up_by_its_own_steps() -> None:
+def test_each_of_several_optimizers_is_warmed_up_by_its_own_steps() -> None:
     class Two(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -212,6 +212,6 @@ def test_each_of_several_optimisers_is_warmed_up_by_its_own_steps() -> None:
         ({"duration": "5%"}, '"5%" is unknown because the run has no end'),
     ],
 )
-def test_settings_out_of_range_are_refused_before_the_first_step(settings: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_rejected_before_the_first_step(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(Model(), WarmupLR(**settings), max_epochs=-1)

@@ -167,7 +167,7 @@ def test_a_checkpoint_that_is_saved_after_a_test_holds_what_trains_on(tmp_path: 
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     before, after = saved(first), saved(tmp_path / "last.ckpt")
     assert all(equal(after[name], before[name]) for name in ("state_dict", RAW_WEIGHTS))
-    if tested != "checkpoint elsewhere":  # There is no optimiser.
+    if tested != "checkpoint elsewhere":  # There is no optimizer.
         _, rest = train(module(Renamed), WeightAveraging(ema=0.9), resume=tmp_path / "last.ckpt")
         assert equal(rest.after[15], whole.after[15])
 
@@ -223,7 +223,7 @@ def test_a_decay_is_above_0_and_below_1(ema: float) -> None:
         ([ModelCheckpoint(save_weights_only=True)], {}, "save_weights_only"),
     ],
 )
-def test_runs_that_cannot_be_averaged_are_refused_before_they_train(others, options, message) -> None:
+def test_runs_that_cannot_be_averaged_are_rejected_before_they_train(others, options, message) -> None:
     with pytest.raises(UserError, match=message):
         train(module(), WeightAveraging(ema=0.9), *others, **options)
 
@@ -283,7 +283,7 @@ class Exchanges(pl.Callback):
 
 
 @pytest.mark.parametrize("kind", [ChangesInEpoch, ChangesAround, Exchanges])
-def test_another_exchange_of_weights_in_a_validation_is_refused(kind: Any, tmp_path: Path) -> None:
+def test_another_exchange_of_weights_in_a_validation_is_rejected(kind: Any, tmp_path: Path) -> None:
     is_callback = issubclass(kind, pl.Callback)
     model, others = (module(), [kind()]) if is_callback else (module(kind), [])
     best = ModelCheckpoint(tmp_path, monitor="val_loss", save_on_train_epoch_end=False)

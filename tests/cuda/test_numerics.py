@@ -1,4 +1,4 @@
-"""On a GPU the parts compute what they compute elsewhere: normalisation, loss scaling, noise."""
+"""On a GPU the parts compute what they compute elsewhere: normalization, loss scaling, noise."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""A number outside of its range is refused by its name, by the class that it is a parameter of."""
+"""A number outside of its range is rejected by its name, by the class that it is a parameter of."""
 
 import math
 from collections.abc import Callable
@@ -50,7 +50,7 @@ OUTSIDE: list[tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = [
 
 
 @pytest.mark.parametrize(("build", "numbers"), OUTSIDE, ids=[build.__name__ for build, _ in OUTSIDE])
-def test_each_class_refuses_numbers_outside_of_their_ranges(build, numbers):
+def test_each_class_rejects_numbers_outside_of_their_ranges(build, numbers):
     for name, values in numbers.items():
         for value in (*values, math.nan, math.inf, -math.inf):
             with pytest.raises(UserError, match=name):

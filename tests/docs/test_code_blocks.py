@@ -20,6 +20,18 @@ def test_every_code_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
     run_ranks(run_page, 1, str(PAGES[page]), str(tmp_path), timeout=800)
 
 
+def test_no_line_of_a_code_block_is_cut_at_1300_pixels() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+    blocks = [(page, block) for page in pages for block in blocks_of(page.read_text())]
+    lines = [
+        f"{page.name}:{block.line}: {line}"
+        for page, block in blocks
+        for line in block.text.splitlines()
+        if len(line) > 80
+    ]
+    assert not lines, "wrap them, or use ```{.text .wrap}"
+
+
 PAGE = """
 ```python title="mine.py"
 print("written")

@@ -132,7 +132,7 @@ def test_a_second_run_of_the_same_name_touches_nothing_of_the_first(session: Ses
         ("test a folder", f"{FIRST} is a folder; pass a checkpoint, such as {FIRST}/checkpoints/"),
     ],
 )
-def test_what_is_no_checkpoint_of_this_network_is_refused_in_a_line(session: Session, name: str, message: str) -> None:
+def test_what_is_no_checkpoint_of_this_network_is_rejected_in_a_line(session: Session, name: str, message: str) -> None:
     ended = session.later[name]
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert message in ended.err
@@ -176,8 +176,8 @@ def test_resuming_a_copied_checkpoint_leaves_the_folders_around_it_alone(session
     source = session.folder / FIRST / "checkpoints" / "last.ckpt"
     (foreign / "last.ckpt").write_bytes(source.read_bytes())
     resume = f"--resume {foreign / 'last.ckpt'}"
-    refused, done = typed(tmp_path, f"{resume} --batch-size 5000", f"{resume} --max-epochs 2 --name on", **CLASSES)
-    assert (refused.status, done.status) == (2, 0), done.err
+    rejected, done = typed(tmp_path, f"{resume} --batch-size 5000", f"{resume} --max-epochs 2 --name on", **CLASSES)
+    assert (rejected.status, done.status) == (2, 0), done.err
     assert "is not in the folder of a run" in done.out
     assert (tmp_path / "runs" / "mnist" / "on" / "results.json").is_file()
     assert sorted(path.name for path in (tmp_path / "home").rglob("*")) == ["last.ckpt", "precious", "project"]

@@ -41,7 +41,7 @@ def run(rows: Mapping[int, Row], folder: Path) -> dict[int, list[list[Life]]]:
     """Each row's lives, one or two, by rank."""
     lives: dict[int, list[list[Life]]] = {number: [] for number in rows}
     for resumed in (False, True):
-        ended = {n for n, found in lives.items() if found and (found[0][0].refused or found[0][0].failed)}
+        ended = {n for n, found in lives.items() if found and (found[0][0].rejected or found[0][0].failed)}
         going_on = {n: row for n, row in rows.items() if not resumed or (row["resumed"] != "no" and n not in ended)}
         for processes, part in groups(going_on, resumed):
             ranks = run_ranks(live_all, processes, part, folder, resumed, timeout=600)
@@ -52,7 +52,7 @@ def run(rows: Mapping[int, Row], folder: Path) -> dict[int, list[list[Life]]]:
 
 def judge(row: Row, lives: list[list[Life]]) -> tuple[float, list[str]]:
     """The largest difference of a weight, buffer or learning rate from the plain loop, and what else is wrong."""
-    if ended := [life.refused or life.failed for ranks in lives for life in ranks if life.refused or life.failed]:
+    if ended := [life.rejected or life.failed for ranks in lives for life in ranks if life.rejected or life.failed]:
         return math.nan, ended[:1]
     first, last = lives[0][0], lives[-1][0]
     reference = train_plainly(row, lambda update: cut_of(row, resumed=update >= first.updates))

@@ -6,7 +6,7 @@ it are the hashes of stock Lightning, which gives another one for each number of
 
 The tasks have what depends on a split elsewhere: BatchNorm, a user's `F.dropout` and `torch.randn`, layers that
 unfreeze, a moving average with BatchNorm statistics of its own, clipping, warm-up, parameters that some micro-batches
-do not use, sentences of unequal length, a fused optimiser, and an update whose last micro-batch is short.
+do not use, sentences of unequal length, a fused optimizer, and an update whose last micro-batch is short.
 """
 
 import itertools
@@ -139,7 +139,7 @@ def train(
     else:
         options["accumulate_grad_batches"] = -(-row.micro_batches // world_size)
         callbacks.append(SeedBatches())
-    # Lightning refuses to clip for a fused optimiser under automatic mixed precision.
+    # Lightning does not clip for a fused optimizer under automatic mixed precision.
     model = Images() if row.task == "images" else Sentences(fused=row.precision == "32-true")
     settings = {"max_epochs": EPOCHS, "precision": row.precision, "gradient_clip_val": 0.5} | options
     trainer = quiet_trainer(*callbacks, *more, world_size=world_size, **settings)

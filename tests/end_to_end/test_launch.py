@@ -218,7 +218,7 @@ def test_an_error_that_the_user_has_to_correct_is_not_tried_again(tmp_path):
     assert ended.err.splitlines() == [f"error: rank 1 (node 0, {socket.gethostname()}): rank 1 found nothing"]
 
 
-def test_a_mistake_on_the_command_line_is_refused_before_a_process_starts(tmp_path):
+def test_a_mistake_on_the_command_line_is_rejected_before_a_process_starts(tmp_path):
     ended = on_two_ranks(tmp_path, "--optimizer sdg")
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert ended.err.startswith("error: no optimizer 'sdg'")

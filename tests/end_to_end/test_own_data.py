@@ -84,7 +84,7 @@ def test_own_digits_train_alike_from_a_folder_and_an_archive_and_are_tested(tmp_
         cut = ("--batch-size", size, f"--devices={devices}", "--sync-bn", "--precision", "64-true", "--name", name)
         done = run_ranks(type_line, devices, *RECIPES["mnist"], ["--data-dir", "tree", *line, *cut], str(tmp_path))[0]
         assert done.status == 0, done.err
-        assert ("note: SyncBN normalises over what the devices see" in done.out + done.err) == (name == "two")
+        assert ("note: SyncBN normalizes over what the devices see" in done.out + done.err) == (name == "two")
     one, two = weights(tmp_path, "one"), weights(tmp_path, "two")
     assert max(float((two[name].double() - one[name].double()).abs().max()) for name in one) < 1e-8
     results = json.loads((tmp_path / "runs/mnist/tree/results.json").read_text())

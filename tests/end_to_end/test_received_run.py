@@ -1,4 +1,4 @@
-"""Runs and checkpoints from somebody else: their links, values, code and optimisers are refused in one line."""
+"""Runs and checkpoints from somebody else: their links, values, code and optimizers are rejected in one line."""
 
 import json
 import pickle
@@ -85,7 +85,7 @@ OWN = "--optimizer tests.support.optimizers.Counting"
 
 
 @pytest.mark.slow
-def test_an_own_optimiser_is_resumed_where_it_is_typed_and_a_received_run_imports_none(tmp_path: Path) -> None:
+def test_an_own_optimizer_is_resumed_where_it_is_typed_and_a_received_run_imports_none(tmp_path: Path) -> None:
     def own(*commands: str) -> list[tuple[int, str]]:
         return [(done.status, done.out + done.err) for done in typed(tmp_path, *commands)]
 

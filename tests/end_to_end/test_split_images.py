@@ -27,7 +27,7 @@ from tests.support.tables import equal, quiet_trainer
 
 GLOBAL_BATCH = 8
 EPOCHS = 2
-# Large images are cropped by workers and coloured batch-wise; small ones are shifted in memory; mixed ones need two.
+# Large images are cropped by workers and colored batch-wise; small ones are shifted in memory; mixed ones need two.
 SETTINGS: dict[str, dict[str, Any]] = {
     "standard": {"image_size": 64},
     "light": {"image_size": 32, "mixup": 0.3, "cutmix": 1.0},

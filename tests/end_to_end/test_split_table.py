@@ -1,6 +1,6 @@
 """The arithmetic of a run that is cut into processes and micro-batches: a part of the table of combinations.
 
-Batch normalisation leaves one freedom: a layer sees one forward pass at a time ("ghost batches": Hoffer et al., 2017).
+Batch normalization leaves one freedom: a layer sees one forward pass at a time ("ghost batches": Hoffer et al., 2017).
 For the network with BatchNorm the plain loop therefore makes one forward pass for each micro-batch, and with SyncBN one
 for those that all processes hold in the same step. The token model has no such layer. Of 29 samples five are left for
 the last update, in three micro-batches of which the last has one, so that of four processes one has none.

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support.ranks import run_ranks
 from tests.support.tables import CALLBACKS, Tiny, image_network, noisy_images, quiet_trainer
 
-REFUSING = ("GradientAccumulation", "SyncBN", "FreezeLayers", "WeightAveraging")
+REJECTING = ("GradientAccumulation", "SyncBN", "FreezeLayers", "WeightAveraging")
 
 
 class Sharded(Tiny):
@@ -37,13 +37,13 @@ def fit(name: str) -> tuple[int, str, list[str]]:
 
 
 def fit_each() -> dict[str, tuple[int, str, list[str]]]:
-    return {name: fit(name) for name in (*REFUSING, "SeedControl", "RankConsistency")}
+    return {name: fit(name) for name in (*REJECTING, "SeedControl", "RankConsistency")}
 
 
 def test_callbacks_that_cannot_keep_their_promise_name_the_strategy_and_the_others_train_or_say_what_they_leave_out():
     results = run_ranks(fit_each, 2)
     for found in results:
-        for name in REFUSING:
+        for name in REJECTING:
             steps, error, _ = found[name]
             assert steps == 0
             assert error.startswith("ModelParallelStrategy")

@@ -33,7 +33,7 @@ LEVELS = (
     "datamodules.base",
     "datamodules.NAME",
     "callbacks datamodules",
-    "recipes.neighbours recipes.version recipes.dropout recipes.calls recipes.figures recipes.weights_file",
+    "recipes.neighbors recipes.version recipes.dropout recipes.calls recipes.figures recipes.weights_file",
     "recipes.photograph_graph",
     "recipes.labels recipes.optim recipes.schedules recipes.weights recipes.compilation recipes.scores",
     "recipes.mistakes recipes.optimization",

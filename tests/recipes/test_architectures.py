@@ -166,7 +166,7 @@ def test_a_network_of_your_own_begins_with_new_weights():
         ("timm:resnet181", r"timm .* has no model 'resnet181'; did you mean timm:resnet18"),
     ],
 )
-def test_an_unknown_name_is_refused_with_those_that_are_like_it(arch: str, message: str):
+def test_an_unknown_name_is_rejected_with_those_that_are_like_it(arch: str, message: str):
     if arch.startswith("timm:"):
         pytest.importorskip("timm")
     with pytest.raises(UserError, match=message):
@@ -198,7 +198,7 @@ def test_a_transformer_is_built_for_the_size_of_the_images(monkeypatch: pytest.M
         build_network("vit_b_32", 2, 100)
 
 
-def test_a_size_that_a_network_cannot_take_is_refused_before_training():
+def test_a_size_that_a_network_cannot_take_is_rejected_before_training():
     with pytest.raises(UserError, match=r"cannot take images of 16 x 16 pixels .*another `image_size`"):
         ResNetFineTuner("alexnet", 2, image_size=16, weights="some.pt")
     with pytest.raises(UserError, match=r"small_images=True.*shufflenet_v2_x0_5 is none"):
@@ -211,7 +211,7 @@ def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Pat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     nowhere = f"http://127.0.0.1:{free_port()}/model"
     monkeypatch.setattr(pretrained, "download_weights", lambda _, name: download_weights(nowhere, name=name))
-    with pytest.raises(UserError, match=r"download.*refused.*copy it to (\S+), or pass weights='FILE'") as caught:
+    with pytest.raises(UserError, match=r"download.*rejected.*copy it to (\S+), or pass weights='FILE'") as caught:
         published_weights("timm:test_resnet", 64)
     (place,) = (word.rstrip(",") for word in str(caught.value).split() if word.startswith(str(tmp_path)))
     published = timm.create_model("test_resnet").state_dict()

@@ -210,7 +210,7 @@ def test_the_number_of_classes_comes_from_the_data_or_is_required():
         Small(top_k=0)
 
 
-def test_data_with_another_number_of_classes_is_refused(checkpoint: Path):
+def test_data_with_another_number_of_classes_is_rejected(checkpoint: Path):
     message = r"the data has 2 classes \(ant, bee\), the network 3; pass num_classes=2"
     with pytest.raises(UserError, match=message):
         quiet_trainer().fit(Small(), Data(("ant", "bee")))
@@ -218,7 +218,7 @@ def test_data_with_another_number_of_classes_is_refused(checkpoint: Path):
         quiet_trainer().test(Small(), Data(("ant", "bee")), ckpt_path=checkpoint, weights_only=True, verbose=False)
 
 
-def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpoint: Path):
+def test_data_whose_classes_have_other_names_or_another_order_is_rejected(checkpoint: Path):
     message = "order of the classes differs: class 1 is 'bee' in the checkpoint and 'wasp' in the data; rename"
     loaded, data = Small.load_from_checkpoint(checkpoint, weights_only=True), Data(("ant", "wasp", "bee"))
     with pytest.raises(UserError, match=message):

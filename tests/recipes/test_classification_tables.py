@@ -42,7 +42,7 @@ class Bright(TrainedClassifier):
 
 
 def save_images(folder: Path, unreadable: bool = True) -> None:
-    """Grey images of 20 levels, of which those with an odd number under 6 and above 14 lie in the wrong class."""
+    """Gray images of 20 levels, of which those with an odd number under 6 and above 14 lie in the wrong class."""
     for number in range(20):
         wrong = number % 2 and not 6 <= number <= 14
         name = ("dark", "light")[(number >= 10) != bool(wrong)]

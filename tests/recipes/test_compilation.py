@@ -150,7 +150,7 @@ def test_runs_may_be_compiled_or_not_before_and_after_a_resume(tmp_path: Path):
     assert counters["stats"]["unique_graphs"] == graphs, "the network is called as it is after training"
 
 
-def test_what_cannot_be_compiled_is_refused_with_the_cure():
+def test_what_cannot_be_compiled_is_rejected_with_the_cure():
     with pytest.raises(UserError, match=r"compile='fast' is no mode of torch.compile; pass True, default, "):
         MNISTClassifier(compile="fast")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="compile=True: with cache_features=True"):

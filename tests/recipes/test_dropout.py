@@ -13,7 +13,7 @@ from recipes.dropout import Dropout
 
 
 def masks(p: float, seed: int = 1, rows: int = 512, elements: int = 1024) -> Tensor:
-    """Standardised: mean 0 and variance 1 for each element."""
+    """Standardized: mean 0 and variance 1 for each element."""
     torch.manual_seed(seed)
     zeros = (Dropout(p)(torch.ones(rows, elements)) == 0).double()
     return (zeros - p) / math.sqrt(p * (1 - p))

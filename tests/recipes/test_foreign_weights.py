@@ -1,4 +1,4 @@
-"""Weights that other programs wrote: read, or refused for what they are."""
+"""Weights that other programs wrote: read, or rejected for what they are."""
 
 from pathlib import Path
 

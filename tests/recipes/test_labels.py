@@ -57,7 +57,7 @@ def with_label(label: int, row: int = 17) -> Tensor:
 @pytest.mark.parametrize(
     ("part", "train", "val"), [("training", with_label(11), LABELS), ("validation", LABELS, with_label(11))]
 )
-def test_a_label_out_of_range_is_refused_before_the_first_batch(part: str, train: Tensor, val: Tensor):
+def test_a_label_out_of_range_is_rejected_before_the_first_batch(part: str, train: Tensor, val: Tensor):
     run, module = quiet_trainer(), Linear()
     reason = rf"label 11 at row 17 of the {part} set is outside 0\.\.2 .*pass num_classes=12"
     with pytest.raises(UserError, match=reason):
@@ -117,7 +117,7 @@ def test_batches_without_any_label_end_no_run_however_often_is_logged(every: int
 @pytest.mark.parametrize(
     ("labels", "cure"), [(LABELS.double(), "long"), (LABELS.unsqueeze(1), "squeeze"), (F.one_hot(LABELS), "argmax")]
 )
-def test_labels_of_another_form_are_refused_with_the_conversion(labels: Tensor, cure: str):
+def test_labels_of_another_form_are_rejected_with_the_conversion(labels: Tensor, cure: str):
     reason = rf"expected class numbers 0 to 2.*pass labels\.{cure}\("
     with pytest.raises(UserError, match=reason):
         quiet_trainer().fit(Linear(), loader(labels))
@@ -216,7 +216,7 @@ def test_scores_are_those_of_the_samples_with_labels():
     assert torch.equal(found["accuracy"], expected["accuracy"])
 
 
-def test_a_set_without_any_label_is_refused():
+def test_a_set_without_any_label_is_rejected():
     none, run = torch.full_like(LABELS, IGNORED), quiet_trainer()
     for act, part, later in (
         (run.fit, "training", "epoch 1 had no target"),

@@ -14,7 +14,7 @@ from recipes.labels import labels_in_memory
 INPUTS, LABELS = torch.zeros(6, 2), torch.tensor([0, 2, -100, 1, 2, 0])
 
 
-class Relabelled(TensorDataset):
+class Relabeled(TensorDataset):
     """Labels that are not those of its tensors."""
 
     def __getitem__(self, index):
@@ -70,7 +70,7 @@ def test_the_labels_of_loaders_in_memory_are_known_with_their_rows(tmp_path: Pat
 def test_labels_that_could_be_others_when_they_are_loaded_are_not_known():
     tensors = TensorDataset(INPUTS, LABELS)
     loaders = [
-        DataLoader(Relabelled(INPUTS, LABELS)),
+        DataLoader(Relabeled(INPUTS, LABELS)),
         DataLoader(Own()),
         DataLoader(ConcatDataset([tensors, tensors])),
         DataLoader(TensorDataset(INPUTS, LABELS, LABELS)),

@@ -90,11 +90,11 @@ def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp
         assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
 
 
-def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours():
+def test_of_three_channels_a_color_image_is_made_where_the_network_sees_colors():
     pixels = np.zeros((3, 40, 40), np.uint8)
-    assert given_images(pixels, colour=True).names == ["images[0]"]
-    assert given_images(pixels, colour=False).names == ["images[0]", "images[1]", "images[2]"]
-    assert len(given_images(pixels.transpose(1, 2, 0), colour=False)) == 1
+    assert given_images(pixels, color=True).names == ["images[0]"]
+    assert given_images(pixels, color=False).names == ["images[0]", "images[1]", "images[2]"]
+    assert len(given_images(pixels.transpose(1, 2, 0), color=False)) == 1
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours
         (np.array(["a"]), "<U1"),
     ],
 )
-def test_what_is_no_image_is_refused(given, message):
+def test_what_is_no_image_is_rejected(given, message):
     with pytest.raises(UserError, match=message):
-        given_images(given, colour=False)
+        given_images(given, color=False)
 
 
 def test_predicting_leaves_the_modes_of_all_modules_and_needs_no_checkpoint_after_training(tmp_path: Path):
@@ -213,7 +213,7 @@ def test_a_translator_predicts_sentences_and_reads_text_files(tmp_path: Path):
     rows = predict(recipe, ["je suis ici .", "  ", "tu es la ."])
     assert all(row["translation"] for row in rows[::2])
     assert rows[1]["translation"] is None
-    assert rows[1]["note"] == "unclear: nothing is left in unicode normalisation"
+    assert rows[1]["note"] == "unclear: nothing is left in unicode normalization"
     assert predict(recipe, "je suis ici .")[0] == pytest.approx(rows[0])
     texts = tmp_path / "texts"
     texts.mkdir()

@@ -30,7 +30,7 @@ LENGTH = 12
 
 
 class Rates(pl.Callback):
-    """Notes the rate of each update as the optimiser steps, by the number of the update; may stop the run."""
+    """Notes the rate of each update as the optimizer steps, by the number of the update; may stop the run."""
 
     def __init__(self, stop: int | None = None) -> None:
         self.groups: dict[int, list[float]] = {}

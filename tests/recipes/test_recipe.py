@@ -171,7 +171,7 @@ class Shared(Line):
     """Micro-batches of unequal sizes, whose losses float32 adds up to other bits in another order."""
 
     def build_network(self):
-        return nn.Sequential(nn.Linear(1, 1), nn.AvgPool1d(1))  # Which refuses a batch without samples.
+        return nn.Sequential(nn.Linear(1, 1), nn.AvgPool1d(1))  # Which rejects a batch without samples.
 
     def configure_optimizers(self):
         self.network[0].bias.requires_grad_(False)  # DDP has wrapped it before.
@@ -314,7 +314,7 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
         ({"num_classes": 1}, "num_classes=1 leaves nothing to classify"),
     ],
 )
-def test_wrong_settings_are_refused_at_once(options, message):
+def test_wrong_settings_are_rejected_at_once(options, message):
     with pytest.raises(UserError, match=message):
         MNISTClassifier(**options)
 

@@ -339,11 +339,11 @@ def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(
     args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20"]
     status, _, err = type_in(tmp_path, *args, "--name", "small")
     assert status == 0, err
-    assert "images of 24 pixels as the files have, augment='light' (shifts and mirroring), pixels normalised" in err
+    assert "images of 24 pixels as the files have, augment='light' (shifts and mirroring), pixels normalized" in err
     config = yaml.safe_load((tmp_path / "runs" / "resnet" / "small" / "config.yaml").read_text())
     chosen = {name: config[name] for name in ("image_size", "augment", "weights", "small_images")}
     assert chosen == {"image_size": 24, "augment": "light", "weights": "none", "small_images": True}
-    # Another run that begins with its weights normalises as it did, and the test of its checkpoint, too.
+    # Another run that begins with its weights normalizes as it did, and the test of its checkpoint, too.
     recipe = ResNetFineTuner("resnet20", 2, weights=str(tmp_path / "runs/resnet/small/checkpoints/best.ckpt"))
     assert recipe.settings_for_data() == {name: config[name] for name in ("pixel_mean", "pixel_std")}
     assert config["pixel_mean"] != [0.485, 0.456, 0.406]
@@ -368,7 +368,7 @@ HALF = {"pixel_mean": [0.5] * 3, "pixel_std": [0.5] * 3}
         ("resnet18", True, "FILE", None, {}),
     ],
 )
-def test_pixels_are_normalised_as_the_weights_expect(tmp_path, arch, small_images, weights, config, expected):
+def test_pixels_are_normalized_as_the_weights_expect(tmp_path, arch, small_images, weights, config, expected):
     if arch.startswith("timm:"):
         pytest.importorskip("timm")
     torch.save({"model": {"a": torch.ones(1)}, "config": config}, tmp_path / "a.pt")

@@ -1,6 +1,6 @@
-"""Each schedule has the rates of its source, on any split and after a resume, and refuses what it cannot do.
+"""Each schedule has the rates of its source, on any split and after a resume, and rejects what it cannot do.
 
-Optimisers by name and by import path: what is refused, and exact resumes with state in unusual places.
+Optimizers by name and by import path: what is rejected, and exact resumes with state in unusual places.
 """
 
 import re
@@ -160,7 +160,7 @@ def test_plateau_lowers_the_rate_after_validations_without_a_better_score_and_st
     assert set(fit(Line("plateau")).rates.values()) == {LR}, "it waits for two by default, and lowers at the third"
 
 
-def test_plateau_looks_at_the_epochs_that_are_validated_and_is_refused_without_any() -> None:
+def test_plateau_looks_at_the_epochs_that_are_validated_and_is_rejected_without_any() -> None:
     rates = fit(
         Line("plateau", schedule_args={"gamma": 0.5, "patience": 0}), check_val_every_n_epoch=2, max_epochs=7
     ).rates
@@ -186,7 +186,7 @@ def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(name, 
     assert (ours[-1:] or [""])[0] == note
 
 
-def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_begins() -> None:
+def test_milestones_in_per_cent_of_a_run_without_an_end_are_rejected_before_it_begins() -> None:
     module = Line("multistep")
     with pytest.raises(UserError, match=r'"50%" is unknown because the run has no end: write the duration in steps'):
         fit(module, max_epochs=-1)
@@ -209,19 +209,19 @@ def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_be
         ("multistep", {"milestones": "9 steps, 2 epochs, 8 steps"}, "number 3: 8 steps is not after 9 steps"),
     ],
 )
-def test_what_does_not_apply_or_cannot_be_read_is_refused(schedule, arguments, message):
+def test_what_does_not_apply_or_cannot_be_read_is_rejected(schedule, arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
         Line(schedule, schedule_args=arguments)
 
 
-# Optimisers
+# Optimizers
 
 
 def build(name: str, weight_decay: float = 0.0, **options: Any) -> torch.optim.Optimizer:
     return optimizer_by_name(name, parameter_groups(nn.Linear(2, 2).parameters(), weight_decay), lr=0.1, **options)
 
 
-def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> None:
+def test_arguments_go_to_an_optimizer_of_torch_or_of_an_imported_module() -> None:
     assert tuple(build("adamw", arguments={"betas": [0.8, 0.9]}).defaults["betas"]) == (0.8, 0.9)
     assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False
     by_default = build("SGD").defaults
@@ -231,7 +231,7 @@ def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> Non
     assert [(group["scale"], group["weight_decay"]) for group in own.param_groups] == [(3.0, 0.2), (3.0, 0.0)]
 
 
-def test_a_recipes_optimiser_has_its_rate_momentum_and_arguments_in_every_group() -> None:
+def test_a_recipes_optimizer_has_its_rate_momentum_and_arguments_in_every_group() -> None:
     recipe = Line("constant", momentum=0.5, weight_decay=0.2, optimizer_args={"nesterov": False})
     weight, bias = recipe.parameters()
     split = build_optimizer([weight, bias], recipe)
@@ -277,12 +277,12 @@ def test_a_recipe_without_configure_optimizers_is_told_what_to_write() -> None:
         ("tests.support.optimizers.TwoModes", {}, "it trains other weights than it is to be scored and saved with"),
     ],
 )
-def test_an_optimiser_or_argument_that_does_not_fit_is_refused(name, arguments, message) -> None:
+def test_an_optimizer_or_argument_that_does_not_fit_is_rejected(name, arguments, message) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         build(name, arguments=arguments)
 
 
-def test_a_recipe_refuses_at_once_and_imports_nothing() -> None:
+def test_a_recipe_rejects_at_once_and_imports_nothing() -> None:
     with pytest.raises(UserError, match="AdamW has no beta"):
         MNISTClassifier(optimizer_args={"beta": 1})
     # A checkpoint may name it, and inference needs none.
@@ -299,7 +299,7 @@ class Lion(torch.optim.SGD):
 Lion.__module__ = "lion_pytorch"
 
 
-def test_another_optimiser_than_the_parameters_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_optimizer_than_the_parameters_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
     class Own(Line):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), 0.01)

@@ -87,7 +87,7 @@ def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None
     corpus(tmp_path)
     command = "--data-file pairs.tsv --subwords bpe --vocab-size 290 --hidden-size 16 --max-epochs 1 --name a"
     predicts = "predict --ckpt runs/seq2seq/a/checkpoints/best.ckpt --attention {} 'je vois le chat' 'tu veux <b>'"
-    done, page, png, refused = typed(
+    done, page, png, rejected = typed(
         tmp_path,
         command,
         predicts.format("a.html"),
@@ -95,7 +95,7 @@ def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None
         f"{command} --attention a.html",
         **TRANSLATOR,
     )
-    assert (done.status, page.status, png.status, refused.status) == (0, 0, 0, 2), done.err + page.err + png.err
+    assert (done.status, page.status, png.status, rejected.status) == (0, 0, 0, 2), done.err + page.err + png.err
     run = tmp_path / "runs" / "seq2seq" / "a"
     report = read_page(run / "report.html")
     assert "Attention of each token of a translation over the source" in " ".join(report.text.split())
@@ -108,7 +108,7 @@ def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None
     with Image.open(tmp_path / "a.png") as image:
         assert min(image.size) > 100
     assert page.out == png.out
-    assert "--attention a.html is for predict" in refused.err
+    assert "--attention a.html is for predict" in rejected.err
     saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     assert "attention" not in {**saved["hyper_parameters"], **saved["config"]}
 
@@ -121,7 +121,7 @@ def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None
         ({"teacher_forcing": 1.5}, "teacher_forcing"),
     ],
 )
-def test_what_cannot_be_is_refused_in_the_constructor(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_rejected_in_the_constructor(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Seq2SeqTranslator(source_vocab_size=9, target_vocab_size=9, **options)
 

@@ -290,7 +290,7 @@ def test_mistakes_are_answered_with_what_to_type(options, message):
         Seq2SeqTranslator(**options)
 
 
-def test_data_with_other_vocabularies_is_refused(tmp_path):
+def test_data_with_other_vocabularies_is_rejected(tmp_path):
     module = data(corpus(tmp_path))
     recipe = Seq2SeqTranslator(source_vocab_size=99, target_vocab_size=99, **TINY)
     with pytest.raises(UserError, match="the network has 99 source tokens, and the data has"):
@@ -346,7 +346,7 @@ def test_standard_scores_are_those_of_sacrebleu_with_their_signatures():
 
 
 @pytest.mark.parametrize("name", ["zh", "char", "intl", "none"])
-def test_other_tokenisers_are_those_of_sacrebleu(name):
+def test_other_tokenizers_are_those_of_sacrebleu(name):
     references, hypotheses = (
         ["我有3只猫。你呢?", "Ça va (bien)! Je suis là."],
         ["我有三只猫。你呢?", "Ça va bien! Je suis là."],

@@ -36,7 +36,7 @@ def test_every_rank_begins_with_the_weights_of_the_file(strategy: str, world_siz
 
 def test_a_resumed_run_does_not_read_the_file_again(tmp_path: Path):
     file = "runs/quadrants/first/checkpoints/best.ckpt"
-    first, begun, scratch, refused = typed(
+    first, begun, scratch, rejected = typed(
         tmp_path,
         f"{QUICK} --name first",
         f"{QUICK} --name begun --weights {file} --weights-skip 2.* --seed 2",
@@ -49,8 +49,8 @@ def test_a_resumed_run_does_not_read_the_file_again(tmp_path: Path):
     assert state["config"]["weights_skip"] == "2.*"
     other = torch.load(tmp_path / "runs/quadrants/scratch/checkpoints/last.ckpt", weights_only=True)
     assert not torch.equal(state["state_dict"]["network.0.weight"], other["state_dict"]["network.0.weight"])
-    assert refused.status == 2
-    assert "'fc.*' matches no module or parameter; the first names are ['0', '1', '2'" in refused.err
+    assert rejected.status == 2
+    assert "'fc.*' matches no module or parameter; the first names are ['0', '1', '2'" in rejected.err
 
     (tmp_path / file).unlink()
     (resumed,) = typed(tmp_path, "--resume runs/quadrants/begun/checkpoints/last.ckpt --max-epochs 2")

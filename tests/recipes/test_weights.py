@@ -85,7 +85,7 @@ def test_the_tensors_are_found_under_any_key(tmp_path: Path, wrap: Any):
     _assert_equal(read_weights(tmp_path / "a.pt"), _state())
 
 
-def test_of_several_state_dicts_a_checkpoints_own_is_taken_and_others_are_refused(tmp_path: Path):
+def test_of_several_state_dicts_a_checkpoints_own_is_taken_and_others_are_rejected(tmp_path: Path):
     file, several = tmp_path / "a.pt", {"state_dict": _state(), "current_model_state": _state(seed=1)}
     torch.save(several | {"pytorch-lightning_version": "2.6.6"}, file)
     _assert_equal(read_weights(file), _state())
@@ -95,7 +95,7 @@ def test_of_several_state_dicts_a_checkpoints_own_is_taken_and_others_are_refuse
 
 
 @pytest.mark.parametrize("save", [save_file, torch.save, partial(torch.save, _use_new_zipfile_serialization=False)])
-def test_half_a_file_is_refused_as_is_any_other_and_a_folder(tmp_path: Path, save: Any):
+def test_half_a_file_is_rejected_as_is_any_other_and_a_folder(tmp_path: Path, save: Any):
     save({"a": torch.rand(9_000)}, tmp_path / "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
     for content in (whole[: len(whole) // 2], b"<html>Sign in</html>", b""):
@@ -107,7 +107,7 @@ def test_half_a_file_is_refused_as_is_any_other_and_a_folder(tmp_path: Path, sav
 
 
 @pytest.mark.parametrize("content", [{"epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}}, [torch.ones(2)]])
-def test_a_file_without_named_tensors_is_refused(tmp_path: Path, content: Any):
+def test_a_file_without_named_tensors_is_rejected(tmp_path: Path, content: Any):
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(UserError, match=r"a\.pt holds no tensors by name; pass a file with the state_dict"):
         read_weights(tmp_path / "a.pt")
@@ -124,7 +124,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path: Path, zipped: bool):
+def test_a_file_that_would_run_code_is_rejected_and_runs_none(tmp_path: Path, zipped: bool):
     options = {"_use_new_zipfile_serialization": zipped}
     torch.save({"state_dict": _state(), "x": Runs(tmp_path / "ran")}, tmp_path / "a.pt", **options)
     with pytest.raises(UserError, match=r"a\.pt holds code \((\S*Path\S*|getattr)\) and not only weights"):
@@ -159,7 +159,7 @@ def _layers(*layers: nn.Module) -> nn.Module:
         (dict(Net().named_parameters()), Net(), "bn1.running_mean is not in the file", "bn1"),
     ],
 )
-def test_tensors_beyond_a_head_that_only_one_side_has_are_refused_and_can_be_left_out(file, module, foreign, skip):
+def test_tensors_beyond_a_head_that_only_one_side_has_are_rejected_and_can_be_left_out(file, module, foreign, skip):
     before, state = _copy(module), file if isinstance(file, dict) else file.state_dict()
     with pytest.raises(UserError, match=rf"another network: .*{foreign}.* as in weights_skip="):
         load_weights(module, state, "a.pt")
@@ -215,7 +215,7 @@ def test_floats_are_converted_to_the_modules_precision(dtype: torch.dtype):
         ({"conv1.weight": torch.ones(4, 1, 3, 3, dtype=torch.int8)}, "int8 instead of float32"),
     ],
 )
-def test_too_few_matches_are_refused_and_nothing_is_touched(state: dict[str, Tensor], message: str):
+def test_too_few_matches_are_rejected_and_nothing_is_touched(state: dict[str, Tensor], message: str):
     network = Net()
     before = _copy(network)
     with pytest.raises(UserError, match=message):
@@ -224,7 +224,7 @@ def test_too_few_matches_are_refused_and_nothing_is_touched(state: dict[str, Ten
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_refused_by_name_and_nothing_is_touched(value: float):
+def test_values_that_are_not_finite_are_rejected_by_name_and_nothing_is_touched(value: float):
     state = _state()
     state["bn1.running_var"][1] = value
     state["fc.weight"][0, 0] = value

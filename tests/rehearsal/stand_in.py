@@ -5,7 +5,7 @@ CPU tensor; each operation runs the CPU's kernel on what is inside. So a run on 
 and code that chooses by ``device.type`` takes the accelerator's way. As on CUDA, tensors of the CPU and of the device
 do not mix, but for CPU scalars in pointwise operations; `Wait` records what makes the host wait for the device, as
 ``torch.cuda.set_sync_debug_mode`` finds it, and who asked; a copy to the host that is ``non_blocking`` arrives when an
-event behind it, or the device, is synchronised, and until then the host reads NaN, or the smallest integer.
+event behind it, or the device, is synchronized, and until then the host reads NaN, or the smallest integer.
 
 What it cannot show: the rounding of the device's kernels, speed, streams, the caching allocator, pinned memory, cuDNN,
 NCCL and graphs. It needs a process of its own (`tests.support.ranks`), since torch does not forget a backend.
@@ -136,7 +136,7 @@ class DeviceTensor(Tensor):
         return raw.__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
-        # torch's refuses every subclass.
+        # torch's rejects every subclass.
         return self.to("cpu").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -186,7 +186,7 @@ def _check_mixture(func: Any, args: Any, kwargs: Any) -> None:
     if not host:
         return
     scalars = all(t.dim() == 0 for t in host) and (torch.Tag.pointwise in func.tags or name in _INDEXING)
-    # The steps of an optimiser that is not fused.
+    # The steps of an optimizer that is not fused.
     if not scalars and not name.startswith("_foreach"):
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {NAME}:0 and cpu")
 

@@ -87,7 +87,7 @@ MEANT: dict[str, tuple[str, Callable[[Wait], bool]]] = {
     "callbacks/run_progress.py:_loss_and_rate": (TRAINING, bool),
     "callbacks/lib/targets.py:warn_of_ignored_targets": (TRAINING, in_the_first_batch),
     # Mean and deviation go to the device.
-    "datamodules/images/augmentation.py:normaliser": (TRAINING, in_the_first_batch),
+    "datamodules/images/augmentation.py:normalizer": (TRAINING, in_the_first_batch),
     # A search ends when its sentences end, and translations become text.
     "recipes/seq2seq/decoding.py:beam_search": (VALIDATION, bool),
     "recipes/seq2seq/recipe.py:_evaluation_step": (VALIDATION, bool),
@@ -95,7 +95,7 @@ MEANT: dict[str, tuple[str, Callable[[Wait], bool]]] = {
 """The places that wait, and when they may."""
 
 
-def refused(waits: Sequence[Wait]) -> list[str]:
+def rejected(waits: Sequence[Wait]) -> list[str]:
     """The waits in steps that are not meant."""
     found = []
     for wait in waits:
@@ -171,7 +171,7 @@ def _rehearse(names: Sequence[str]) -> dict[str, Any]:
         on_cpu = fit(make, **settings)
         with stand_in_device() as device:
             on_device = fit(make, device, **settings)
-        found[name] = refused(on_device.waits), _sites(on_device), largest_difference(on_cpu, on_device)
+        found[name] = rejected(on_device.waits), _sites(on_device), largest_difference(on_cpu, on_device)
     return found
 
 
@@ -233,7 +233,7 @@ def _plant() -> dict[str, list[str]]:
             hook = ("on_train_batch_end", "on_validation_batch_end")[number % 2]
             make = functools.partial(_images, [], 0.0, [Planted(hook, fault)])
             waits = fit(make, device, max_epochs=1, limit_train_batches=1).waits
-            found[name] = refused(waits)
+            found[name] = rejected(waits)
         mixed = Planted("on_train_batch_end", lambda weight, _: weight + torch.zeros(5, 36))
         with pytest.raises(RuntimeError, match="same device"):
             fit(functools.partial(_images, [], 0.0, [mixed]), device)

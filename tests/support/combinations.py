@@ -85,7 +85,7 @@ def cut_of(settings: Settings, resumed: bool = False) -> Cut:
     return Cut(processes, micro_batches)
 
 
-# What a user writes: a network, a data set, an optimiser, a schedule
+# What a user writes: a network, a data set, an optimizer, a schedule
 
 
 def dtype_of(settings: Settings) -> torch.dtype:
@@ -192,7 +192,7 @@ def validation_loader(settings: Settings) -> DataLoader:
 
 
 class Watch(pl.Callback):
-    """Ends a run at a place, and records the learning rate of each update, as the optimiser used it."""
+    """Ends a run at a place, and records the learning rate of each update, as the optimizer used it."""
 
     def __init__(self, stop: str, stops_at: tuple[int, int] | None) -> None:
         self.stop, self.stops_at = stop, stops_at
@@ -237,14 +237,14 @@ class Life(NamedTuple):
     """What is left of a run, or of a part of it.
 
     Attributes:
-        refused: why it was refused; empty if it was not.
+        rejected: why it was rejected; empty if it was not.
         failed: any other exception, and where it was raised.
         updates: how many have been made when it ended.
         weights: its parameters and buffers then.
         rates: the learning rate of each update.
     """
 
-    refused: str
+    rejected: str
     failed: str
     updates: int
     weights: dict[str, Tensor]
@@ -259,7 +259,7 @@ def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[st
     watch = Watch(settings["stop"], stops_at)
     model: Learner | None = None
     trainer: pl.Trainer | None = None
-    refused = failed = ""
+    rejected = failed = ""
     try:
         seeds = [SeedControl(seed=1)] if settings["SeedControl"] == "on" else []
         model = Learner(settings, stops_at)
@@ -284,12 +284,12 @@ def live(settings: Settings, folder: Path, resumed: bool = False, on: Mapping[st
                 weights_only=True,
             )
     except UserError as error:
-        refused = f"{type(error).__name__}: {error}"
+        rejected = f"{type(error).__name__}: {error}"
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         failed = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
     weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()} if model else {}
-    return Life(refused, failed, trainer.global_step if trainer else 0, weights, watch.rates)
+    return Life(rejected, failed, trainer.global_step if trainer else 0, weights, watch.rates)
 
 
 def live_all(rows: Mapping[int, Settings], folder: Path, *options: Any) -> dict[int, Life]:

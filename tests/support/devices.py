@@ -29,7 +29,7 @@ def precision_on(device: str, precision: str) -> dict[str, Any]:
 
 
 def _on_a_card(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    # Lightning refuses a device twice on one node, but not the same one on two nodes.
+    # Lightning rejects a device twice on one node, but not the same one on two nodes.
     os.environ |= {"NODE_RANK": os.environ.get("RANK", "0"), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     if "RANK" not in os.environ:
         del os.environ["LOCAL_RANK"]

@@ -1,4 +1,4 @@
-"""The smallest recipe: network, step and optimiser, without validation, test or example input."""
+"""The smallest recipe: network, step and optimizer, without validation, test or example input."""
 
 from typing import Any
 

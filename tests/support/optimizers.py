@@ -1,4 +1,4 @@
-"""Optimisers of a user."""
+"""Optimizers of a user."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable

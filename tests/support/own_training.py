@@ -1,4 +1,4 @@
-"""Bases for small recipes of tests: an optimiser, and a classifier's step, as the recipes of the package have them."""
+"""Bases for small recipes of tests: an optimizer, and a classifier's step, as the recipes of the package have them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from recipes.labels import count_correct, mean_cross_entropy
 
 
 class TrainedRecipe(Recipe):
-    """A recipe with an optimiser and a schedule."""
+    """A recipe with an optimizer and a schedule."""
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = build_optimizer(self.parameters(), self)
@@ -18,7 +18,7 @@ class TrainedRecipe(Recipe):
 
 
 class TrainedClassifier(Classifier, TrainedRecipe):
-    """A classifier with a step, an optimiser and a schedule."""
+    """A classifier with a step, an optimizer and a schedule."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         inputs, labels = batch

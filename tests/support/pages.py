@@ -1,4 +1,4 @@
-"""Reads a page of HTML as a browser does, and refuses one that is not well formed or refers to other files."""
+"""Reads a page of HTML as a browser does, and rejects one that is not well formed or refers to other files."""
 
 import re
 from html.parser import HTMLParser

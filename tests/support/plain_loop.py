@@ -1,7 +1,7 @@
 """The reference of the table of combinations: plain PyTorch, without Trainer and callbacks.
 
 One process; each update is one backward pass of the loss summed over the update's targets and divided by their number.
-Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch, or those that
+Only the statistics of batch normalization are those of a forward pass: the samples of one micro-batch, or those that
 all processes see at once with `SyncBN`. So the update's forward pass is cut as the row's are.
 """
 

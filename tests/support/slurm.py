@@ -53,7 +53,7 @@ ReturnToService=2
 KillWait=10
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# A node has to have the name of this host, or slurmd refuses to be it.
+# A node has to have the name of this host, or slurmd does not start.
 _NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 State=UNKNOWN\n"
 
 

@@ -101,7 +101,7 @@ def sentences(n: int, longest: int = 20) -> tuple[Tensor, Tensor]:
 
 
 def image_network(dropout: float = 0.0) -> nn.Module:
-    """Convolution, batch normalisation, dropout, linear: what splitting and interrupting a run can change."""
+    """Convolution, batch normalization, dropout, linear: what splitting and interrupting a run can change."""
     torch.manual_seed(3)
     body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(dropout), nn.Flatten())
     return nn.Sequential(body, nn.Linear(4 * 3 * 3, CLASSES))

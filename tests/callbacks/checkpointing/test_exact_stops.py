@@ -140,7 +140,7 @@ def test_a_stop_waits_for_the_updates_end_and_its_resume_is_exact(name: str, tmp
     assert resumed == whole
 
 
-def test_a_save_in_the_midst_of_a_batch_is_refused(tmp_path: Path) -> None:
+def test_a_save_in_the_midst_of_a_batch_is_rejected(tmp_path: Path) -> None:
     checkpoint = ExactCheckpoint(tmp_path, save_last=True, save_on_exception=True)
     with pytest.raises(UserError, match=r"save_on_exception=True.*add Preemption\(\)"):
         fit(tmp_path, 1, Model(), checkpoint)

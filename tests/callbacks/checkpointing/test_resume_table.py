@@ -1,4 +1,4 @@
-"""What the orders and decisions of a run depend on: a resumed run has it, or is refused; the page lists the same."""
+"""What the orders and decisions of a run depend on: a resumed run has it, or is rejected; the page lists the same."""
 
 import contextlib
 import random
@@ -110,7 +110,7 @@ class Model(pl.LightningModule):
     def __init__(self, row: "Row") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.unused = nn.Parameter(torch.zeros(()))  # An optimiser has no state of it.
+        self.unused = nn.Parameter(torch.zeros(()))  # An optimizer has no state of it.
         self.register_buffer("moving", torch.zeros(()))
         self.optimizer, self.schedule, self.makes_loader = row.optimizer, row.schedule, row.makes_loader
         self.metric = MeanMetric() if row.metric else None
@@ -174,7 +174,7 @@ class Kill(pl.Callback):
 
 
 class Row(NamedTuple):
-    """A run cut with the loader `saved_with`, and resumed; `refused` is why not; `makes_loader` makes it early."""
+    """A run cut with the loader `saved_with`, and resumed; `rejected` is why not; `makes_loader` makes it early."""
 
     cuts: tuple[int, ...]
     loader: Callable[[], Any] = shuffled
@@ -186,7 +186,7 @@ class Row(NamedTuple):
     metric: bool = False
     best_every: int | None = None
     seeded: bool = True
-    refused: str = ""
+    rejected: str = ""
     saved_with: Callable[[], Any] | None = None
     makes_loader: bool = False
 
@@ -223,24 +223,24 @@ if not hasattr(SWALR, "_set_anneal_func"):
 ROWS: dict[str, list[Row]] = {
     "position in a loader with `state_dict`": [
         *(Row((4, 6), own_loader, makes_loader=made) for made in (False, True)),
-        Row((6,), partial(own_loader, 4), refused="add GradientAccumulation", saved_with=own_loader),
+        Row((6,), partial(own_loader, 4), rejected="add GradientAccumulation", saved_with=own_loader),
     ],
     "order of one `DataLoader` with torch's samplers": [
         *(Row(cuts, loader) for loader in STOCK for cuts in ((1,), (3, 5, 7, 8))),
-        Row((6,), lambda: DataLoader(Augmented(), 4), refused="add GradientAccumulation", saved_with=shuffled),
+        Row((6,), lambda: DataLoader(Augmented(), 4), rejected="add GradientAccumulation", saved_with=shuffled),
     ],
     "order of other loaders, samplers, data sets": [
-        Row(cuts, loader, refused=refused)
+        Row(cuts, loader, rejected=rejected)
         for loader in FOREIGN
-        for cuts, refused in (((4,), ""), ((5,), f"the order of .* cannot be repeated.*{END_OF_EPOCH}"))
+        for cuts, rejected in (((4,), ""), ((5,), f"the order of .* cannot be repeated.*{END_OF_EPOCH}"))
     ],
     "generators of loaders, persistent workers": [
-        *(Row((n,), lambda: shuffled(generator=torch.Generator()), refused="leave it out") for n in (4, 6)),
+        *(Row((n,), lambda: shuffled(generator=torch.Generator()), rejected="leave it out") for n in (4, 6)),
         Row((6,), lambda: with_worker(generator=torch.Generator())),
         Row((6,), lambda: with_worker(persistent_workers=True)),
     ],
     "loaders that are made every n epochs": [
-        Row((6,), options={"reload_dataloaders_every_n_epochs": 2}, refused="those that were made for epoch 1"),
+        Row((6,), options={"reload_dataloaders_every_n_epochs": 2}, rejected="those that were made for epoch 1"),
         Row((10,), options={"reload_dataloaders_every_n_epochs": 2}),
     ],
     "random numbers": [Row((8,))],
@@ -251,9 +251,9 @@ ROWS: dict[str, list[Row]] = {
     ],
     "means of an epoch by torchmetrics": [
         Row((6,), metric=True),
-        Row((6,), monitor="metric", metric=True, refused=END_OF_EPOCH),
+        Row((6,), monitor="metric", metric=True, rejected=END_OF_EPOCH),
     ],
-    "state of optimisers": [Row((6,), optimizer=torch.optim.NAdam)],  # It multiplies in float32, which torch casts.
+    "state of optimizers": [Row((6,), optimizer=torch.optim.NAdam)],  # It multiplies in float32, which torch casts.
     "counters of callbacks": [
         Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})]),
         Row((12,), callbacks=stopping()),
@@ -307,18 +307,18 @@ def fit(
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, n) for name, rows in ROWS.items() for n in range(len(rows))])
-def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number: int, tmp_path: Path) -> None:
+def test_a_resumed_run_decides_as_the_whole_one_or_is_rejected(name: str, number: int, tmp_path: Path) -> None:
     row, path, seen = ROWS[name][number], None, {}
-    # Workers are started where they are refused only: what is saved does not depend on them.
+    # Workers are started where they are rejected only: what is saved does not depend on them.
     first = row._replace(loader=row.saved_with or row.loader)
     for cut in row.cuts:
         # Lightning's callback saves wherever it is told to.
-        saved_by = ModelCheckpoint if row.refused and cut % BATCHES else ExactCheckpoint
+        saved_by = ModelCheckpoint if row.rejected and cut % BATCHES else ExactCheckpoint
         batches, _ = fit(first, tmp_path / "cut", Kill(cut), resumed_from=path, saved_by=saved_by)
         path = tmp_path / "cut" / f"step={cut}.ckpt"
         seen |= batches
-    if row.refused:
-        with pytest.raises(UserError, match=row.refused):
+    if row.rejected:
+        with pytest.raises(UserError, match=row.rejected):
             fit(row, tmp_path / "cut", resumed_from=path)
         return
     # At another interval Lightning gives this run's callback none of its state back.

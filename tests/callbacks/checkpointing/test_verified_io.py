@@ -33,7 +33,7 @@ class Shape:
     folder: Path
 
 
-Colour, Level = enum.Enum("Colour", {"RED": "red"}), enum.IntEnum("Level", {"HIGH": 3})
+Color, Level = enum.Enum("Color", {"RED": "red"}), enum.IntEnum("Level", {"HIGH": 3})
 
 
 def checkpoint(seed: int, size: int = 1000) -> dict:
@@ -45,7 +45,7 @@ def checkpoint(seed: int, size: int = 1000) -> dict:
     [
         (Path("data"), "data"),
         (Shape(3, Path("x")), {"width": 3, "folder": "x"}),
-        (Colour.RED, "red"),
+        (Color.RED, "red"),
         ({Level.HIGH: [np.float32(0.5), np.int64(7)]}, {3: [0.5, 7]}),
         (frozenset({1}), {1}),
         (np.bool_(True), True),
@@ -216,6 +216,6 @@ def test_where_nothing_can_be_written_the_old_checkpoint_stays_and_is_not_remove
 
 
 @pytest.mark.parametrize("text", ["often", "5%", "0 minutes"])
-def test_what_is_no_interval_is_refused(text):
+def test_what_is_no_interval_is_rejected(text):
     with pytest.raises(UserError, match='write "500 steps", "2 epochs" or "10 minutes"'):
         save_interval(text)

@@ -56,10 +56,10 @@ def test_a_micro_batch_that_is_not_collected_counts_for_nothing() -> None:
     torch.testing.assert_close(layer.state_dict(), other.state_dict())
 
 
-def test_layers_that_do_not_train_or_are_synchronised_are_left_alone() -> None:
-    frozen, synchronised = nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3)
-    sync_batchnorm(synchronised)
-    network = nn.Sequential(frozen, nn.BatchNorm1d(3, track_running_stats=False), synchronised)
+def test_layers_that_do_not_train_or_are_synchronized_are_left_alone() -> None:
+    frozen, synchronized = nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3)
+    sync_batchnorm(synchronized)
+    network = nn.Sequential(frozen, nn.BatchNorm1d(3, track_running_stats=False), synchronized)
     statistics = OrderedStatistics(network)
     statistics.begin()
     assert [layer.momentum for layer in network] == [0.1] * 3

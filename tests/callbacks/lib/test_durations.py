@@ -1,4 +1,4 @@
-"""Durations carry their unit, and are refused where they cannot be read or have no length."""
+"""Durations carry their unit, and are rejected where they cannot be read or have no length."""
 
 import math
 
@@ -32,12 +32,12 @@ def test_a_duration_is_a_number_with_a_unit_or_an_int_of_steps(text: int | str, 
 @pytest.mark.parametrize(
     "text", ["", "steps", "-1 steps", "5 minutes", "5 %%", "1e3", 2.5, -1, True, None, "nan epochs"]
 )
-def test_what_is_no_duration_is_refused_with_examples_of_what_is(text: object) -> None:
+def test_what_is_no_duration_is_rejected_with_examples_of_what_is(text: object) -> None:
     with pytest.raises(ValueError, match=r'write "500 steps", "2 epochs", "5%" or 500 \(steps\)'):
         Duration.parse(text)  # type: ignore[arg-type]
 
 
-def test_parts_of_a_step_and_more_than_the_whole_run_are_refused() -> None:
+def test_parts_of_a_step_and_more_than_the_whole_run_are_rejected() -> None:
     with pytest.raises(ValueError, match='write "3 steps"'):
         Duration.parse("2.5 steps")
     with pytest.raises(ValueError, match="longer than the run"):

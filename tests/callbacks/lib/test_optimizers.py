@@ -1,4 +1,4 @@
-"""Optimizers that wrap others, set their own rates or keep unusual states are used rightly, or refused."""
+"""Optimizers that wrap others, set their own rates or keep unusual states are used rightly, or rejected."""
 
 import inspect
 from collections.abc import Callable
@@ -151,7 +151,7 @@ class OwnRate(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("callback", [lambda: WarmupLR("3 steps"), lambda: WeightAveraging(ema=0.9)])
-def test_a_step_without_hooks_is_refused(callback: Any) -> None:
+def test_a_step_without_hooks_is_rejected(callback: Any) -> None:
     with pytest.raises(UserError, match=r"WithoutHooks.step\(\) calls no hooks"):
         fit(WithoutHooks, callback())
 
@@ -162,7 +162,7 @@ def test_an_optimizer_without_a_rate_cannot_be_warmed_up(settings: dict[str, Any
         fit(OwnRate, WarmupLR(**settings))
 
 
-def test_a_state_that_no_checkpoint_brings_back_is_refused(tmp_path: Path) -> None:
+def test_a_state_that_no_checkpoint_brings_back_is_rejected(tmp_path: Path) -> None:
     for make, message in (
         (lambda parameters: Forgetful(parameters, lr=0.1, momentum=0.9), "leaves out momentum_buffer of the SGD"),
         (lambda parameters: PackedStates(parameters, lr=0.1, momentum=0.9), "the state of PackedStates is of Packed"),

@@ -1,4 +1,4 @@
-"""Gradients that a module makes or keeps itself are refused in each update, and those that it changes are honoured."""
+"""Gradients that a module makes or keeps itself are rejected in each update, and those that it changes are honoured."""
 
 import logging
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 
 
 class LatePenalty(Line):
-    """Adds a penalty by a backward pass of its own, from the second update on, as lazy regularisation does."""
+    """Adds a penalty by a backward pass of its own, from the second update on, as lazy regularization does."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1:
@@ -32,7 +32,7 @@ class Attacked(Line):
 
 
 @pytest.mark.parametrize(("kind", "steps"), [(LatePenalty, 2), (Attacked, 2), (Attacked, 1)])
-def test_a_backward_pass_in_any_step_is_refused(kind: type[Line], steps: int) -> None:
+def test_a_backward_pass_in_any_step_is_rejected(kind: type[Line], steps: int) -> None:
     with pytest.raises(UserError, match=rf"{kind.__name__}.training_step calls backward\(\) itself.*autograd.grad"):
         train(kind(), GradientAccumulation(steps))
 
@@ -44,7 +44,7 @@ def _late_penalty(world_size: int) -> str:
     return str(error.value)
 
 
-def test_a_backward_pass_in_any_step_is_refused_on_two_ranks() -> None:
+def test_a_backward_pass_in_any_step_is_rejected_on_two_ranks() -> None:
     for message in run_ranks(_late_penalty, 2, 2):
         assert "LatePenalty.training_step calls backward() itself" in message
 
@@ -117,7 +117,7 @@ class Zeroes(Line):
         optimizer.zero_grad(set_to_none=False)
 
 
-def test_gradients_that_are_kept_from_another_update_are_refused() -> None:
+def test_gradients_that_are_kept_from_another_update_are_rejected() -> None:
     with pytest.raises(UserError, match="Keeps.optimizer_zero_grad keeps gradients of another update"):
         train(Keeps(), GradientAccumulation(2))
     assert_close(weights(train(Zeroes(), GradientAccumulation(2))), by_hand([range(4), range(4, 8)]))

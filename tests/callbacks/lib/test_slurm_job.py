@@ -25,7 +25,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     slurm_job._slurm_says_batch.cache_clear()
 
 
-def test_a_batch_job_is_recognised_by_what_slurm_says_and_not_by_its_name(scontrol):
+def test_a_batch_job_is_recognized_by_what_slurm_says_and_not_by_its_name(scontrol):
     scontrol(RUNNING.replace("BatchFlag=1", "BatchFlag=0"))
     assert not is_batch_job({})
     assert is_batch_job(BATCH | {"SLURM_JOB_NAME": "interactive"})

@@ -121,7 +121,7 @@ def test_images_of_any_size_take_mnists_form_as_in_predict(tmp_path: Path, digit
         image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
     found, found_labels = _read(find_images(tmp_path), invert=True)
     files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
-    predicted = read_digits(given_images([large[number] for number in files], colour=False), invert=True)
+    predicted = read_digits(given_images([large[number] for number in files], color=False), invert=True)
     assert torch.equal(found, predicted.pixels)
     assert found_labels.tolist() == [0] * 10 + [1] * 10
     assert found[:, 0].max() < 64
@@ -139,7 +139,7 @@ def test_small_images_are_enlarged(digits: Digits):
         found, _ = _read(from_arrays({"train": (given, digits[1])}, "small"), invert)
         assert found[:, :4].max() == found[:, :, 24:].max() == 0
         assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
-        predicted = read_digits(given_images(given, colour=False), invert)
+        predicted = read_digits(given_images(given, color=False), invert)
         assert torch.equal(predicted.pixels, found), "predict sees what was trained on"
 
 
@@ -206,12 +206,12 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
         (IMAGES, LABELS * 0 + 1, "the train labels are all 1; expected two classes or more"),
     ],
 )
-def test_arrays_of_other_types_shapes_and_ranges_are_refused(images: Any, labels: Any, reason: str):
+def test_arrays_of_other_types_shapes_and_ranges_are_rejected(images: Any, labels: Any, reason: str):
     with pytest.raises(UserError, match=reason):
         _given(images, labels)
 
 
-def test_labels_are_checked_by_row_and_unlabelled_rows_left_out():
+def test_labels_are_checked_by_row_and_unlabeled_rows_left_out():
     data = _given(IMAGES, np.array([0, 1, -100, 1, 0, 1]), test=(IMAGES, LABELS), **PLAIN)
     data.setup("fit")
     assert data.left_out == {"without a label": 1}
@@ -229,7 +229,7 @@ def _npz(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def test_damaged_and_other_archives_are_refused_by_name(tmp_path: Path):
+def test_damaged_and_other_archives_are_rejected_by_name(tmp_path: Path):
     good = _npz(tmp_path / "good.npz", images=IMAGES, labels=LABELS)
     (tmp_path / "cut.npz").write_bytes(good.read_bytes()[:-100])
     flipped = bytearray(good.read_bytes())
@@ -270,7 +270,7 @@ def test_unreadable_and_blank_images_are_counted_and_named(tmp_path: Path, digit
         MNISTDataModule(data_dir=str(tmp_path), **PLAIN).setup("fit")
 
 
-def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(tmp_path: Path, digits: Digits):
+def test_a_checkpoint_knows_the_classes_of_your_own_and_rejects_others(tmp_path: Path, digits: Digits):
     images, labels = digits
     names = np.array(["ma", "mu"])[labels % 2]
     state = _given(images, names).state_dict()

@@ -14,22 +14,22 @@ from datamodules.images.augmentation import (
     AUGMENTATIONS,
     BatchAugmentation,
     Mixing,
-    Normalise,
+    Normalize,
     _beta_quantiles,
-    adjust_colours,
+    adjust_colors,
     shift_and_flip,
 )
-from datamodules.images.decoding import Crop, centre_square, crop_box, resized
+from datamodules.images.decoding import Crop, center_square, crop_box, resized
 from datamodules.images.file_pipeline import BatchReader
 from datamodules.loading.worker_loaders import BatchRequest
 
 RANDOM = [name for name in AUGMENTATIONS if name != "none"]
-PLAIN = Normalise([0.0] * 3, [1 / 255] * 3)
+PLAIN = Normalize([0.0] * 3, [1 / 255] * 3)
 """Bytes to floats from 0 to 255."""
 
 
 def _image(height: int = 90, width: int = 120, seed: int = 0) -> Tensor:
-    """Smooth colours, so that scaling keeps them."""
+    """Smooth colors, so that scaling keeps them."""
     coarse = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
     large = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bicubic")
     return large[0].clamp(0, 1).mul(255).to(torch.uint8)
@@ -82,15 +82,15 @@ def test_an_image_of_any_shape_is_scaled_to_the_size(name, shape, size):
 
 
 @pytest.mark.parametrize(("height", "width"), [(300, 500), (100, 80)])
-def test_the_centre_is_what_resizing_and_cropping_keep(height, width):
+def test_the_center_is_what_resizing_and_cropping_keep(height, width):
     image = _image(height, width)
     usual = F.center_crop(F.resize(image, [256], antialias=True), [224])
-    assert (centre_square(image, 224).float() - usual.float()).abs().max() < 6
+    assert (center_square(image, 224).float() - usual.float()).abs().max() < 6
 
 
 def test_evaluation_of_small_images_keeps_every_pixel():
     image = _image(32, 32)
-    assert torch.equal(centre_square(image, 32), image)
+    assert torch.equal(center_square(image, 32), image)
 
 
 def test_crops_have_the_areas_and_ratios_of_random_resized_crop():
@@ -138,18 +138,18 @@ def test_two_epochs_show_an_image_and_its_mirror_image_unless_flipping_is_off(na
     assert not mirrored(0, False).any()
 
 
-def test_colours_are_those_of_torchvisions_operations_normalised():
+def test_colors_are_those_of_torchvisions_operations_normalized():
     images = (IMAGES // 2 + 60).contiguous()  # So that no operation leaves the range of bytes.
     factors = torch.empty(12, 3).uniform_(0.85, 1.15, generator=torch.Generator().manual_seed(1))
-    normalise = Normalise((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
-    found = adjust_colours(images, factors, normalise)
+    normalize = Normalize((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+    found = adjust_colors(images, factors, normalize)
     for image, (brightness, contrast, saturation), mine in zip(images, factors.tolist(), found):
         usual = F.adjust_brightness(image.float() / 255, brightness)
         usual = F.adjust_saturation(F.adjust_contrast(usual, contrast), saturation)
-        assert torch.allclose(mine, F.normalize(usual, normalise.mean, normalise.std), atol=2e-3)
-    unchanged = adjust_colours(IMAGES, torch.ones(12, 3), normalise)
-    assert torch.allclose(unchanged, normalise(IMAGES), atol=1e-5)
-    assert torch.equal(adjust_colours(images[4:5], factors[4:5], normalise)[0], found[4])
+        assert torch.allclose(mine, F.normalize(usual, normalize.mean, normalize.std), atol=2e-3)
+    unchanged = adjust_colors(IMAGES, torch.ones(12, 3), normalize)
+    assert torch.allclose(unchanged, normalize(IMAGES), atol=1e-5)
+    assert torch.equal(adjust_colors(images[4:5], factors[4:5], normalize)[0], found[4])
 
 
 @given(top=st.integers(0, 20), height=st.integers(1, 60), width=st.integers(1, 90), size=st.integers(1, 70))
@@ -238,8 +238,8 @@ def test_shifts_reach_an_eighth_of_the_side_in_every_direction_equally_often():
 
 
 def test_brightness_varies_by_a_fifth_both_ways():
-    grey = torch.full((4000, 3, 64, 64), 100, dtype=torch.uint8)
-    shown = BatchAugmentation("standard", 64, 1, False, lambda _: PLAIN)(grey, torch.arange(4000), 0)[:, 0, 0, 0]
+    gray = torch.full((4000, 3, 64, 64), 100, dtype=torch.uint8)
+    shown = BatchAugmentation("standard", 64, 1, False, lambda _: PLAIN)(gray, torch.arange(4000), 0)[:, 0, 0, 0]
     assert float(shown.min()) == pytest.approx(80, abs=0.1)
     assert float(shown.max()) == pytest.approx(120, abs=0.1)
     assert float(shown.mean()) == pytest.approx(100, abs=1)

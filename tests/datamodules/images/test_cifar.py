@@ -66,8 +66,8 @@ def test_an_archive_is_downloaded_once_then_read_to_its_pixels(name, tmp_path, m
     assert data.sizes == {"train": 20, "test": 3}
     assert (data.num_classes, data.image_size) == ({"cifar10": 10, "cifar100": 100}[name], 32)
     batches = [*data.train_dataloader(), *data.test_dataloader()]
-    normalise = data.preprocessing()
-    expected = normalise(torch.tensor(images).permute(0, 3, 1, 2))
+    normalize = data.preprocessing()
+    expected = normalize(torch.tensor(images).permute(0, 3, 1, 2))
     order = data.train_dataloader().order_of_epoch(0)
     for (found, targets), rows in zip(batches, (order, torch.arange(20, 23)), strict=True):
         assert torch.equal(found, expected[rows])
@@ -123,9 +123,9 @@ def test_augmentation_pads_by_four_pixels_then_mirrors(tmp_path, monkeypatch):
     loader = data.train_dataloader()
     rows = loader.order_of_epoch(0).tolist()
     ((found, _),) = loader
-    normalise = data.preprocessing()
+    normalize = data.preprocessing()
     padded = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
     for image, row in zip(found, rows, strict=True):
         crops = [padded[row, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
         candidates = torch.tensor(np.stack([*crops, *(crop[:, ::-1] for crop in crops)])).permute(0, 3, 1, 2)
-        assert any(torch.equal(image, candidate) for candidate in normalise(candidates))
+        assert any(torch.equal(image, candidate) for candidate in normalize(candidates))

@@ -1,4 +1,4 @@
-"""Pixels of other programs: read as they were meant, or refused for what they are."""
+"""Pixels of other programs: read as they were meant, or rejected for what they are."""
 
 from pathlib import Path
 

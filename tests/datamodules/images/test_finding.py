@@ -187,7 +187,7 @@ def test_the_printed_flag_reads_the_images(tmp_path: Path, layout: str):
     assert declared or layout == "a table in a folder"
 
 
-REFUSED: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
     "a class in val alone": ("train/<c>/<n>.png val/bee/<n>.png", {}, {}, "no image of: bee; expected only a, b"),
     "no folders": (
         "<n>.jpg.txt",
@@ -284,9 +284,9 @@ REFUSED: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("layout", REFUSED)
+@pytest.mark.parametrize("layout", REJECTED)
 def test_what_is_no_set_of_classes_is_rejected(tmp_path: Path, layout: str):
-    forms, tables, declared, reason = REFUSED[layout]
+    forms, tables, declared, reason = REJECTED[layout]
     if layout == "no folders":
         for number in range(12):
             (tmp_path / f"{number}.txt").touch()

@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path: Path, compress):
         (PACKED[:100] + bytes([PACKED[100] ^ 0xFF]) + PACKED[101:], "is damaged"),
     ],
 )
-def test_a_damaged_file_is_refused_with_its_name_and_the_reason(tmp_path: Path, content: bytes, reason: str):
+def test_a_damaged_file_is_rejected_with_its_name_and_the_reason(tmp_path: Path, content: bytes, reason: str):
     path = tmp_path / "train-images"
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"^{re.escape(str(path))} .*{reason}"):
@@ -55,13 +55,13 @@ def test_a_damaged_file_is_refused_with_its_name_and_the_reason(tmp_path: Path, 
         (IMAGES[:, :27], LABELS, "^images holds images of 27 x 28, expected 28 x 28$"),
     ],
 )
-def test_images_and_labels_that_contradict_are_refused(images, labels, reason: str):
+def test_images_and_labels_that_contradict_are_rejected(images, labels, reason: str):
     check_pair(IMAGES, LABELS, "images", "labels")
     with pytest.raises(UserError, match=reason):
         check_pair(images, labels, "images", "labels")
 
 
-def test_labels_beyond_the_classes_are_refused_by_row():
+def test_labels_beyond_the_classes_are_rejected_by_row():
     reason = r"^label 4 at row 2 of labels is outside 0\.\.3 \(2 of 5 .*num_classes=6"
     with pytest.raises(UserError, match=reason):
         check_labels(LABELS.long(), 4, "labels")

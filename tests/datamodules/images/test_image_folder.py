@@ -17,7 +17,7 @@ from torch import Tensor
 
 from datamodules.base import Process
 from datamodules.errors import UserError
-from datamodules.images.augmentation import normaliser
+from datamodules.images.augmentation import normalizer
 from datamodules.images.decoding import UnreadableImage, load_image
 from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.images.source import split_by_class
@@ -217,7 +217,7 @@ def test_what_is_left_out_is_counted_and_hidden_files_are_not_looked_at(tree, no
     ]
 
 
-def test_a_missing_folder_and_a_file_are_refused(tmp_path):
+def test_a_missing_folder_and_a_file_are_rejected(tmp_path):
     with pytest.raises(UserError, match="nowhere' does not exist; pass a folder"):
         _data(tmp_path / "nowhere")
     (tmp_path / "x.bin").touch()
@@ -239,7 +239,7 @@ def _damage(tree: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{"cache_gb": 0}, {"num_workers": 2, "cache_gb": 1}, {"image_size": 32}])
-def test_unreadable_images_are_refused_or_skipped_alike_cached_in_memory_or_not(tree, options, notes):
+def test_unreadable_images_are_rejected_or_skipped_alike_cached_in_memory_or_not(tree, options, notes):
     whole = [len(targets) for _, targets in _batches(_data(tree))]
     assert notes.messages == [f"{tree.name}: training on 3 classes: ant (5), bee (4), cow (4)"]
     bad = _damage(tree)
@@ -281,8 +281,8 @@ def test_images_of_any_mode_become_rgb_bytes(tmp_path):
     expected = torch.tensor([200, 40, 10], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 6)
     for image, suffix in ((red, "png"), (red, "bmp"), (red.convert("P", palette=Image.Palette.ADAPTIVE), "png")):
         assert torch.equal(_saved(image, tmp_path / f"x.{suffix}"), expected)
-    grey = _saved(red.convert("L"), tmp_path / "l.png")
-    assert torch.equal(grey, grey[:1].expand(3, 4, 6))
+    gray = _saved(red.convert("L"), tmp_path / "l.png")
+    assert torch.equal(gray, gray[:1].expand(3, 4, 6))
     cmyk = _saved(red.convert("CMYK"), tmp_path / "cmyk.jpg", quality=95)
     assert (cmyk.int() - expected.int()).abs().max() < 12
     for mode, value in (("RGBA", (200, 40, 10, 0)), ("LA", (0, 0)), ("1", 1)):
@@ -297,7 +297,7 @@ both_readers = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("values", [np.uint16(RAMP * 257), np.int32(RAMP), np.float32(RAMP / 255)])
 @both_readers
-def test_pixels_of_more_than_8_bits_are_refused(tmp_path, values, read):
+def test_pixels_of_more_than_8_bits_are_rejected(tmp_path, values, read):
     path = tmp_path / "x.tif"
     Image.fromarray(values).save(path)
     with pytest.raises(UserError, match=r"x\.tif cannot be read as an image: its pixels have more than 8 bits"):
@@ -305,7 +305,7 @@ def test_pixels_of_more_than_8_bits_are_refused(tmp_path, values, read):
 
 
 @both_readers
-def test_colours_of_16_bits_are_refused(tmp_path, read):
+def test_colors_of_16_bits_are_rejected(tmp_path, read):
     rows = [b"\0" + row.astype(">u2").tobytes() for row in np.stack([RAMP * 257] * 3, 2)]
     parts = ((b"IHDR", struct.pack(">2I5B", 16, 16, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"".join(rows))))
     chunks = (
@@ -346,7 +346,7 @@ def test_an_image_beyond_pillows_limit_is_unreadable(tmp_path, monkeypatch):
 
 def test_a_cache_that_validation_filled_serves_training(tree):
     data, expected = _data(tree, cache_gb=1), _batches(_data(tree, cache_gb=0))
-    normaliser.cache_clear()
+    normalizer.cache_clear()
     with torch.inference_mode():
         list(data.pipeline.numbered_batches(data._parts["train"], 3, Process()))
     assert _equal(_batches(data), expected)
@@ -367,7 +367,7 @@ def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
     assert (data.dataset, data.image_size, data.pipeline.augment) == ("digits", 32, "light")
     assert data.sizes == {"train": 1295, "val": 142, "test": 360}
     assert _messages(notes) == [
-        "no `data_dir`: using the 1,797 bundled digits as small colour images; pass data_dir='FOLDER' for your own"
+        "no `data_dir`: using the 1,797 bundled digits as small color images; pass data_dir='FOLDER' for your own"
     ]
     images, _ = next(iter(data.train_dataloader()))
     assert images.shape == (100, 3, 32, 32)
@@ -393,7 +393,7 @@ def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_au
     # The files' short sides are 28 to 36 pixels.
     data = _data(tree, image_size=None)
     assert data.image_size == 32
-    chosen = r"images of 32 pixels as the files have, augment='light' \(shifts and mirroring\), pixels normalised by"
+    chosen = r"images of 32 pixels as the files have, augment='light' \(shifts and mirroring\), pixels normalized by"
     assert re.fullmatch(rf".*: {chosen} their mean \(0.49\d, 0.50\d, 0.50\d\)", *_messages(notes))
     every = torch.cat([images.flatten(2) for images, _ in _batches(_data(tree, image_size=32, augment="none"), 1)])
     assert float(every.mean()) == pytest.approx(0, abs=0.02)
@@ -430,7 +430,7 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
 # Checkpoints and settings
 
 
-def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names(tree):
+def test_a_checkpoint_of_other_classes_is_rejected_and_prediction_takes_its_names(tree):
     state = _data(tree).state_dict()
     assert pickle.loads(pickle.dumps(state)) == state
     _data(tree).load_state_dict(state)
@@ -455,6 +455,6 @@ def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(options, reason):
+def test_settings_that_make_no_sense_are_rejected(options, reason):
     with pytest.raises(UserError, match=reason):
         ImageFolderDataModule(**options)

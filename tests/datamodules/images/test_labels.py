@@ -36,6 +36,6 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("message", OTHERS)
-def test_labels_of_another_type_or_shape_are_refused_with_the_conversion(message: str):
+def test_labels_of_another_type_or_shape_are_rejected_with_the_conversion(message: str):
     with pytest.raises(UserError, match=f"^the labels of the set {message}"):
         check_labels(OTHERS[message], 3, "the set")

@@ -144,14 +144,14 @@ def test_the_other_sets_have_their_own_folders(tmp_path: Path):
         (".", "lacks t10k-labels-idx1-ubyte of the four MNIST files"),
     ],
 )
-def test_a_folder_without_all_files_is_refused_with_what_to_pass(tiny: Path, folder: str, reason: str):
+def test_a_folder_without_all_files_is_rejected_with_what_to_pass(tiny: Path, folder: str, reason: str):
     (tiny / f"{FILES[3]}.gz").unlink()
     (tiny / "empty").mkdir()
     with pytest.raises(UserError, match=reason):
         _data(tiny / folder).setup("fit")
 
 
-def test_a_label_that_is_no_class_is_refused_with_file_and_row(tiny: Path):
+def test_a_label_that_is_no_class_is_rejected_with_file_and_row(tiny: Path):
     labels = torch.arange(50, dtype=torch.uint8) % 10
     labels[17] = 11
     (tiny / f"{FILES[1]}.gz").write_bytes(gzip.compress(idx(labels)))
@@ -340,7 +340,7 @@ def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, capl
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_auto_refuses_a_given_folder_without_usable_files_and_downloads_nothing_into_it(tmp_path: Path):
+def test_auto_rejects_a_given_folder_without_usable_files_and_downloads_nothing_into_it(tmp_path: Path):
     with pytest.raises(UserError, match="nowhere does not exist.*pass a folder with them, .*dataset='digits'"):
         _data(tmp_path / "nowhere", dataset="auto").setup("fit")
     (tmp_path / "a.pdf").touch()
@@ -435,7 +435,7 @@ def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, here: Pa
         quiet_trainer().test(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
 
 
-def test_a_checkpoint_of_another_set_than_the_one_named_is_refused(tiny: Path, tmp_path: Path):
+def test_a_checkpoint_of_another_set_than_the_one_named_is_rejected(tiny: Path, tmp_path: Path):
     mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
     with pytest.raises(UserError, match="dataset='kmnist': expected one of mnist, fashion-mnist"):
         MNISTDataModule().load_state_dict({"dataset": "kmnist"})

@@ -12,7 +12,7 @@ from datamodules.images.tensor_pipeline import Digits, as_mnist, gray_image, rea
 
 
 def _seven(height: int = 120, width: int = 90) -> np.ndarray:
-    """A drawn seven, ink 255 on 0, off centre."""
+    """A drawn seven, ink 255 on 0, off center."""
     canvas = np.zeros((height, width), dtype=np.uint8)
     canvas[10:20, 15:70] = 255
     for row in range(20, 100):
@@ -27,7 +27,7 @@ def _form(image: Image.Image | np.ndarray, invert: bool = False) -> Tensor:
 
 
 def _read(images: Any, invert: bool = False) -> Digits:
-    return read_digits(given_images(images, colour=False), invert)
+    return read_digits(given_images(images, color=False), invert)
 
 
 EXPECTED = _form(_seven())
@@ -40,7 +40,7 @@ def _likeness(image: Image.Image | np.ndarray, invert: bool = False) -> float:
     return max(float(torch.corrcoef(torch.stack((one.flatten(), EXPECTED.flatten())))[0, 1]) for one in shifted)
 
 
-def test_a_digit_fills_20_pixels_and_its_mass_is_centred():
+def test_a_digit_fills_20_pixels_and_its_mass_is_centered():
     ink = EXPECTED > 0
     rows, columns = ink.any(1).nonzero().flatten(), ink.any(0).nonzero().flatten()
     assert EXPECTED.shape == (28, 28)
@@ -48,9 +48,9 @@ def test_a_digit_fills_20_pixels_and_its_mass_is_centred():
     assert int(columns[-1] - columns[0]) + 1 <= 20
     assert EXPECTED.max() == 255
     for axis in (0, 1):
-        centre = float((EXPECTED.sum(1 - axis) * torch.arange(28.0)).sum() / EXPECTED.sum())
-        # As in MNIST, whose centres of mass are between 13.5 and 14.5.
-        assert abs(centre - 14) <= 0.51
+        center = float((EXPECTED.sum(1 - axis) * torch.arange(28.0)).sum() / EXPECTED.sum())
+        # As in MNIST, whose centers of mass are between 13.5 and 14.5.
+        assert abs(center - 14) <= 0.51
 
 
 def test_neither_size_place_mode_nor_noise_of_an_image_matters():

@@ -37,7 +37,7 @@ def test_images_of_one_shape_rule_are_the_same(form: str):
     assert np.array_equal(source.parts["train"].images.pixels, IMAGES)
 
 
-REFUSED: dict[str, tuple[Any, Any, str]] = {
+REJECTED: dict[str, tuple[Any, Any, str]] = {
     "sparse": (ROWS.to_sparse(), LABELS, r"the train images are a sparse tensor; pass to_dense\(\) of it"),
     "of SciPy": (Sparse(ROWS.numpy()), LABELS, r"the train images are a sparse matrix; pass toarray\(\) of it"),
     "rows": (ROWS, LABELS, r"of shape \(12, 784\), expected .*; pass images.reshape\(-1, 28, 28\)"),
@@ -49,9 +49,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("form", REFUSED)
+@pytest.mark.parametrize("form", REJECTED)
 def test_other_forms_are_rejected_with_what_to_pass(form: str):
-    images, labels, reason = REFUSED[form]
+    images, labels, reason = REJECTED[form]
     with pytest.raises(UserError, match=reason):
         from_samples((images, labels))
 
@@ -105,7 +105,7 @@ def test_the_printed_names_of_arrays_are_read(tmp_path):
 def test_rows_of_pixels_are_not_predicted_as_one_image(shape: tuple[int, ...]):
     side = 28 if shape[-1] == 784 else 8
     with pytest.raises(UserError, match=rf"{shape[0]} rows of {side} x {side} pixels.*reshape\(-1, {side}, {side}\)"):
-        given_images(np.zeros(shape, np.uint8), colour=False)
-    assert len(given_images(np.zeros((28, 28), np.uint8), colour=False)) == 1
-    assert len(given_images(np.zeros((30, 50), np.uint8), colour=False)) == 1
+        given_images(np.zeros(shape, np.uint8), color=False)
+    assert len(given_images(np.zeros((28, 28), np.uint8), color=False)) == 1
+    assert len(given_images(np.zeros((30, 50), np.uint8), color=False)) == 1
     assert from_arrays({"train": (IMAGES, LABELS)}).classes == ("0", "1", "2")

@@ -46,7 +46,7 @@ def test_a_source_serves_the_small_recipe_as_well(folder: Path):
     assert (data.dataset, data.num_classes, data.sizes) == ("custom", 3, {"train": 9, "val": 3})
 
 
-def test_what_is_no_set_of_images_is_refused():
+def test_what_is_no_set_of_images_is_rejected():
     for samples in (PIXELS, (PIXELS,), {"val": (PIXELS, NAMES)}, {"train": (PIXELS, NAMES), "dev": (PIXELS, NAMES)}):
         with pytest.raises(UserError, match="expected \\(images, labels\\), or a dict of such pairs"):
             ImageFolderDataModule().take_samples(samples)

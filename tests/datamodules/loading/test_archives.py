@@ -149,9 +149,9 @@ def _encrypt(archive: Path) -> None:
 def test_an_archive_that_cannot_be_read_is_named_in_one_line(photos, tmp_path, damage, reason):
     archive = _zip(photos, tmp_path / "x.zip")
     damage(archive)
-    with pytest.raises(UserError, match=reason) as refusal:
+    with pytest.raises(UserError, match=reason) as rejection:
         find_images(archive)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])

@@ -123,7 +123,7 @@ def test_an_update_of_more_than_an_epoch_is_noted_once(caplog):
     assert len(loader) == 1
 
 
-def test_a_place_within_an_epoch_of_other_updates_is_refused_and_an_epochs_end_is_not():
+def test_a_place_within_an_epoch_of_other_updates_is_rejected_and_an_epochs_end_is_not():
     loader = _loader(world_size=2)
     loader.divide_updates(10)
     reason = "within an epoch, after 16 of 23, and updates now have 10: resume with the run"
@@ -174,7 +174,7 @@ def test_the_transform_gets_whole_batches_their_rows_and_the_epoch():
     ("rows", "batch_size", "reason"),
     [(0, 1, "the training set is empty"), (23, 0, "batch_size=0: expected a whole number, 1 or more")],
 )
-def test_an_empty_set_or_batch_is_refused(rows, batch_size, reason):
+def test_an_empty_set_or_batch_is_rejected(rows, batch_size, reason):
     with pytest.raises(UserError, match=reason):
         TrainLoader(INPUTS, TARGETS, torch.arange(rows), batch_size, seed=1)
 
@@ -193,7 +193,7 @@ def test_evaluation_gives_every_row_once_in_order_on_any_number_of_ranks(n, batc
     assert [batch for batches in zip_longest(*dealt) for batch in batches if batch] == alone
 
 
-def test_a_position_in_other_data_is_refused():
+def test_a_position_in_other_data_is_rejected():
     pixels, rows = torch.arange(24, dtype=torch.uint8).view(6, 2, 2), torch.arange(6)
     labels = rows % 3
 
@@ -203,9 +203,9 @@ def test_a_position_in_other_data_is_refused():
     state = loader().state_dict()
     loader(batch_size=3, world_size=2, rank=1).load_state_dict(state)
     loader().load_state_dict({"epoch": 1, "consumed": 0})  # Saved before data were told apart.
-    changed, relabelled = pixels.clone(), labels.clone()
-    changed[5, 1, 1], relabelled[0] = 0, 2
-    for other in ({"inputs": changed}, {"targets": relabelled}, {"rows": rows.flip(0)}):
+    changed, relabeled = pixels.clone(), labels.clone()
+    changed[5, 1, 1], relabeled[0] = 0, 2
+    for other in ({"inputs": changed}, {"targets": relabeled}, {"rows": rows.flip(0)}):
         with pytest.raises(UserError, match="of a run on 6 samples, found 6, others or in another order; resume"):
             loader(**other).load_state_dict(state)
     with pytest.raises(UserError, match="of a run on 6 samples, found 5; resume with the same data"):

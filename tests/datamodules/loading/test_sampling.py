@@ -73,7 +73,7 @@ def test_a_split_is_disjoint_complete_sorted_and_a_function_of_the_seed(n, seed,
 
 
 @pytest.mark.parametrize("held_out", [10, 11, -1])
-def test_holding_out_everything_is_refused_with_the_parameter_to_change(held_out):
+def test_holding_out_everything_is_rejected_with_the_parameter_to_change(held_out):
     with pytest.raises(UserError, match=rf"cannot hold {held_out} of 10 samples out.*0 to 9.*`val_fraction`"):
         split_indices(10, held_out, seed=1)
 

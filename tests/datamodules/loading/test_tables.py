@@ -88,7 +88,7 @@ def test_a_parquet_file_has_its_rows_and_the_names_of_its_classes(tmp_path: Path
         read_table(tmp_path / "y.parquet", {})
 
 
-def test_old_macs_line_ends_are_read_and_mixed_ones_refused(tmp_path: Path):
+def test_old_macs_line_ends_are_read_and_mixed_ones_rejected(tmp_path: Path):
     path = tmp_path / "x.csv"
     path.write_bytes(b"a,b\r1,2\r3,4\r")
     assert [cells for _, cells in read_table(path, {}).rows] == [["1", "2"], ["3", "4"]]

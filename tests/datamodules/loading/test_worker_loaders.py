@@ -262,7 +262,7 @@ def test_partners_are_those_of_the_epochs_order_however_it_is_split():
     assert partners(4) == partners(7) == partners(1) == partners(3, world_size=4) == before
     assert partners(4, num_workers=2) == before
     assert partners(4, consumed=8).items() < before.items()
-    with pytest.raises(UserError, match="mixtures need every image and its neighbour: pass mixup=0 and cutmix=0 with"):
+    with pytest.raises(UserError, match="mixtures need every image and its neighbor: pass mixup=0 and cutmix=0 with"):
         _loader(mix=lambda *given: given[:2], skip_unreadable=True)
 
 

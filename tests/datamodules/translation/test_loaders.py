@@ -114,7 +114,7 @@ def test_an_empty_batch_has_the_shape_of_a_batch() -> None:
 
 
 @given(n=st.integers(0, 40), unit=st.integers(1, 12), epoch=st.integers(0, 3))
-def test_units_are_neighbours_and_the_short_one_comes_last(n: int, unit: int, epoch: int) -> None:
+def test_units_are_neighbors_and_the_short_one_comes_last(n: int, unit: int, epoch: int) -> None:
     numbers = shuffle_units(n, unit, 1, epoch).tolist()
     assert sorted(numbers) == list(range(n))
     units = [numbers[i : i + unit] for i in range(0, n, unit)]
@@ -173,7 +173,7 @@ def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentenc
 
 
 @given(unit=st.sampled_from([1, 3, 5, 12]), epoch=st.integers(0, 2))
-def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_by_length(unit: int, epoch: int) -> None:
+def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbors_by_length(unit: int, epoch: int) -> None:
     loader, pool = _loader(unit), 8
     updates = [_numbers(loader) for _ in range(epoch + 1)][epoch]
     order = ROWS[epoch_order(len(ROWS), 1, epoch)].tolist()
@@ -217,7 +217,7 @@ def test_the_epoch_may_be_set_after_the_iterator_is_created() -> None:
     assert _numbers(iterator) == [_numbers(other) for _ in range(3)][2] != _numbers(_loader())
 
 
-def test_a_position_in_other_data_is_refused() -> None:
+def test_a_position_in_other_data_is_rejected() -> None:
     state = _loader().state_dict()
     _loader(seed=2, world_size=2).load_state_dict(state)
     others = (ROWS[:-1], f"found {N - 1}; resume"), (ROWS.flip(0), f"found {N}, others or in another order")
@@ -228,7 +228,7 @@ def test_a_position_in_other_data_is_refused() -> None:
         _loader().load_state_dict({"epoch": 0, "consumed": 8, "items": 99, "unit": 4})
 
 
-def test_what_cannot_be_trained_on_is_refused_with_what_to_type() -> None:
+def test_what_cannot_be_trained_on_is_rejected_with_what_to_type() -> None:
     with pytest.raises(UserError, match="the training set is empty"):
         SentenceTrainLoader(PAIRS, ROWS[:0], 4, 1)
     with pytest.raises(UserError, match="max_tokens=10 is less than the longest pair of sentences has, 2. tokens"):
@@ -264,15 +264,15 @@ def test_evaluation_gives_every_row_once_in_the_same_batches_on_any_number_of_ra
 @given(lengths=st.lists(st.sampled_from([2, 100, 128, 129, 300, 8000]), max_size=40), batch_size=st.integers(1, 20))
 def test_long_sentences_are_evaluated_apart_and_batches_of_others_stay_as_they_are(lengths, batch_size):
     batches = [batch.tolist() for batch in batches_within_memory(torch.tensor(lengths), batch_size)]
-    neighbours = [batch.tolist() for batch in torch.arange(len(lengths)).split(batch_size)]
-    neighbours = neighbours if lengths else []
+    neighbors = [batch.tolist() for batch in torch.arange(len(lengths)).split(batch_size)]
+    neighbors = neighbors if lengths else []
     assert sorted(sum(batches, [])) == list(range(len(lengths)))
     if max(lengths, default=0) <= 128:
-        assert batches == neighbours
+        assert batches == neighbors
     for batch in batches:
         longest = max(lengths[place] for place in batch)
         assert len(batch) <= 1 or len(batch) * longest**2 <= batch_size * 128**2
-    assert all(any(set(batch) <= set(of) for of in neighbours) for batch in batches)
+    assert all(any(set(batch) <= set(of) for of in neighbors) for batch in batches)
 
 
 def test_the_first_batches_of_an_evaluation_are_not_the_shortest_sentences() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.loaders import PackedSentences
-from datamodules.translation.text import EOS, UNK, normalise, train_subwords
+from datamodules.translation.text import EOS, UNK, normalize, train_subwords
 
 WORDS = {"Der": 9, "Mann,": 5, "Männer": 4, "Mannschaft": 3, "don't": 2, "3.14": 2, "你好世界": 1}
 TEXTS = [
@@ -55,10 +55,10 @@ def test_bytes_of_a_line_feed_do_not_end_the_line_of_a_translation() -> None:
     assert VOCABULARY.decode([*man, line_feed, line_feed, *dont, line_feed]) == "Mann, don't"
 
 
-# Control characters and spaces are no part of a normalised sentence; U+2581 is sentencepiece's own mark.
+# Control characters and spaces are no part of a normalized sentence; U+2581 is sentencepiece's own mark.
 @given(st.text(st.characters(exclude_characters="▁", exclude_categories=("Cs",)), max_size=30))
-def test_any_normalised_text_comes_back(text: str) -> None:
-    sentence = normalise(text, "none")
+def test_any_normalized_text_comes_back(text: str) -> None:
+    sentence = normalize(text, "none")
     assert VOCABULARY.decode(encode(sentence)) == sentence
 
 
@@ -114,8 +114,8 @@ def test_a_data_modules_state_holds_the_models(tmp_path: Path) -> None:
 def test_files_as_published_are_learnt_in_subwords_and_settings_of_words_ask_for_words(tmp_path: Path) -> None:
     file = corpus(tmp_path)
     found = TranslationDataModule(file)
-    assert (found.hparams.subwords, found.hparams.vocab_size, found.normalisation) == ("bpe", 8000, "none")
-    for options in ({"normalisation": "unicode"}, {"normalisation": "none"}, {"prefixes": "tutorial"}):
+    assert (found.hparams.subwords, found.hparams.vocab_size, found.normalization) == ("bpe", 8000, "none")
+    for options in ({"normalization": "unicode"}, {"normalization": "none"}, {"prefixes": "tutorial"}):
         assert TranslationDataModule(file, **options).hparams.subwords == "none"
     made = TranslationDataModule()
-    assert (made.hparams.subwords, made.hparams.vocab_size, made.normalisation) == ("none", None, "unicode")
+    assert (made.hparams.subwords, made.hparams.vocab_size, made.normalization) == ("none", None, "unicode")

@@ -16,8 +16,8 @@ from datamodules.translation.text import (
     Vocabulary,
     build_vocabulary,
     encode_tokens,
-    normalise,
-    normalise_lines,
+    normalize,
+    normalize_lines,
 )
 
 LINES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), max_size=40)
@@ -31,15 +31,15 @@ def _as_the_tutorial_does(sentence: str) -> str:
 
 
 @given(st.lists(LINES, min_size=1))
-def test_the_tutorials_normalisation_is_that_of_its_own_functions(lines: list[str]) -> None:
-    assert normalise_lines(lines, "tutorial") == [_as_the_tutorial_does(line) for line in lines]
+def test_the_tutorials_normalization_is_that_of_its_own_functions(lines: list[str]) -> None:
+    assert normalize_lines(lines, "tutorial") == [_as_the_tutorial_does(line) for line in lines]
 
 
 @given(st.lists(LINES, min_size=1))
-def test_whole_files_are_normalised_as_sentence_by_sentence_and_twice_changes_nothing(lines: list[str]) -> None:
+def test_whole_files_are_normalized_as_sentence_by_sentence_and_twice_changes_nothing(lines: list[str]) -> None:
     for how in ("unicode", "none", "tutorial"):
-        once = normalise_lines(lines, how)
-        assert once == [normalise(line, how) for line in lines] == [normalise(line, how) for line in once]
+        once = normalize_lines(lines, how)
+        assert once == [normalize(line, how) for line in lines] == [normalize(line, how) for line in once]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_whole_files_are_normalised_as_sentence_by_sentence_and_twice_changes_no
     ],
 )
 def test_unicode_keeps_all_scripts_and_makes_tokens_of_punctuation(text: str, tokens: str) -> None:
-    assert normalise(text) == tokens
+    assert normalize(text) == tokens
 
 
-def test_none_only_splits_at_spaces_and_no_normalised_sentence_holds_a_control_character() -> None:
-    assert normalise(" Don't  split\u00a0me, please.\x03", "none") == "Don't split me, please."
+def test_none_only_splits_at_spaces_and_no_normalized_sentence_holds_a_control_character() -> None:
+    assert normalize(" Don't  split\u00a0me, please.\x03", "none") == "Don't split me, please."
     for how in ("unicode", "none", "tutorial"):  # `pack` marks the ends of sentences with them.
-        assert normalise("a\x02b\x03c\x00", how) == "a b c"
+        assert normalize("a\x02b\x03c\x00", how) == "a b c"
 
 
 def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() -> None:
@@ -91,7 +91,7 @@ def test_a_special_token_in_a_text_is_an_ordinary_word() -> None:
 
 
 @pytest.mark.parametrize("tokens", [["le", "chat"], [*SPECIAL_TOKENS, "le", "le"], []])
-def test_a_list_that_is_no_vocabulary_is_refused(tokens: list[str]) -> None:
+def test_a_list_that_is_no_vocabulary_is_rejected(tokens: list[str]) -> None:
     with pytest.raises(UserError, match=f"begins with <pad> <sos> <eos> <unk>, found {len(tokens)} tokens"):
         Vocabulary(tokens)
 

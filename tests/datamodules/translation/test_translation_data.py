@@ -19,7 +19,7 @@ from datamodules.errors import UserError
 from datamodules.translation.corpus import hash_sources, split_by_source
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.parallel_corpus import bundled_pairs
-from datamodules.translation.text import SPECIAL_TOKENS, UNK, normalise
+from datamodules.translation.text import SPECIAL_TOKENS, UNK, normalize
 
 WORDS = ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"]
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -78,7 +78,7 @@ def test_the_tutorials_figures_come_out_of_the_real_file(
 ) -> None:
     path = shared_data / "eng-fra" / "eng-fra.txt.zip"
     data = TranslationDataModule(
-        str(path), reverse=True, max_length=10, prefixes="tutorial", normalisation=edition, val_fraction=0,
+        str(path), reverse=True, max_length=10, prefixes="tutorial", normalization=edition, val_fraction=0,
         test_fraction=0, on_bad_lines="error",
     )  # fmt: skip
     data.setup("fit")
@@ -160,17 +160,17 @@ BAD = [
     ("un deux trois\n", "1 with fewer cells than the first line"),
     ("\tone\n", "1 with an empty side"),
     ("un\t \n", "1 with an empty side"),
-    ("\u00ad\tone\n", "1 with an empty side in unicode normalisation"),
+    ("\u00ad\tone\n", "1 with an empty side in unicode normalization"),
     ("un\0\tone\n", "1 with a NUL character"),
     ("mot " * 200_000 + "\tword\n", "1 over 10,000 bytes"),
 ]
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD)
-def test_a_faulty_line_is_named_and_refused_or_skipped(tmp_path: Path, line: str, reason: str, caplog: Any) -> None:
+def test_a_faulty_line_is_named_and_rejected_or_skipped(tmp_path: Path, line: str, reason: str, caplog: Any) -> None:
     lines = [*_lines()[:9], line, *_lines()[9:]]
-    refusal = rf"pairs.tsv: 1 of 61 lines cannot be used: {reason} \(line 10\).*pass on_bad_lines=.skip."
-    with pytest.raises(UserError, match=refusal):
+    rejection = rf"pairs.tsv: 1 of 61 lines cannot be used: {reason} \(line 10\).*pass on_bad_lines=.skip."
+    with pytest.raises(UserError, match=rejection):
         _data(tmp_path, *lines)
     skipping = _data(tmp_path, *lines, on_bad_lines="skip")
     assert f"pairs.tsv: left out 1 of 61 lines: {reason} (line 10)" in caplog.text
@@ -187,13 +187,13 @@ def test_lines_in_another_encoding_are_counted_and_the_first_are_named(tmp_path:
     assert len(_everything(_words(str(path), on_bad_lines="skip"))) == 60
 
 
-def test_aligned_files_of_unequal_lengths_are_refused(tmp_path: Path) -> None:
+def test_aligned_files_of_unequal_lengths_are_rejected(tmp_path: Path) -> None:
     source, target = _aligned(tmp_path, _lines())["source_file"], _file(tmp_path, *_lines()[:58])
     with pytest.raises(UserError, match=f"{source} has 60 lines and {target} 58, so their lines do not belong"):
         TranslationDataModule(source_file=source, target_file=target, on_bad_lines="skip").setup("test")
 
 
-def test_markup_is_refused(tmp_path: Path) -> None:
+def test_markup_is_rejected(tmp_path: Path) -> None:
     files = _aligned(tmp_path, ["<refset>\t<refset>\n", *["<seg>un</seg>\t<seg>one</seg>\n"] * 9])
     reason = "source.txt and .*: 10 of 10 lines cannot be used: 10 of markup .*; write what is between the tags"
     with pytest.raises(UserError, match=reason):
@@ -312,13 +312,13 @@ def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path
         (gzip.compress(b"a\tb\n", mtime=0)[:-6], {}, "is damaged"),
         (b"PK\x03\x04nothing", {}, "is damaged"),
         (_zipped(["a\tb\n"], "as.txt", "bs.txt"), {}, "holds 2 files, expected one text: as.txt, bs.txt; unpack"),
-        ("да\tя\n".encode(), {"normalisation": "tutorial", "on_bad_lines": "skip"}, "no pair of 1 is left af"),
+        ("да\tя\n".encode(), {"normalization": "tutorial", "on_bad_lines": "skip"}, "no pair of 1 is left af"),
         (b"a b c\td\n", {"max_length": 3}, "no pair of 1 is left after max_length=3"),
         (b"a\tb\n", {"prefixes": "tutorial"}, "no pair of 1 is left after prefixes='tutorial'"),
         (b"a\tb\n" * 9, {}, "nothing is left for the train part of 9 pairs.* 1 of these sentences are different"),
     ],
 )
-def test_a_file_that_leaves_nothing_to_train_on_is_refused(tmp_path, contents, options, reason):
+def test_a_file_that_leaves_nothing_to_train_on_is_rejected(tmp_path, contents, options, reason):
     path = tmp_path / "file"
     path.write_bytes(contents)
     with pytest.raises(UserError, match=reason):
@@ -334,11 +334,11 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(tmp_path, contents, o
         ({"data_file": "."}, "is a folder"),
         ({"val_fraction": 1.5}, "outside 0 to 1"),
         ({"max_length": 1}, "max_length=1: expected a whole number, 2 or more"),
-        ({"normalisation": "ascii"}, "no normalisation 'ascii'"),
+        ({"normalization": "ascii"}, "no normalization 'ascii'"),
         ({"subwords": "wordpiece"}, "no subwords 'wordpiece'; expected one of bpe, none"),
         (
-            {"subwords": "bpe", "normalisation": "tutorial"},
-            "subwords=.bpe. are learnt from the text as it is: leave `normalisation`",
+            {"subwords": "bpe", "normalization": "tutorial"},
+            "subwords=.bpe. are learnt from the text as it is: leave `normalization`",
         ),
         ({"prefixes": "i am"}, "prefixes='i am': expected one of tutorial"),
         ({"columns": "a"}, "columns='a': expected USE=COLUMN, separated by commas; the uses are source, target, sep"),
@@ -350,7 +350,7 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(tmp_path, contents, o
         ({"val_file": "a"}, "none to train on; pass `data_file` too"),
     ],
 )
-def test_wrong_settings_are_refused_with_what_to_type(options: dict[str, Any], reason: str) -> None:
+def test_wrong_settings_are_rejected_with_what_to_type(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         TranslationDataModule(**options).setup("fit")
 
@@ -435,10 +435,10 @@ def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(t
     [
         ([], "no sentence to translate"),
         (["@missing"], "there is no file missing"),
-        (["\u00ad"], "nothing is left of the sentence '\\\\xad' in unicode normalisation"),
+        (["\u00ad"], "nothing is left of the sentence '\\\\xad' in unicode normalization"),
     ],
 )
-def test_nothing_to_predict_is_refused(tmp_path: Path, inputs: list[str], reason: str) -> None:
+def test_nothing_to_predict_is_rejected(tmp_path: Path, inputs: list[str], reason: str) -> None:
     data = _words("missing.tsv", predict_inputs=inputs)
     data.load_state_dict(_data(tmp_path).state_dict())
     with pytest.raises(UserError, match=reason):
@@ -456,8 +456,8 @@ def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: p
     assert (error.subject, error.problem) == ("line 2 of standard input", "is not in UTF-8; save the file as UTF-8")
 
 
-def test_a_checkpoints_vocabularies_and_normalisation_replace_those_of_the_corpus(tmp_path: Path) -> None:
-    old = _data(tmp_path, normalisation="tutorial")
+def test_a_checkpoints_vocabularies_and_normalization_replace_those_of_the_corpus(tmp_path: Path) -> None:
+    old = _data(tmp_path, normalization="tutorial")
     other = ["Un neuf!\tone nine\n", "deux.\ttwo\n", "six\tsix\n"]
     new = _words(_file(tmp_path, *other), test_fraction=1)
     new.setup("test")
@@ -553,7 +553,7 @@ def test_wrong_lines_of_csv_are_named(tmp_path: Path, name: str, text: str, reas
 
 
 @pytest.mark.parametrize("line", ["{i}\t{a}\t{b}\n", "{a}\thttp://a/{i}\t{b}\n"])
-def test_a_table_whose_first_two_columns_are_not_sentences_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_table_whose_first_two_columns_are_not_sentences_is_rejected(tmp_path: Path, line: str) -> None:
     lines = [line.format(i=i, a=a, b=b) for i, (a, b) in enumerate(ROWS, 1)]
     with pytest.raises(
         UserError, match="has the columns '1', '2', '3'; expected two; pass columns='source=[12],target=3'"
@@ -568,7 +568,7 @@ def test_sentences_as_written_are_there_for_every_held_out_row(tmp_path: Path) -
         data = _data(tmp_path, *lines, seed=seed, test_fraction=0.05)
         for rows in data.rows.values():
             texts, sentences = data.source_texts(rows), data.source_sentences(rows)
-            assert [normalise(text) for text in texts] == sentences
-            assert [normalise(text) for text in data.target_texts(rows)] == data.target_sentences(rows)
+            assert [normalize(text) for text in texts] == sentences
+            assert [normalize(text) for text in data.target_texts(rows)] == data.target_sentences(rows)
         written = data.source_texts(torch.cat((data.rows["val"], data.rows["test"])))
         assert all(text.endswith("!") and text[0] == "U" for text in written)

@@ -208,11 +208,11 @@ def test_the_tasks_of_an_array_are_requeued_each_for_itself(cluster: Cluster, un
     assert {weights_of(cluster.last(number)) for number in numbers.values()} == {undisturbed}
 
 
-def test_a_cancelled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cluster, undisturbed: str) -> None:
+def test_a_canceled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cluster, undisturbed: str) -> None:
     job = cluster.sbatch()
     cluster.trains(job)
     cluster.slurm.call("scancel", job)
-    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "CANCELLED", "cancelled", 200)
+    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "CANCELLED", "canceled", 200)
     assert f"ended by SIGTERM; resume in a new job with --name slurm-{job}, or with\n  srun" in cluster.log(job)
     done = updates_done(cluster.last(job))
     other = cluster.sbatch(flags=("--name", f"slurm-{job}"))
@@ -232,7 +232,7 @@ def test_a_node_that_is_lost_takes_no_update_with_it(cluster: Cluster, undisturb
     assert weights_of(cluster.last(job)) == undisturbed
 
 
-def test_one_process_in_an_allocation_of_several_is_refused_with_the_srun_line(cluster: Cluster) -> None:
+def test_one_process_in_an_allocation_of_several_is_rejected_with_the_srun_line(cluster: Cluster) -> None:
     program = [sys.executable, "-m", "recipes.mnist", *FLAGS]
     env = cluster.slurm.env | cluster.env
     started = [

@@ -131,7 +131,7 @@ def metadata_of(path: Path, kind: str) -> dict[str, Any]:
         text = pytest.importorskip("onnx").load(path).metadata_props
         text = {entry.key: entry.value for entry in text}
     return {
-        key: value if key in ("recipe", "version", "layout", "normalisation") else json.loads(value)
+        key: value if key in ("recipe", "version", "layout", "normalization") else json.loads(value)
         for key, value in text.items()
     }
 
@@ -180,7 +180,7 @@ def test_the_input_of_a_network_without_known_preprocessing_is_what_it_takes(tmp
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="this system has no folder that nobody can write to")
-def test_outputs_that_cannot_be_written_are_refused(saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_outputs_that_cannot_be_written_are_rejected(saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for output, expected in {
         ".": r"output='\.' is a folder; name a file in it",
@@ -193,7 +193,7 @@ def test_outputs_that_cannot_be_written_are_refused(saved, tmp_path: Path, monke
 def test_a_translator_is_exported_as_weights_with_its_vocabularies_and_not_as_onnx(tmp_path: Path):
     sizes = {"source_vocab_size": 5, "target_vocab_size": 6, "hidden_size": 8}
     recipe = Seq2SeqTranslator(**sizes)
-    recipe.vocabularies, recipe.normalisation = (Vocabulary.of(["le"]), Vocabulary.of(["the", "a"])), "tutorial"
+    recipe.vocabularies, recipe.normalization = (Vocabulary.of(["le"]), Vocabulary.of(["the", "a"])), "tutorial"
     checkpoint: dict[str, Any] = {"state_dict": recipe.state_dict()}
     recipe.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, tmp_path / "best.ckpt")
@@ -201,12 +201,12 @@ def test_a_translator_is_exported_as_weights_with_its_vocabularies_and_not_as_on
         path = export(Seq2SeqTranslator(**sizes), str(tmp_path / "best.ckpt"), kind).path
         metadata = metadata_of(path, kind)
         assert [*metadata["source_vocabulary"][4:], *metadata["target_vocabulary"][4:]] == ["le", "the", "a"]
-        assert metadata["normalisation"] == "tutorial"
+        assert metadata["normalization"] == "tutorial"
     with pytest.raises(UserError, match="seq2seq cannot be written as onnx: .* pass format='safetensors'"):
         export(Seq2SeqTranslator(**sizes), str(tmp_path / "best.ckpt"), "onnx")
 
 
-def test_weights_that_are_nan_are_refused_by_name(saved: tuple[MNISTClassifier, Path]) -> None:
+def test_weights_that_are_nan_are_rejected_by_name(saved: tuple[MNISTClassifier, Path]) -> None:
     checkpoint = torch.load(saved[1], weights_only=True)
     checkpoint["state_dict"]["network.head.bias"][3] = torch.nan
     torch.save(checkpoint, saved[1])

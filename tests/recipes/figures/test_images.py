@@ -1,9 +1,9 @@
-"""Images are shown as the network gets them, with their normalisation undone."""
+"""Images are shown as the network gets them, with their normalization undone."""
 
 import torch
 from PIL import Image
 
-from datamodules.images.augmentation import Normalise
+from datamodules.images.augmentation import Normalize
 from datamodules.images.mnist import MNISTDataModule
 from recipes.figures.images import ImageGrid, displayed
 from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, most_confident, training_grid
@@ -12,10 +12,10 @@ from recipes.runner.report import figures_of
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
-NORMALISE = Normalise([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+NORMALISE = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
-def test_a_normalised_image_is_shown_as_it_was() -> None:
+def test_a_normalized_image_is_shown_as_it_was() -> None:
     images = torch.randint(0, 256, (3, 3, 20, 30), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     assert torch.equal(displayed(NORMALISE(images), NORMALISE), images)
     assert torch.equal(displayed(images), images)
@@ -24,12 +24,12 @@ def test_a_normalised_image_is_shown_as_it_was() -> None:
 def test_a_wrong_order_of_channels_is_seen() -> None:
     red = torch.zeros(1, 3, 112, 112, dtype=torch.uint8)
     red[:, 0] = 255
-    for channels, colour in (([0, 1, 2], (255, 0, 0)), ([2, 1, 0], (0, 0, 255))):
+    for channels, color in (([0, 1, 2], (255, 0, 0)), ([2, 1, 0], (0, 0, 255))):
         grid = training_grid(NORMALISE(red)[:, channels], torch.tensor([0]), ["red"], NORMALISE)
         image: Image.Image = grid.image()
         found = image.getpixel((60, 60))
         assert isinstance(found, tuple)
-        assert all(abs(a - b) < 40 for a, b in zip(found, colour, strict=True))
+        assert all(abs(a - b) < 40 for a, b in zip(found, color, strict=True))
 
 
 def test_large_images_are_reduced_and_keep_their_shape() -> None:
@@ -60,7 +60,7 @@ def test_the_most_confident_mistakes_of_all_batches_are_kept() -> None:
         kept.add(images, torch.stack((true, predicted, probabilities), 1))
     shown = most_confident(kept.mistakes(torch.arange(1000, 1080)), rank=0)
     assert shown is not None
-    grid = mistakes_grid(*shown, ["a", "b"], (), "test", Normalise([0.0], [1.0]))
+    grid = mistakes_grid(*shown, ["a", "b"], (), "test", Normalize([0.0], [1.0]))
     # Every second sample is a mistake; the last ones are the surest.
     assert grid.captions[0] == ("b (97 %)", "is a", "sample 1,079")
     assert grid.captions[23] == ("b (41 %)", "is a", "sample 1,033")

@@ -22,7 +22,7 @@ def test_thinning_keeps_the_peaks() -> None:
 def test_a_curve_leaves_out_what_is_not_finite() -> None:
     figure = curve_plot("loss", {"training": [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 1.0)]})
     assert figure is not None
-    (line,) = [shape for shape in figure.shapes if isinstance(shape, Line) and shape.colour == "train"]
+    (line,) = [shape for shape in figure.shapes if isinstance(shape, Line) and shape.color == "train"]
     assert len(line.points) == 2
     assert curve_plot("loss", {"training": [(1, float("nan"))]}) is None
 
@@ -71,7 +71,7 @@ def test_long_sentences_have_a_map_of_their_beginning() -> None:
     assert "first 40 tokens" in figure.note
 
 
-def test_an_image_has_the_colours_and_the_shapes_of_the_figure() -> None:
+def test_an_image_has_the_colors_and_the_shapes_of_the_figure() -> None:
     figure = Figure("boxes", 40, 20, [Box(0, 0, 20, 20, "train"), Box(20, 0, 20, 20, "val", 0.0)])
     image: Image.Image = figure.image()
     assert image.size == (60, 30)

@@ -48,7 +48,7 @@ class Points(pl.LightningDataModule, DataContract):
         return {"train": 24}
 
     def resolve(self) -> dict[str, Any]:
-        return {"shade": "grey"}
+        return {"shade": "gray"}
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.rand(24, 4), torch.arange(24) % 3), batch_size=self.hparams["batch_size"])
@@ -124,11 +124,11 @@ def _typed_with(own: list[int], args: list[str], folder: str) -> tuple[int, set[
 def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_use_it(tmp_path: Path) -> None:
     assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path)) == [(0, 1)], "the data module is built once"
     settings = yaml.safe_load((tmp_path / "runs/points/run/config.yaml").read_text())
-    assert (settings["num_classes"], settings["shade"]) == (3, "grey")
+    assert (settings["num_classes"], settings["shade"]) == (3, "gray")
     last = "runs/points/run/checkpoints/last.ckpt"
     checkpoint = torch.load(tmp_path / last, weights_only=True)
     assert checkpoint["config"] == settings
-    assert checkpoint["datamodule_hyper_parameters"]["shade"] == "grey"
+    assert checkpoint["datamodule_hyper_parameters"]["shade"] == "gray"
     # What a file of settings leaves open, as --print-config prints it, is what the run has resolved.
     (tmp_path / "open.yaml").write_text("num_classes: null\nthreads: null\nlr: null\nshade: auto\n")
     for line in (["validate", "--ckpt", last], ["--resume", last, "--max-epochs", "2"]):
@@ -203,7 +203,7 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     from recipes.runner.spec import Resolver
     from tests.recipes.runner.test_resume import save
 
-    config = {"batch_size": batch_size, "accumulate": 1, "num_classes": 3, "shade": "grey"}
+    config = {"batch_size": batch_size, "accumulate": 1, "num_classes": 3, "shade": "gray"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # On one device.
     classes = Classes(Points3, Points, list)
     typed = Command("prog")

@@ -74,14 +74,14 @@ def _other_arrays(folder: str) -> list[str]:
     os.chdir(folder)
     digits = load_digits()
     images, labels = digits.images / 16, digits.target
-    refused = []
+    rejected = []
     fit("mnist", (images, labels), name="one", **FEW)
     for other in ((images[:-1], labels[:-1]), (images[::-1], labels[::-1])):
         with pytest.raises(UserError) as raised:
             fit("mnist", other, name="one", resume="auto", **FEW | {"max_epochs": 3})
-        refused.append(str(raised.value))
+        rejected.append(str(raised.value))
     fit("mnist", (images, labels), name="one", resume="auto", **FEW | {"max_epochs": 3})
-    return refused
+    return rejected
 
 
 def test_a_run_is_not_resumed_with_other_arrays(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_cannot_be_used_is_refused(message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_rejected(message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         fit(**({"recipe": "mnist", "run_dir": tmp_path, "accelerator": "cpu"} | WRONG[message]))
     assert message in str(raised.value)

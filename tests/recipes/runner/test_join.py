@@ -56,11 +56,11 @@ def test_where_a_rank_is_missing_the_others_say_how_many_have_come():
 def _settle(port: int) -> Any:
     join_run(_launch(port), 600.0)
 
-    def refuse() -> None:
+    def reject() -> None:
         raise UserError("no data")
 
     try:
-        share(refuse)
+        share(reject)
     except RankZeroFailed as ended:
         return ended.code
     except UserError as error:

@@ -87,14 +87,14 @@ SHELL_STEP = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"
         (SHELL_STEP, "auto", "2 x 4 tasks", "srun --nodes=2 --ntasks-per-node=4"),
     ],
 )
-def test_one_process_in_a_slurm_job_with_more_is_refused_with_the_srun_line(env, devices, what, srun):
-    with pytest.raises(UserError) as refused:
+def test_one_process_in_a_slurm_job_with_more_is_rejected_with_the_srun_line(env, devices, what, srun):
+    with pytest.raises(UserError) as rejected:
         plan(env, devices)
     line = f"this Slurm job has {what}, and the program was started once, without srun; type the first of these,"
-    assert str(refused.value).startswith(line)
+    assert str(rejected.value).startswith(line)
     one_process = "srun --nodes=1 --ntasks-per-node=1 python -m r --lr 0.1"
-    assert refused.value.commands == (f"{srun} python -m r --lr 0.1", one_process)
-    assert str(refused.value).endswith(f"\n  {one_process}")
+    assert rejected.value.commands == (f"{srun} python -m r --lr 0.1", one_process)
+    assert str(rejected.value).endswith(f"\n  {one_process}")
     assert plan(env, 2, 2, node_rank=1, master_addr="a").launcher == "manual"
 
 
@@ -195,10 +195,10 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
         (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on 2 nodes"),
     ],
 )
-def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments, message):
-    with pytest.raises(UserError) as refused:
+def test_what_cannot_succeed_is_rejected_with_the_command_to_type(env, arguments, message):
+    with pytest.raises(UserError) as rejected:
         plan(env, **arguments)
-    assert message in str(refused.value)
+    assert message in str(rejected.value)
 
 
 def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
@@ -214,7 +214,7 @@ def test_slurms_lists_of_hosts_and_steps():
     assert plan({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).launcher == "local", "no step"
 
 
-def test_an_update_that_the_devices_cannot_share_is_refused_before_they_start():
+def test_an_update_that_the_devices_cannot_share_is_rejected_before_they_start():
     for samples, batch_size, devices in ((None, 256, 8), (512, 256, 2), (100, "auto", 8)):
         check_shared_update(Launch("local", 1, devices), samples, batch_size)
     with pytest.raises(UserError, match="of 100 has 1 micro-batches of 256, and there are 2 devices: .* of 50 or less"):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.optimization import refuse_plateau_by_time
+from recipes.optimization import reject_plateau_by_time
 from recipes.runner.settings import TrainerSettings, limits_per_device, micro_batches_of_update
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
@@ -78,7 +78,7 @@ def fit(
     samples = torch.linspace(-1, 1, batches).unsqueeze(1)
     loader: Any = DataLoader(TensorDataset(samples, samples), batch_size=1)
     accumulation = GradientAccumulation(steps)
-    check = LambdaCallback(on_train_start=lambda trainer, _: refuse_plateau_by_time(trainer))
+    check = LambdaCallback(on_train_start=lambda trainer, _: reject_plateau_by_time(trainer))
     options = {"max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0} | options
     trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, check, *more])
     module = module or Scored()
@@ -167,7 +167,7 @@ def test_a_schedule_that_follows_the_score_of_each_epoch_needs_validations_by_up
         fit(8, module=Plateau(), val_check_interval=timedelta(seconds=1))
 
 
-def test_an_interval_longer_than_an_epoch_is_refused_in_updates():
+def test_an_interval_longer_than_an_epoch_is_rejected_in_updates():
     with pytest.raises(UserError, match="val_check_interval=9 is more than the 8 updates of an epoch"):
         fit(30, val_check_interval=9)
     assert fit(30, val_check_interval=9, max_epochs=2, check_val_every_n_epoch=None)[1].validated == [9]

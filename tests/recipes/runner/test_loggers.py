@@ -201,7 +201,7 @@ def test_writing_a_graph_leaves_modes_and_random_numbers_as_they_are(tmp_path: P
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_wandb_without_a_login_is_refused_with_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_a_login_is_rejected_with_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_CONFIG_DIR"):

@@ -101,9 +101,9 @@ def test_what_is_special_about_a_setting_stands_at_its_field():
     ],
 )
 def test_the_trainer_has_only_further_parameters_of_its_own(name: str, message: str):
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as rejected:
         TrainerSettings(trainer={name: "maybe"})
-    assert str(refused.value).startswith(message)
+    assert str(rejected.value).startswith(message)
     assert TrainerSettings(max_epochs=2, trainer={"benchmark": True}).options()["benchmark"] is True
 
 

@@ -53,7 +53,7 @@ class _Pair(nn.Module):
         (_Pair(), r"returns a tuple, expected a tensor of logits of shape \(batch, 10\): return that tensor only"),
     ],
 )
-def test_a_network_without_a_column_for_each_class_is_refused(tmp_path: Path, network: Any, message: str):
+def test_a_network_without_a_column_for_each_class_is_rejected(tmp_path: Path, network: Any, message: str):
     class Own(MNISTClassifier):
         def build_network(self) -> nn.Module:
             return network
@@ -63,12 +63,12 @@ def test_a_network_without_a_column_for_each_class_is_refused(tmp_path: Path, ne
     assert "\n" not in str(caught.value)
 
 
-def test_a_constructor_that_takes_nothing_of_what_the_data_decide_is_refused(tmp_path: Path):
+def test_a_constructor_that_takes_nothing_of_what_the_data_decide_is_rejected(tmp_path: Path):
     with pytest.raises(UserError, match=r"takes no `num_classes`, which is 10 .* 7 in Narrow: give it \*\*kwargs"):
         fit(Narrow, dataset="digits", max_epochs=1, verbose=False, run_dir=tmp_path)
 
 
-def test_a_checkpoint_of_another_recipe_is_refused_by_its_name(tmp_path: Path):
+def test_a_checkpoint_of_another_recipe_is_rejected_by_its_name(tmp_path: Path):
     trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
     data: Any = MNISTDataModule("digits")
     trainer.fit(MNISTClassifier(), data)
@@ -85,7 +85,7 @@ def test_short_names_of_precisions_are_known(asked: Any, meant: str):
     assert resolve_precision(asked, "cpu")[0] == meant
 
 
-def test_half_precision_is_refused_on_a_cpu_by_each_name():
+def test_half_precision_is_rejected_on_a_cpu_by_each_name():
     for name in (16, "16", "16-mixed"):
         with pytest.raises(UserError, match="16-mixed needs a GPU"):
             resolve_precision(name, "cpu")
@@ -103,7 +103,7 @@ def test_a_parameter_without_a_default_has_to_be_given(tmp_path: Path):
         fit(Wanting, dataset="digits", max_epochs=1, verbose=False, run_dir=tmp_path)
 
 
-def test_a_null_is_refused_where_a_setting_takes_none():
+def test_a_null_is_rejected_where_a_setting_takes_none():
     with pytest.raises(UserError, match="lr=None: expected FLOAT"):
         fit("mnist", lr=None)
 
@@ -132,7 +132,7 @@ class Foreign(pl.LightningModule):
         ("mnist", {"data": "digits"}, "data is a path, and 'digits' names a data set; pass dataset='digits'"),
     ],
 )
-def test_what_fit_does_not_take_is_refused_in_one_line(recipe: Any, options: Any, message: str, tmp_path: Path):
+def test_what_fit_does_not_take_is_rejected_in_one_line(recipe: Any, options: Any, message: str, tmp_path: Path):
     dataset = {} if "data" in options else {"dataset": "digits"}
     with pytest.raises(UserError, match=re.escape(message)):
         fit(recipe, max_steps=1, verbose=False, run_dir=tmp_path, **dataset, **options)

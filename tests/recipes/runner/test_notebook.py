@@ -78,7 +78,7 @@ def test_predict_takes_the_sentences_of_a_fit(tmp_path: Path) -> None:
     assert first == fitted.data.source_sentences(batch.numbers), "a translation stands beside its sentence"
 
 
-def test_data_without_a_part_to_predict_are_refused(tmp_path: Path) -> None:
+def test_data_without_a_part_to_predict_are_rejected(tmp_path: Path) -> None:
     settings = {"dataset": "digits", "val_fraction": 0.0, "run_dir": str(tmp_path)}
     fitted = fit("mnist", **settings, **QUIET)
     fitted.data.test_dataloader = list

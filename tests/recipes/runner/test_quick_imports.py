@@ -131,7 +131,7 @@ with quick_imports():
     from pathlib import Path
 
     Path("imports").touch()
-    while not Path("signalled").exists():
+    while not Path("signaled").exists():
         time.sleep(0.05)
     from datamodules import MNISTDataModule
     from recipes import MNISTClassifier, run
@@ -148,7 +148,7 @@ def test_a_signal_before_the_time_limit_is_kept_while_the_program_imports(tmp_pa
     ) as process:
         wait_until((tmp_path / "imports").exists, "the imports have begun")
         process.send_signal(signal.SIGUSR1)
-        (tmp_path / "signalled").touch()
+        (tmp_path / "signaled").touch()
         output = process.communicate(timeout=600)[0]
     assert process.returncode == 128 + signal.SIGUSR1, output
     assert "ended by SIGUSR1" in output

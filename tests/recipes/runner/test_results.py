@@ -23,7 +23,7 @@ def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
         ('{"scores": 3}', "holds no results of a run"),
     ],
 )
-def test_a_file_that_holds_no_results_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_a_file_that_holds_no_results_is_rejected(tmp_path: Path, text: str | None, problem: str) -> None:
     if text is not None:
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError, match=problem):

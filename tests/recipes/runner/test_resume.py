@@ -77,7 +77,7 @@ class TouchesFile:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(zipped: bool, tmp_path: Path):
+def test_a_checkpoint_that_would_run_code_is_rejected_and_runs_none(zipped: bool, tmp_path: Path):
     content = torch.load(save(tmp_path / "last.ckpt", 5), weights_only=True)
     content["config"] = content["config"] | {"lr": TouchesFile(tmp_path / "ran")}
     torch.save(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=zipped)
@@ -133,7 +133,7 @@ def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
-def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the_flag(resume, outside, tmp_path):
+def test_a_job_of_several_nodes_that_restarts_without_a_name_is_rejected_with_the_flag(resume, outside, tmp_path):
     for name, value in (("RUN_ID", "none"), ("MAX_RESTARTS", "3")):
         outside.setenv(f"TORCHELASTIC_{name}", value)
     outside.setenv("GROUP_WORLD_SIZE", "2")
@@ -232,7 +232,7 @@ def test_a_run_of_this_process_and_one_whose_setting_was_typed_and_is_not_now_ar
     assert [Path(point.folder).name for point in points] == ["slurm-7-2", "slurm-7", "slurm-7-3", "slurm-7-4"]
 
 
-def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(outside, tmp_path):
+def test_a_damaged_checkpoint_that_was_given_is_rejected_with_the_newest_valid_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
@@ -306,7 +306,7 @@ def _hold(path: str) -> str:
         return f"ends with {end.code}"
 
 
-def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
+def test_a_folder_in_which_another_process_trains_is_rejected(tmp_path):
     with locked(tmp_path):
         on_rank_0, on_rank_1 = run_ranks(_hold, 2, str(tmp_path))
     assert "another process is training in" in on_rank_0

@@ -51,7 +51,7 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     before = contents(run)
     first, _ = sorted((run / "checkpoints").glob("best-*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
-    # In the weights of the checkpoint at which the interval begins, and in the optimiser's state there.
+    # In the weights of the checkpoint at which the interval begins, and in the optimizer's state there.
     for name, place in (("weights", "state_dict"), ("state", "optimizer_states")):
         other = _copy(trained, tmp_path, name)
         saved = torch.load(other / "checkpoints" / first.name, weights_only=True)
@@ -135,9 +135,9 @@ def test_an_interval_from_the_beginning_is_repeated_on_the_devices_of_the_run(tr
     record = _copy(trained, tmp_path, "one") / "weights.jsonl"
     shutil.rmtree(record.with_name("checkpoints"))
     record.write_text(record.read_text().replace('"devices": 1', '"devices": 2', 1))
-    (refused,) = typed(tmp_path, "verify runs/quadrants/one --devices 1")
-    assert refused.status == 2
-    assert "no checkpoint holds how many samples an update has: pass --devices 2" in refused.err
+    (rejected,) = typed(tmp_path, "verify runs/quadrants/one --devices 1")
+    assert rejected.status == 2
+    assert "no checkpoint holds how many samples an update has: pass --devices 2" in rejected.err
 
 
 def test_a_resume_elsewhere_says_what_differs(trained: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_run_that_began_from_a_foreign_checkpoint_is_not_repeated_from_the_beg
         ("[" * 100_000 + "\n", "line 1 of .* cannot be read"),
     ],
 )
-def test_a_damaged_record_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_damaged_record_is_rejected(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "weights.jsonl").write_text(text)
     with pytest.raises(UserError, match=problem):
         read_saves(tmp_path)

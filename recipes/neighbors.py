@@ -1,14 +1,14 @@
-"""Refuse a folder of the user that shadows one of our packages."""
+"""Reject a folder of the user that shadows one of our packages."""
 
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 _FILE_OF_PACKAGE = {"callbacks": "gradient_accumulation.py", "datamodules": "contract.py"}
-"""A file in each package by which our package is recognised."""
+"""A file in each package by which our package is recognized."""
 
 
-def refuse_shadows() -> None:
+def reject_shadows() -> None:
     """Check that the packages that recipes import are ours.
 
     Python finds a folder ``callbacks/`` with an ``__init__.py`` in the current folder, or beside the program, before
