@@ -6,6 +6,7 @@ A page asks with a comment: ``<!-- include: CHANGELOG.md -->`` or ``<!-- public 
 import ast
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def edit_url(repository: str, page: str, markdown: str) -> str:
 
 
 def on_config(config: Any, **others: Any) -> Any:
-    """Show the repository in the header."""
+    """Show the version and the repository in the header."""
+    version = runpy.run_path(str(ROOT / "recipes" / "version.py"))["__version__"]
+    config.site_name = f"lightning-recipes {version}"
     config.repo_url = os.environ.get(REPOSITORY)
     config.repo_name = "Repository" if config.repo_url else None
     return config
