@@ -39,6 +39,7 @@ def test_a_callbacks_page_begins_with_the_line_that_uses_it_then_shows_what_is_p
 
 
 LOOKED_UP = {"help/coming-from.md", "help/troubleshooting.md", "reference/results.md", "reference/results-more.md"} | {
+    "scaling/drift.md",
     "scaling/proofs.md",
     "callbacks/works-with.md",
 }

@@ -152,9 +152,9 @@ def test_the_imports_of_modules_make_no_circle() -> None:
 
 
 CLOSURES = {
-    "recipes.mnist.recipe": 4_500,
+    "recipes.mnist.recipe": 4_600,
     "callbacks.freezing": 800,
-    "datamodules.translation.data_module": 2_400,
+    "datamodules.translation.data_module": 2_450,
 }
 """How many lines of our code a reader of a module may have to know at most: its own and those of modules it imports.
 

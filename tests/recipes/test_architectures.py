@@ -211,7 +211,7 @@ def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Pat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     nowhere = f"http://127.0.0.1:{free_port()}/model"
     monkeypatch.setattr(pretrained, "download_weights", lambda _, name: download_weights(nowhere, name=name))
-    with pytest.raises(UserError, match=r"download.*rejected.*copy it to (\S+), or pass weights='FILE'") as caught:
+    with pytest.raises(UserError, match=r"download.*refused.*copy it to (\S+), or pass weights='FILE'") as caught:
         published_weights("timm:test_resnet", 64)
     (place,) = (word.rstrip(",") for word in str(caught.value).split() if word.startswith(str(tmp_path)))
     published = timm.create_model("test_resnet").state_dict()

@@ -89,7 +89,7 @@ MEANT: dict[str, tuple[str, Callable[[Wait], bool]]] = {
     # Mean and deviation go to the device.
     "datamodules/images/augmentation.py:normalizer": (TRAINING, in_the_first_batch),
     # A search ends when its sentences end, and translations become text.
-    "recipes/seq2seq/decoding.py:beam_search": (VALIDATION, bool),
+    "recipes/seq2seq/decoding.py:_search": (VALIDATION, bool),
     "recipes/seq2seq/recipe.py:_evaluation_step": (VALIDATION, bool),
 }
 """The places that wait, and when they may."""

@@ -79,7 +79,7 @@ def test_results_describe_the_best_checkpoint_and_where_it_comes_from(run: Any) 
     assert results["peak_memory_bytes"]["host"] > 1 << 27
     assert set(results) == {
         *("recipe", "command", "started_at", "ended_at", "host", "hardware", "devices", "num_nodes", "versions"),
-        *("scores", "headline", "best", "seconds", "epochs", "samples_per_second", "peak_memory_bytes"),
+        *("scores", "headline", "best", "seconds", "epochs", "samples_per_second", "peak_memory_bytes", "flops"),
         "weights_sha256",
         *("stopped_early", "parameters", "trainable_parameters", "data", "config"),
     }
