@@ -80,7 +80,7 @@ def check_statistics(name: str, numbers: Sequence[float] | None, least: float) -
 
 AUGMENTATIONS = ("none", "light", "standard")
 # Largest change of brightness, contrast and saturation: half of that of the usual recipes for ImageNet.
-_COLOUR = 0.2
+_COLOR = 0.2
 
 
 def describe_augmentation(name: str, flip: bool) -> str:
@@ -187,7 +187,7 @@ class BatchAugmentation:
             flips = alternating_flips(self.seed, epoch, numbers)
         factors = None
         if self.name == "standard":
-            factors = 1 + _COLOUR * (2 * uniform(self.seed, "colors", epoch, numbers, 3) - 1)
+            factors = 1 + _COLOR * (2 * uniform(self.seed, "colors", epoch, numbers, 3) - 1)
         normalize = self.normalize(images.device)
 
         def select(draws: Tensor | None, samples: slice) -> Tensor | None:

@@ -81,7 +81,7 @@ def build_cifar_resnet(depth: int, num_classes: int) -> nn.Sequential:
 
 # The principal components of photographs of 32 pixels, and their variances if each channel has the variance 1.
 _PATCHES = (((1, 1, 1, 1), 3.74), ((1, -1, 1, -1), 0.12), ((1, 1, -1, -1), 0.12), ((1, -1, -1, 1), 0.02))
-_COLOURS = (((1, 1, 1), 2.8), ((1, 0, -1), 0.17), ((1, -2, 1), 0.036))
+_COLORS = (((1, 1, 1), 2.8), ((1, 0, -1), 0.17), ((1, -2, 1), 0.036))
 _LEAST_VARIANCE = 0.01
 
 
@@ -97,7 +97,7 @@ def whitening_filters() -> Tensor:
     """
     filters = []
     for patch, patch_variance in _PATCHES:
-        for color, color_variance in _COLOURS:
+        for color, color_variance in _COLORS:
             component = torch.outer(torch.tensor(color), torch.tensor(patch)).float()
             deviation = (patch_variance * color_variance + _LEAST_VARIANCE) ** 0.5
             filters.append(component.view(3, 2, 2) / component.norm() / deviation)
