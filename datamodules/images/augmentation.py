@@ -187,7 +187,8 @@ class BatchAugmentation:
             flips = alternating_flips(self.seed, epoch, numbers)
         factors = None
         if self.name == "standard":
-            factors = 1 + _COLOR * (2 * uniform(self.seed, "colors", epoch, numbers, 3) - 1)
+            # The purpose is spelled as in the first version: another one would draw other numbers.
+            factors = 1 + _COLOR * (2 * uniform(self.seed, "colours", epoch, numbers, 3) - 1)
         normalize = self.normalize(images.device)
 
         def select(draws: Tensor | None, samples: slice) -> Tensor | None:
