@@ -29,8 +29,21 @@ def _asks_for_cuda(config: pytest.Config) -> bool:
     return "cuda" in config.option.markexpr.replace("not cuda", "")
 
 
+_STARTERS = ("run_ranks", "typed", "type_line", "subprocess")
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    """Whether the file of a test imports what starts processes."""
+    return any(name in vars(getattr(item, "module", pytest)) for name in _STARTERS)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked cuda are left out unless ``-m`` names the mark, and skipped without a GPU."""
+    """Mark tests that start processes.
+
+    Tests marked cuda are left out unless ``-m`` names the mark, and skipped without a GPU.
+    """
+    for item in filter(_starts_processes, items):
+        item.add_marker(pytest.mark.ranks)
     needs_gpu = [item for item in items if item.get_closest_marker("cuda")]
     if not _asks_for_cuda(config):
         items[:] = [item for item in items if not item.get_closest_marker("cuda")]
