@@ -307,9 +307,12 @@ def drawn(results: dict[str, Any], page: str) -> dict[Path, str]:
 
 def train(args: argparse.Namespace) -> None:
     """Train in this process, and print losses and hash on rank 0."""
+    import torch
+
     from benchmarks.contenders.same_training import PROGRAMS, Job
 
     job = Job(args.processes, args.workers, args.threads, args.folder, args.stop, args.resume)
+    torch.set_num_threads(args.threads)  # Before a program builds its callbacks, which take this number.
     outcome = PROGRAMS[args.train](job)
     if outcome.rank == 0:
         sys.stdout.write(json.dumps({"losses": outcome.losses, "sha256": outcome.sha256()}) + "\n")
