@@ -86,7 +86,7 @@ def test_a_killed_process_and_a_killed_node_that_comes_back_leave_no_trace_in_th
 
 
 def test_a_run_shrinks_with_a_lost_node_grows_with_one_that_joins_and_has_the_same_weights(tmp_path):
-    longer = ["--max-epochs", "90"]  # So that the new node finds it training.
+    longer = ["--max-epochs", "180"]  # So that the new node finds it training.
     whole = undisturbed(tmp_path / "whole", *longer)
     with job(tmp_path, "1:2", *longer) as elastic:
         first = elastic.agents[0]
