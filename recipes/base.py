@@ -19,7 +19,7 @@ from datamodules.ranges import RATE, Range, check_ranges
 from recipes.calls import call_network
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
 from recipes.optim import check_optimizer
-from recipes.optimization import check_optimization
+from recipes.optimization import CheckOptimization
 from recipes.schedules import ScheduleName, ScheduleSettings
 from recipes.tables import Headline, ResultTable
 from recipes.weights import InitialWeights, load_initial_weights, read_weights
@@ -210,17 +210,12 @@ class Recipe(OneLightning, pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the callbacks that belong to the recipe, in any Trainer; an override adds to them."""
-        callbacks: list[pl.Callback] = [StepMetrics(self.targets)]
+        callbacks = [StepMetrics(self.targets), CheckOptimization()]
         if self.hparams.weights not in (None, "none"):
             callbacks.append(InitialWeights())
         if self.hparams.compile:
             callbacks.append(CompileNetwork())
         return callbacks
-
-    @override
-    def on_train_start(self) -> None:
-        """Check the optimizer and the schedule; an override has to call this method."""
-        check_optimization(self.trainer, self)
 
     def take_initial_weights(self, resumes: bool) -> None:
         """Load `weights` when the recipe is first trained, unless it resumes from a checkpoint."""

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from typing_extensions import override
+
 from callbacks.lib.optimizers import schedule_of
 from callbacks.lib.updates import total_updates
 from datamodules.errors import UserError, spelled
@@ -12,20 +14,27 @@ from recipes.optim import optimizer_class
 from recipes.schedules import ENDS_AT_0, settings_of
 
 
-def check_optimization(trainer: pl.Trainer, recipe: Any) -> None:
-    """Check a recipe's optimizer and schedule as training starts, and set the rates of the first update.
+class CheckOptimization(pl.Callback):
+    """Callback that checks a recipe's optimizer and schedule, and sets the rates of the first update.
+
+    It is no hook of the recipe: an override of a subclass that does not call it would end the checks in silence.
+
+    Runs on: `on_train_start`.
 
     Raises:
         UserError: the schedule follows a score, and the run validates nothing, or validates by time; or the run cannot
             have its milestones.
     """
-    reject_plateau_by_time(trainer)
-    _check_optimizer(trainer, recipe)
-    _check_schedule(trainer, recipe)
-    for optimizer in trainer.optimizers:
-        schedule = schedule_of(optimizer, trainer)
-        if schedule:
-            schedule.read_length(trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        reject_plateau_by_time(trainer)
+        _check_optimizer(trainer, pl_module)
+        _check_schedule(trainer, pl_module)
+        for optimizer in trainer.optimizers:
+            schedule = schedule_of(optimizer, trainer)
+            if schedule:
+                schedule.read_length(trainer)
 
 
 def reject_plateau_by_time(trainer: pl.Trainer) -> None:

@@ -304,6 +304,9 @@ def test_another_optimizer_than_the_parameters_name_is_told(caplog: pytest.LogCa
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), 0.01)
 
+        def on_train_start(self) -> None:
+            """A hook of the user's, which calls no other."""
+
     fit(Own("one_cycle", "sgd"))
     assert "configure_optimizers() built Adam, and optimizer='sgd' is saved" in caplog.text
     assert "pass optimizer='adam'" in caplog.text
