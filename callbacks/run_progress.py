@@ -250,9 +250,9 @@ class RunProgress(OneLightningCallback, ProgressBar):
     """Keeps one line up to date on a terminal, or prints lines into a log file, and prints one after each epoch.
 
     The line shows the epoch, its updates, the time left of the epoch, and of the run the time since it was started or
-    resumed and the time left. With a `TrainLoss` it shows
-    the mean loss of this rank in the epoch so far and the targets per second. A narrow terminal omits the less
-    important parts. Messages that are printed meanwhile appear above the line.
+    resumed and the time left. With a `TrainLoss` it shows the mean loss of this rank in the epoch so far and the
+    targets per second. A narrow terminal omits the less important parts. Messages that are printed meanwhile appear
+    above the line.
 
     Runs on: the start and end of training and of evaluation, and every batch.
 

@@ -129,14 +129,18 @@ class UpdateLoop(_TrainingEpochLoop):
         is_within_epoch = type(interval) is int and self.trainer.check_val_every_n_epoch is not None
         self._validates_every = interval if is_within_epoch else 1
 
-    def _begin_schedules(self, *, training: bool = True) -> None:
+    def _begin_schedules(self) -> None:
         """Pass the epoch to the schedules of its updates; those that Lightning's Tuner has replaced set no rates."""
-        for schedule in self._schedules:
-            schedule.end_epoch()
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs if training]
+        self._end_schedules()
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         self._schedules = [scheduler for scheduler in schedulers if isinstance(scheduler, UpdateSchedule)]
         for schedule in self._schedules:
             schedule.begin_epoch(self.trainer)
+
+    def _end_schedules(self) -> None:
+        for schedule in self._schedules:
+            schedule.end_epoch()
+        self._schedules = []
 
     @override
     def run(self, data_fetcher: Any) -> None:
@@ -339,7 +343,7 @@ class UpdateLoop(_TrainingEpochLoop):
     def teardown(self) -> None:
         super().teardown()
         self.threads.end()
-        self._begin_schedules(training=False)
+        self._end_schedules()
         for loader in numbered_loaders(self.trainer.train_dataloader):
             loader.keeps_order = False
             loader.divide_updates(None)

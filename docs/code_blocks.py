@@ -114,9 +114,25 @@ def _write_samples(folder: Path) -> None:
 
 
 def shell_lines(text: str) -> list[list[str]]:
-    """The words of each line of a block; comments are left out, and a line that ends with a backslash goes on."""
-    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    """The words of each command of a block; comments are left out.
+
+    A line that ends with a backslash, or within quotes, goes on in the next one.
+    """
+    commands = []
+    begun = ""
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        begun += line
+        try:
+            words = shlex.split(begun, comments=True)
+        except ValueError:  # A quotation is open.
+            begun += "\n"
+            continue
+        begun = ""
+        if words:
+            commands.append(words)
+    if begun:
+        raise ValueError(f"no closing quotation: {begun}")
+    return commands
 
 
 def _recipe_of(words: Sequence[str]) -> tuple[str | None, list[str]]:

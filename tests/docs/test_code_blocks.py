@@ -40,8 +40,9 @@ print("written")
 <!-- parsed: needs four machines -->
 ```bash
 python -m recipes.mnist --seed 2 \\
-    --name two   # a comment
-python mine.py
+    --name two   # a comment's apostrophe
+python mine.py 'a
+  b'
 ```
 
 - item
@@ -58,7 +59,7 @@ def test_blocks_have_their_titles_comments_and_indents() -> None:
     assert (shell.how, shell.line) == ("parsed: needs four machines", 7)
     assert shell_lines(shell.text) == [
         ["python", "-m", "recipes.mnist", "--seed", "2", "--name", "two"],
-        ["python", "mine.py"],
+        ["python", "mine.py", "a\n  b"],
     ]
     assert code.text == "x = 1\n"
 
