@@ -34,7 +34,8 @@ _STARTERS = ("run_ranks", "typed", "type_line", "subprocess")
 
 def _starts_processes(item: pytest.Item) -> bool:
     """Whether the file of a test imports what starts processes."""
-    return any(name in vars(getattr(item, "module", pytest)) for name in _STARTERS)
+    module = getattr(item, "module", None)
+    return module is not None and not vars(module).keys().isdisjoint(_STARTERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
