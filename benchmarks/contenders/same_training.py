@@ -44,7 +44,7 @@ class Job:
     Args:
         processes: number of processes.
         workers: number of worker processes of each loader.
-        threads: number of threads that the program sets.
+        threads: number of threads, which are set before the program builds anything.
         folder: folder of the checkpoint.
         stop: whether to stop after `STOP` updates, with a checkpoint.
         resume: whether to resume from that checkpoint.
@@ -154,7 +154,6 @@ def _in_lightning(job: Job, callbacks: list[Any], saving: Any, **options: Any) -
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return _optimizer(self)
 
-    torch.set_num_threads(job.threads)
     model = Digits()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -180,7 +179,7 @@ def fabric(job: Job) -> Outcome:
 
     runner = Fabric(accelerator="cpu", devices=job.processes, strategy="ddp" if job.processes > 1 else "auto")
     runner.launch()
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(job.threads)  # Again: the launch has set another number.
     runner.seed_everything(SEED, workers=True, verbose=False)
     torch.use_deterministic_algorithms(True)
     network = _network()
@@ -214,7 +213,6 @@ def accelerate(job: Job) -> Outcome:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
-    torch.set_num_threads(job.threads)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=job.accumulate, dataloader_config=loading)
     set_seed(SEED, deterministic=True)
@@ -266,7 +264,6 @@ def transformers_trainer(job: Job) -> Outcome:
     """Train in the Trainer of transformers."""
     from transformers import Trainer, TrainerCallback, TrainingArguments, enable_full_determinism
 
-    torch.set_num_threads(job.threads)
     enable_full_determinism(SEED)
     network = _network()
     outcome = Outcome(network)
