@@ -7,6 +7,7 @@ from .freezing import freeze_layers as freeze_layers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation
 from .lib.batch_norm import OrderedStatistics as OrderedStatistics
 from .lib.gradient_sum import GradientSum as GradientSum
+from .lib.optimizers import warmup_factor as warmup_factor
 from .lib.signals import Preempted as Preempted
 from .preemption import Preemption as Preemption
 from .rank_consistency import RankConsistency as RankConsistency
@@ -26,5 +27,4 @@ from .update_loop import install_update_loop as install_update_loop
 from .warmup_lr import RateFactor as RateFactor
 from .warmup_lr import WarmupLR as WarmupLR
 from .warmup_lr import batch_size_scale as batch_size_scale
-from .warmup_lr import warmup_factor as warmup_factor
 from .weight_averaging import WeightAveraging as WeightAveraging

@@ -339,15 +339,15 @@ class StepMetrics(OneLightningCallback):
         self._update = updates
         self._next = (updates // every + 1) * every if every else math.inf
 
-    def _is_due(self, trainer: pl.Trainer, updates: int) -> bool:
-        """Whether to log after a number of updates."""
-        return updates >= self._next or (not self._logged and trainer.is_last_batch and self._next < math.inf)
+    def _is_due(self, updates: int, is_last: bool) -> bool:
+        """Whether to log after a number of updates, of which this one may be the epoch's last."""
+        return updates >= self._next or (is_last and not self._logged and self._next < math.inf)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if not self.norm or not self._is_due(trainer, updates_made(trainer) + 1):
+        if not self.norm or not self._is_due(updates_made(trainer) + 1, trainer.is_last_batch):
             return
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -367,8 +367,9 @@ class StepMetrics(OneLightningCallback):
         if self.targets is not None:
             self.losses.add(outputs)
         updates = updates_made(trainer)
-        is_due = self._is_due(trainer, updates)
-        if is_due or (self.targets is not None and trainer.is_last_batch):
+        is_last = trainer.is_last_batch
+        is_due = self._is_due(updates, is_last)
+        if is_due or (is_last and self.targets is not None):
             self._log(trainer, pl_module, updates, is_due)
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, updates: int, is_due: bool) -> None:

@@ -50,7 +50,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self.val_loop = SharedEvaluationLoop(stock.val_loop)
         self.calls = StockCalls(self.trainer)
         """The caller of the hooks of the running epoch."""
-        self.step = UpdateStep(self.trainer)
+        self.step = UpdateStep(self.trainer, self)
         self.threads = RunThreads(self.trainer)
         self.source: Any = self.trainer.fit_loop._data_source
         self.prepare_loaders: Callable[[Any], Any] | None = None
@@ -115,7 +115,7 @@ class UpdateLoop(_TrainingEpochLoop):
             self.loaded.restart_iterators(data_fetcher)
         super().on_run_start(data_fetcher)
         self.calls = self.step.calls = epoch_calls(self.trainer)
-        self._is_automatic = self.calls.module.automatic_optimization
+        self._is_automatic = self.calls.is_automatic
         self.results.begin_epoch()
         self.step.skips_backward = self.automatic_optimization._skip_backward
         configs = self.trainer.lr_scheduler_configs
@@ -192,7 +192,7 @@ class UpdateLoop(_TrainingEpochLoop):
                 results.end_update()
         progress.increment_processed()
         if self._has_schedules:
-            if self.calls.module.automatic_optimization and not self.step.is_skipped:
+            if self._is_automatic and not self.step.is_skipped:
                 self.calls.step_schedulers(batch_idx + 1, self.scheduler_progress)
             if self.epoch_is_over:
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)

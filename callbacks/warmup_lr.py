@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of, set_callbacks
 from callbacks.lib.loaded_updates import global_batch_size
-from callbacks.lib.optimizers import UpdateSchedule, schedule_of, stepping_optimizer
+from callbacks.lib.optimizers import UpdateSchedule, schedule_of, stepping_optimizer, warmup_factor
 from callbacks.lib.updates import Duration, duration_to_updates, total_updates
 from callbacks.step_metrics import StepMetrics
 from datamodules.errors import UserError, spelled
@@ -25,16 +25,6 @@ from datamodules.notes import warn
 from datamodules.ranges import COUNT, check_ranges
 
 Scale = Literal["linear", "sqrt"]
-
-
-def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
-    """Return the factor of the learning rate at a fraction of the warm-up: `start_factor` at 0, and 1 from 1 on.
-
-    Example:
-        >>> [warmup_factor(progress, start_factor=0.5) for progress in (0, 0.5, 1, 7)]
-        [0.5, 0.75, 1.0, 1.0]
-    """
-    return 1.0 if progress >= 1 else start_factor + (1 - start_factor) * progress
 
 
 def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None) -> float:
@@ -255,7 +245,7 @@ class WarmupLR(OneLightningCallback):
         """Pass the factors to a recipe's schedule, or multiply the rate of another scheduler."""
         schedule = schedule_of(optimizer, trainer)
         if schedule is not None:
-            schedule.warm_up(self.warmup, lambda: self._batch_scale)
+            schedule.warm_up(self.length, self._batch_scale)
             return schedule
 
         def factor(update: float) -> float:
@@ -266,6 +256,9 @@ class WarmupLR(OneLightningCallback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._batch_scale = self.batch_scale(trainer)  # An epoch may have new loaders.
+        for rate in self._rates:
+            if isinstance(rate, UpdateSchedule):
+                rate.warm_up(self.length, self._batch_scale)
 
     @override
     def on_train_batch_end(

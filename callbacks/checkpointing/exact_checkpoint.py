@@ -231,9 +231,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
 
-    @override
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Do nothing: `on_update_end` saves, after the module's own hook, a validation and schedules."""
+    # `on_update_end` saves, after the module's own hook, a validation and schedules.
+    on_train_batch_end = pl.Callback.on_train_batch_end
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -40,6 +40,8 @@ _STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step", "bat
 _STEP = ("training_step",)
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 _ZEROING = ("optimizer_zero_grad",)
+_BACKWARD = ("backward",)
+_SCHEDULES = ("lr_scheduler_step",)
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Methods whose work is done here, as long as they are Lightning's own."""
 
@@ -54,7 +56,7 @@ _HOOKS = (
 _STOCK = {
     getattr(kind, name)
     for kind in (Strategy, DDPStrategy, pl.LightningModule, pl.LightningDataModule)
-    for name in {*_UPDATE, *_STRATEGY, *_STEP, *_CLIPPING, *_ZEROING, *_TRANSFERS}
+    for name in {*_UPDATE, *_STRATEGY, *_STEP, *_CLIPPING, *_ZEROING, *_BACKWARD, *_SCHEDULES, *_TRANSFERS}
     if hasattr(kind, name)
 }
 """Lightning's own implementations of these methods, which this file replaces if there is no GradScaler."""
@@ -112,6 +114,7 @@ class StockCalls:
         self.precision: Any = trainer.precision_plugin
         self.optimizers: list[Any] = trainer.optimizers
         self.world_size = trainer.world_size
+        self.is_automatic: bool = self.module.automatic_optimization
         configs = trainer.lr_scheduler_configs
         self.schedulers = [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
         """Configurations of the learning-rate schedulers that step once per update."""
@@ -310,8 +313,11 @@ class StockCalls:
         for config in self.schedulers:
             if updates % config.frequency == 0:
                 progress.increment_ready()
-                self.module_hook("lr_scheduler_step", config.scheduler, None)
+                self._step_scheduler(config.scheduler)
                 progress.increment_completed()
+
+    def _step_scheduler(self, scheduler: Any) -> None:
+        self.module_hook("lr_scheduler_step", scheduler, None)
 
 
 class LeanCalls(StockCalls):
@@ -323,6 +329,8 @@ class LeanCalls(StockCalls):
         self._moves_plainly = _has_stock(self.module, _TRANSFERS) and (data is None or _has_stock(data, _TRANSFERS))
         self._converts = type(self.precision) not in (Precision, MixedPrecision)  # These return a batch unchanged.
         self._clips = not _has_stock(self.module, _CLIPPING)
+        self._has_backward = not _has_stock(self.module, _BACKWARD)
+        self._has_scheduling = not _has_stock(self.module, _SCHEDULES)
         self._zeroes_plainly = not self.has_zeroing and has_plain_zeroing(self.optimizers[0])
         self._calls_step = type(self.precision) is Precision and _has_stock(self.strategy, _STEP)
         """Whether `Strategy.training_step` adds no context around the module's."""
@@ -400,9 +408,19 @@ class LeanCalls(StockCalls):
     @override
     def backward(self, loss: Any, optimizer: Any, *, is_whole: bool) -> None:
         self.hook("on_before_backward", loss)
-        self.named("backward", self.module.backward, loss)
+        if self._has_backward:
+            self.named("backward", self.module.backward, loss)
+        else:
+            loss.backward()
         if is_whole:
             self.hook("on_after_backward")
+
+    @override
+    def _step_scheduler(self, scheduler: Any) -> None:
+        if self._has_scheduling:
+            super()._step_scheduler(scheduler)
+        else:
+            scheduler.step()
 
     @override
     def _step_optimizer(self, batch_idx: int, closure: Callable[[], Any]) -> None:

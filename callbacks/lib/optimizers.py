@@ -97,12 +97,14 @@ def learning_rate(base: Rate, batch_scale: float, warmup: float, curve: float) -
     return (base * curve) * (warmup * batch_scale)
 
 
-def _no_warmup(update: int) -> float:
-    return 1.0
+def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
+    """Return the factor of the learning rate at a fraction of the warm-up: `start_factor` at 0, and 1 from 1 on.
 
-
-def _no_scale() -> float:
-    return 1.0
+    Example:
+        >>> [warmup_factor(progress, start_factor=0.5) for progress in (0, 0.5, 1, 7)]
+        [0.5, 0.75, 1.0, 1.0]
+    """
+    return 1.0 if progress >= 1 else start_factor + (1 - start_factor) * progress
 
 
 class UpdateSchedule(LRScheduler):
@@ -143,14 +145,14 @@ class UpdateSchedule(LRScheduler):
         """Number of updates made before the one whose rates are set."""
         return self.last_epoch
 
-    def warm_up(self, warmup: Callable[[int], float], batch_scale: Callable[[], float]) -> None:
-        """Set two more factors: a function of the number of the update, and one of the global batch size."""
-        self._warmup = warmup
+    def warm_up(self, length: int, batch_scale: float) -> None:
+        """Set two more factors: a warm-up of `length` updates, and how much the rates grow with the global batch."""
+        self._warmup_length = length
         self._batch_scale = batch_scale
 
     def remove(self) -> None:
         """Remove the factors of `warm_up`."""
-        self.warm_up(_no_warmup, _no_scale)
+        self.warm_up(0, 1.0)
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
         """Keep the length of the run for an epoch, between two of which it may change."""
@@ -170,11 +172,10 @@ class UpdateSchedule(LRScheduler):
         """Set the rates of the update with this number, counted from 0."""
         self.last_epoch = update
         curve = self._curve(update)
-        warmup = self._warmup(update)
-        batch_scale = self._batch_scale()
+        warmup = warmup_factor(update / self._warmup_length) if update < self._warmup_length else 1.0
         groups = self.optimizer.param_groups
         for group, base in zip(groups, self.base_lrs, strict=True):
-            group["lr"] = learning_rate(base, batch_scale, warmup, curve)
+            group["lr"] = learning_rate(base, self._batch_scale, warmup, curve)
         self._last_lr = [group["lr"] for group in groups]
 
     def _before_step(self, *_: Any) -> None:

@@ -5,7 +5,7 @@ returned, and the samples that the loader dealt.
 """
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class TargetCounter:
         """
         if self.function is not None:
             return as_count(self.function(batch))
-        if isinstance(output, Mapping) and output.get("count") is not None:
+        if isinstance(output, dict) and output.get("count") is not None:
             count = output["count"]
             return float(count) if type(count) is int and count >= 0 else as_count(count)
         if samples is None:

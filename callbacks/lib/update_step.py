@@ -115,14 +115,16 @@ class UpdateStep:
     """Computation of the updates of one Trainer from their micro-batches.
 
     Args:
-        trainer: a Trainer whose epoch loop is an `UpdateLoop`.
+        trainer: the Trainer.
+        loop: the `UpdateLoop` of the Trainer.
     """
 
     calls: StockCalls
     """The caller of the hooks of the running epoch."""
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, loop: Any) -> None:
         self.trainer: Any = trainer
+        self._loop = loop
         self.seeds: Any = None
         """The `SeedControl` of the run, or None."""
         self.sums_gradients = False
@@ -151,11 +153,8 @@ class UpdateStep:
         self._is_checked = False
         self._drawn: DrawnNumbers | None = None
         self._is_watched = False
-        self._forget_update()
         self._has_warned = False
         self._targets: TargetCounter | None = None
-
-    def _forget_update(self) -> None:
         self._on_device: list[Any] = []
         """Micro-batches of the update that are on the device and may be needed again."""
         self._last_batch: Any = None
@@ -170,12 +169,9 @@ class UpdateStep:
             self._gradients.release()
         self._forget()
 
-    @property
-    def _loop(self) -> Any:
-        return self.trainer.fit_loop.epoch_loop
-
     def begin(self, update: Update[Any]) -> Any:
         """Begin an update, and return its first micro-batch on the device."""
+        self._passes = 0
         first_batch = self._to_device(update, 0)
         self._on_device = [first_batch]
         self._last_batch = first_batch
@@ -184,7 +180,8 @@ class UpdateStep:
     def end(self, batch_idx: int) -> Any:
         """End an update before its `on_train_batch_end`, and return this rank's last micro-batch, which that gets."""
         last_batch = self._last_batch
-        self._forget_update()
+        self._last_batch = None
+        self._on_device = []
         if self._drawn is not None:
             self._drawn.finish()
             self._drawn = None
@@ -194,7 +191,7 @@ class UpdateStep:
 
     def make(self, update: Update[Any], batch_idx: int) -> Any:
         """Make an update that has begun, and return the outputs for `on_train_batch_end`."""
-        if not self.calls.module.automatic_optimization:
+        if not self.calls.is_automatic:
             return self._make_manually(update, batch_idx)
         outputs: list[dict[str, Any]] = []
 
@@ -243,12 +240,13 @@ class UpdateStep:
         # None on one device with one micro-batch, where PyTorch's gradients and statistics are those of the update.
         gradients = None if self.skips_backward else self._gradients
         statistics = self._statistics
-        most = self._most_of_rank(update)
+        is_uneven = self._is_uneven(update)
         if gradients is not None:
             gradients.begin(update.count)
         last_loss = None
         for micro_batch in self._micro_batches(update):
-            with self._context(update, micro_batch):
+            # All ranks have a last micro-batch, in which DDP reduces the gradients.
+            with self._context(update, micro_batch) if is_uneven or not micro_batch.is_last else NO_CONTEXT:
                 batch = self._batch(update, micro_batch, batch_idx)
                 if self.seeds is not None:
                     self.seeds.seed_micro_batch(self.trainer, micro_batch.number)
@@ -263,14 +261,15 @@ class UpdateStep:
                         reject_kept_gradients(calls.module, gradients.parameters)
                     gradients.scale_loss(loss, output["count"], last=micro_batch.is_last)
                     if micro_batch.is_last:
-                        statistics.send(most)  # Before the backward pass, which the transfer then overlaps.
+                        # Before the backward pass, which the transfer then overlaps.
+                        statistics.send(self._most_of_rank(update))
                     if loss is not None:
                         calls.backward(loss, optimizer, is_whole=False)
                     gradients.collect()
                     statistics.restore()
                     self._end_first_update(micro_batch)
                 elif loss is not None and not self.skips_backward:
-                    share = self._share_of_mean(update, micro_batch)
+                    share = self._share_of_mean(update, micro_batch) if is_uneven else 1.0
                     # Lightning calls `on_after_backward` within its backward pass.
                     self._seed_after_gradients(batch_idx)
                     calls.backward(loss if share == 1.0 else loss * share, optimizer, is_whole=True)
@@ -285,7 +284,7 @@ class UpdateStep:
                 raise NoTargets
             return last_loss
         assert statistics is not None
-        statistics.finish(most)
+        statistics.finish(self._most_of_rank(update))
         self._seed_after_gradients(batch_idx)
         calls.hook("on_after_backward")
         if gradients.is_empty():
@@ -314,7 +313,7 @@ class UpdateStep:
         if self.seeds is not None:
             self.seeds.seed_micro_batch(self.trainer, number)
         micro_batch = self._micro_batches(update)[0]
-        with self._uneven(update, micro_batch), self._weighted(self._share_of_mean(update, micro_batch)):
+        with self._manual_context(update, micro_batch) if self._is_uneven(update) else NO_CONTEXT:
             arguments = OrderedDict(self.calls.step_arguments(batch, batch_idx))
             if self.seeds is None or all(map(is_torchs, self.calls.optimizers)):
                 outputs = self._loop.manual_optimization.run(arguments)
@@ -518,39 +517,36 @@ class UpdateStep:
         if self.seeds is not None and self.calls.draws_after_gradients:
             self.seeds.seed_update(self.trainer, "gradients", batch_idx, self._passes)
 
-    def _context(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a micro-batch: DDP reduces gradients only in the last one of each rank."""
-        if micro_batch.is_last or not isinstance(self._model, DistributedDataParallel):
-            return self._uneven(update, micro_batch)
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._model.no_sync())
-        stack.enter_context(self._uneven(update, micro_batch))
-        return stack
-
     def _is_uneven(self, update: Update[Any]) -> bool:
         """Whether some ranks have one micro-batch more than others."""
         return update.count is not None and update.count % self.calls.world_size != 0
 
+    def _context(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a micro-batch: DDP reduces gradients only in the last one of each rank."""
+        stack = contextlib.ExitStack()
+        if not micro_batch.is_last and isinstance(self._model, DistributedDataParallel):
+            stack.enter_context(self._model.no_sync())
+        if self._is_uneven(update):
+            stack.enter_context(self._uneven(update, micro_batch))
+        return stack
+
+    def _manual_context(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a `training_step` with its own backward passes, in an uneven update."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._uneven(update, micro_batch))
+        stack.enter_context(weighted_gradients(self.calls.module, self._share_of_mean(update, micro_batch)))
+        return stack
+
     def _share_of_mean(self, update: Update[Any], micro_batch: _MicroBatch) -> float:
         """Return the factor by which DDP's mean over all ranks becomes the mean over the ranks without a stand-in."""
-        if not self._is_uneven(update):
-            return 1.0
         assert update.count is not None
         return 0.0 if micro_batch.is_stand_in else self.calls.world_size / update.count
 
     def _uneven(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a micro-batch in an update of which some ranks have one micro-batch more."""
-        if not self._is_uneven(update):
-            return NO_CONTEXT
+        """Return the context of a micro-batch in an uneven update."""
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._synchronized):
             raise UserError(
                 f"torch's SyncBatchNorm waits for all devices in each micro-batch, and this update has {update.count}"
                 f" for {self.trainer.world_size} devices: pass callbacks=[SyncBN()] in place of sync_batchnorm=True"
             )
         return uneven_micro_batch(self.calls.module, self._loop.results, self._synchronized, micro_batch.is_stand_in)
-
-    def _weighted(self, share: float) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that weights the gradients of a `training_step` with its own backward passes."""
-        if share == 1.0:
-            return NO_CONTEXT
-        return weighted_gradients(self.calls.module, share)

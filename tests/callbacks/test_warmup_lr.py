@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.optimizers import warmup_factor
 from callbacks.step_metrics import StepMetrics
-from callbacks.warmup_lr import WarmupLR, warmup_factor
+from callbacks.warmup_lr import WarmupLR
 from tests.support.devices import precision_on
 from tests.support.tables import quiet_trainer
 

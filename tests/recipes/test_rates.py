@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.lib.optimizers import learning_rate
-from callbacks.warmup_lr import WarmupLR, warmup_factor
+from callbacks.lib.optimizers import learning_rate, warmup_factor
+from callbacks.warmup_lr import WarmupLR
 from recipes import build_optimizer, build_schedule
 from recipes.schedules import curve
 from tests.recipes.test_schedules import EPOCHS, LR, TOTAL, UPDATES, Line, fit
