@@ -38,7 +38,7 @@ class FakeClock:
         return stopwatch(work, self)
 
 
-def test_statistics_are_those_of_the_counted_rounds_on_a_known_clock() -> None:
+def test_statistics_are_formed_within_the_counted_rounds() -> None:
     clock = FakeClock()
     contenders = {"slow": clock.contender(90.0, 4.0, 6.0, 12.0), "fast": clock.contender(70.0, 2.0, 1.0, 4.0)}
     timings = alternate(contenders, repeats=3, warmup=1)
@@ -52,7 +52,7 @@ def test_statistics_are_those_of_the_counted_rounds_on_a_known_clock() -> None:
     assert (added.values, added.median) == ((2.0, 5.0, 8.0), 5.0)
 
 
-def test_contenders_run_in_turn_and_every_other_round_backwards() -> None:
+def test_every_other_round_runs_its_contenders_backwards() -> None:
     order: list[str] = []
     told: list[tuple[str, int, int]] = []
 
@@ -82,7 +82,7 @@ def _fake_section(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
     monkeypatch.setitem(benchmarks.SECTIONS, name, "for this test")
 
 
-def test_json_holds_every_figure_and_what_is_not_finite_keeps_the_old_file(tmp_path: Path) -> None:
+def test_json_holds_every_figure(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_json(path, {"processor": "fake"}, {"fake": _section()})
     written = json.loads(before := path.read_text())
@@ -130,7 +130,7 @@ def test_compare_says_what_changed_beyond_the_noise(monkeypatch, tmp_path, capsy
 # A GPU's figures, which mean nothing on a CPU
 
 
-def test_a_quick_run_on_the_cpu_measures_the_plain_loop_and_the_recipe_of_each_workload(tmp_path: Path) -> None:
+def test_a_quick_run_measures_both_loops_of_each_workload(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert gpu.main(["--device", "cpu", "--quick", "--json", str(path)]) == 0
     sections = json.loads(path.read_text())["sections"]
@@ -141,7 +141,7 @@ def test_a_quick_run_on_the_cpu_measures_the_plain_loop_and_the_recipe_of_each_w
         assert min(rates) > 0
 
 
-def test_what_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_measurement_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> float:
         raise RuntimeError("no kernel\nfor this")
 
@@ -158,7 +158,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_is_survived_and_drawn_and_a_failed_case_is_reported(monkeypatch, capsys, tmp_path) -> None:
+def test_each_fault_case_is_reported_as_survived_or_failed(monkeypatch, capsys, tmp_path) -> None:
     good, wrong = "last.ckpt with a flipped bit", FaultCase({"kind": "raise", "at": 17}, "what no run prints", 0, 1)
     monkeypatch.setattr(faults, "FAULTS", {good: FAULTS[good], "wrong": wrong})
     assert faults.main(["--recipes", "mnist", "--picture", str(tmp_path / "a.svg")]) == 1

@@ -8,7 +8,7 @@ from benchmarks.harness.pictures import write_pictures
 from benchmarks.pixels import WAYS, compare
 
 
-def test_images_have_the_same_pixels_and_classes_on_every_way(tmp_path: Path):
+def test_every_way_gives_an_image_the_same_pixels(tmp_path: Path):
     pytest.importorskip("onnxruntime")
     paths = write_pictures(tmp_path / "pictures", copies=1)[8:14]
     *rows, graph = compare(paths, 32, tmp_path)

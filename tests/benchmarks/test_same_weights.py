@@ -16,7 +16,7 @@ OURS = [name for name in (*RECIPES, "lightning-recipes") if name in MEASURED["ru
 
 
 @pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.name)
-def test_pictures_and_page_show_the_measured_figures(path: Path) -> None:
+def test_drawn_files_show_the_measured_figures(path: Path) -> None:
     assert path.read_text() == DRAWN[path], "python -m benchmarks.same_weights --draw"
 
 

@@ -90,7 +90,7 @@ def test_both_sides_of_the_input_pipeline_yield_the_same_images(tmp_path: Path) 
     assert torch.equal(ours[1], stock[1])
 
 
-def test_the_scaling_figures_of_a_world_are_formed_within_a_round() -> None:
+def test_scaling_figures_of_a_world_are_formed_within_a_round() -> None:
     job = partial(scaling.Job, image_size=32, steps=1, rounds=2, threads=1, precision="32-true", cuda=False)
     forms = scaling.ALONE, scaling.BESIDE, scaling.TOGETHER, scaling.PLAIN_BESIDE, scaling.PLAIN_TOGETHER
     found = dict(zip(forms, ([1.0, 2.0], [1.5, 3.0], [2.0, 4.0], [2.0, 2.0], [4.0, 2.5]), strict=True))
@@ -98,7 +98,7 @@ def test_the_scaling_figures_of_a_world_are_formed_within_a_round() -> None:
     assert [spread and spread.values for spread in row] == [(4.0, 2.0), (50.0, 50.0), (75.0, 75.0), (50.0, 80.0)]
 
 
-def test_a_ratio_of_sums_in_order_is_the_median_of_a_rounds_pairs() -> None:
+def test_a_ratio_in_order_is_the_median_of_a_rounds_pairs() -> None:
     job = equal_bits.Job(2, 0, 0, steps=3, rounds=2, threads=1, precision="32-true", cuda=False)
     found = {equal_bits.ORDERED: [2.0, 9.0, 3.0, 4.0, 4.0, 1.0], equal_bits.PLAIN: [2.0, 3.0, 2.0, 2.0, 2.0, 2.0]}
     assert job.ratio(found).values == (1.5, 2.0)

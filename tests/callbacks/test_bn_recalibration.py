@@ -73,7 +73,7 @@ def test_they_are_those_of_update_bn_over_the_average(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_any_number_of_devices_and_any_resume_give_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_devices_or_resumes_change_no_bit_of_the_statistics(kind: str, tmp_path: Path) -> None:
     _, whole = fit(tmp_path / "whole", BNRecalibration(), kind=kind, dropout=0.3)
     for found in run_ranks(_on_ranks, 2, str(tmp_path / "ranks"), kind):
         assert equal(found, whole)

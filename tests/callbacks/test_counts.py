@@ -111,7 +111,7 @@ def test_a_function_counts_for_a_step_that_does_not() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_fused_optimizer_makes_no_step_where_the_device_says_so(optimizer: Any) -> None:
+def test_a_fused_optimizer_skips_a_step_marked_on_the_device(optimizer: Any) -> None:
     weight = nn.Parameter(torch.ones(3))
     fused = optimizer([weight], lr=0.1, weight_decay=0.1, fused=True)
     weight.grad = torch.zeros(3)

@@ -16,7 +16,7 @@ from tests.support.tables import equal, quiet_trainer
 
 
 @pytest.mark.parametrize("share", [2, 0.5])
-def test_over_fitting_a_loader_of_ours_keeps_the_order_of_its_data(share: float) -> None:
+def test_over_fitting_a_train_loader_keeps_its_order(share: float) -> None:
     model = Model()
     loader = TrainLoader(*samples(), torch.arange(2 * BATCHES), 2, 1)
     trainer: Any = quiet_trainer(GradientAccumulation(2), overfit_batches=share, max_epochs=2)

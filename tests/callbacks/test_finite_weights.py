@@ -33,7 +33,7 @@ def fit(module: pl.LightningModule, folder: Path | None = None, **options: Any) 
     return trainer
 
 
-def test_a_run_that_diverges_stops_before_the_next_checkpoint_and_names_the_weight(tmp_path: Path) -> None:
+def test_a_diverging_run_stops_before_the_next_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"network\.0\.0\.weight holds NaN .* after update 6 .* finite after update 4"):
         fit(Diverging(at=4), tmp_path)
     saved = sorted(path.name for path in tmp_path.iterdir())
@@ -42,12 +42,12 @@ def test_a_run_that_diverges_stops_before_the_next_checkpoint_and_names_the_weig
 
 
 @pytest.mark.parametrize(("interval", "found"), [(9, 9), (50, 12)])
-def test_without_checkpoints_it_stops_at_the_next_log_or_at_the_end(interval: int, found: int) -> None:
+def test_without_checkpoints_it_stops_at_the_next_log_or_end(interval: int, found: int) -> None:
     with pytest.raises(UserError, match=f"after update {found}"):
         fit(Diverging(at=1), log_every_n_steps=interval)
 
 
-def test_what_diverges_in_the_last_epoch_is_named_with_that_epoch() -> None:
+def test_divergence_in_the_last_epoch_names_that_epoch() -> None:
     class Late(Diverging):
         def on_train_epoch_start(self) -> None:
             self.at = 11 if self.current_epoch == 1 else -1
@@ -62,7 +62,7 @@ def test_a_nan_whose_update_is_skipped_stops_nothing() -> None:
     assert first_not_finite(trainer.lightning_module) is None
 
 
-def test_a_convolution_whose_gradient_is_wrong_in_bf16_is_rejected_in_the_first_batch() -> None:
+def test_a_convolution_with_wrong_bf16_gradients_is_rejected() -> None:
     def narrow(width: int) -> Tiny:
         layers = torch.nn.AdaptiveAvgPool2d((4, width)), torch.nn.Conv2d(1, 10, 3, 2, 1)
         return Tiny(torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), torch.optim.SGD)

@@ -183,7 +183,7 @@ def synchronized_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], d
     return model.entered, model.left, bits(model), (watch.settings, watch.alive)
 
 
-def test_wrapping_again_keeps_the_statistics_and_the_settings_of_ddp_in_either_order_of_callbacks() -> None:
+def test_ddp_keeps_its_state_in_either_order_of_callbacks() -> None:
     orders = [run_ranks(synchronized_statistics, 2, frozen_first) for frozen_first in (True, False)]
     for first, second in orders:
         for entered, left, _, ddp in (first, second):
@@ -239,7 +239,7 @@ def state_of(module: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_as_before_after_a_fit_and_after_an_exception_in_it(fails: bool) -> None:
+def test_the_module_is_as_before_after_a_fit_or_an_exception(fails: bool) -> None:
     model = Rude()
     model.network.layer2[0].requires_grad_(False)
     model.rude = False
@@ -262,7 +262,7 @@ def test_everything_is_as_before_after_a_fit_and_after_an_exception_in_it(fails:
     assert bits(model.network.layer2[0]) == frozen, "what its owner froze never trains"
 
 
-def test_shared_weights_train_if_one_of_their_owners_does_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shared_weight_trains_if_one_owner_does(caplog: pytest.LogCaptureFixture) -> None:
     network = Network()
     network.layer2[0].weight = network.layer1[0].weight
     model = Rude(network)

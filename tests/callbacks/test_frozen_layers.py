@@ -38,7 +38,7 @@ def changed(net: nn.Module, before: dict[str, Tensor]) -> set[str]:
     return {".".join(name.split(".")[:2]) for name, value in net.state_dict().items() if not value.equal(before[name])}
 
 
-def test_frozen_layers_keep_weights_and_statistics_and_compute_as_in_evaluation_and_so_do_copies() -> None:
+def test_a_copy_of_frozen_layers_stays_frozen() -> None:
     net = network()
     freeze_layers(net, until="body")
     net = pickle.loads(pickle.dumps(copy.deepcopy(net)))
@@ -51,7 +51,7 @@ def test_frozen_layers_keep_weights_and_statistics_and_compute_as_in_evaluation_
     assert not net["stem"](inputs).requires_grad  # type: ignore[index]
 
 
-def test_layers_that_are_unfrozen_train_in_the_mode_that_they_had() -> None:
+def test_unfrozen_layers_train_in_the_mode_that_they_had() -> None:
     net = network()
     net["stem"][2].eval()  # type: ignore[index]
     frozen = freeze_layers(net, until="head")
@@ -66,7 +66,7 @@ def test_layers_that_are_unfrozen_train_in_the_mode_that_they_had() -> None:
     assert {"body.0", "body.1"} <= changed(net, before)
 
 
-def test_statistics_of_all_batch_norm_stay_while_its_weights_train() -> None:
+def test_batch_norm_statistics_stay_while_its_weights_train() -> None:
     net = network()
     frozen = freeze_layers(net, train_bn=False)
     before = copy.deepcopy(net.state_dict())
@@ -79,7 +79,7 @@ def test_statistics_of_all_batch_norm_stay_while_its_weights_train() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudnn_has_a_backward_pass(kind) -> None:
+def test_frozen_recurrent_layers_drop_nothing(kind) -> None:
     torch.manual_seed(1)
     net = nn.ModuleDict({"first": nn.Linear(3, 4), "middle": kind(4, 4, num_layers=2, dropout=0.5)})
     inputs, rnn = torch.randn(5, 2, 3), net["middle"]

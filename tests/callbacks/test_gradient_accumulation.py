@@ -142,7 +142,7 @@ BATCHES = sentences([8, 3, 5, 8, 1, 8, 2, 8, 8, 4])
 
 
 @pytest.mark.parametrize("count", ["tensor", "int", None])
-def test_an_update_is_the_mean_over_its_targets_and_stock_accumulation_is_not(count: str | None) -> None:
+def test_an_update_is_the_mean_over_its_targets(count: str | None) -> None:
     expected = by_hand(windows(BATCHES, 4, 4, 2) * 2, count)
     ours, stock = Tagger(count), Tagger(count)
     trainer = train(ours, BATCHES, GradientAccumulation(4), max_epochs=2)
@@ -152,7 +152,7 @@ def test_an_update_is_the_mean_over_its_targets_and_stock_accumulation_is_not(co
     assert error(weights(stock), expected) > 1e-2
 
 
-def test_batches_without_targets_change_nothing_wherever_they_stand() -> None:
+def test_batches_without_targets_change_nothing() -> None:
     batches = [EMPTY, *BATCHES[:2], EMPTY, BATCHES[2], EMPTY, EMPTY, EMPTY, BATCHES[3], EMPTY]
     for count in ("tensor", "int"):
         model = Tagger(count)
@@ -162,7 +162,7 @@ def test_batches_without_targets_change_nothing_wherever_they_stand() -> None:
         assert error(weights(model), expected) < 1e-14
 
 
-def test_a_micro_batch_that_returns_no_loss_is_left_out_even_as_the_last_of_its_window() -> None:
+def test_a_micro_batch_without_a_loss_is_left_out() -> None:
     class Skipping(Tagger):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
             is_skipped = any(batch[0] is BATCHES[number][0] for number in (1, 5))
@@ -187,7 +187,7 @@ def test_a_validation_step_may_call_the_training_step() -> None:
     assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2))) < 1e-14
 
 
-def test_a_training_step_that_raises_leaves_batch_normalization_as_it_was_before_it() -> None:
+def test_a_step_that_raises_leaves_batch_normalization_unchanged() -> None:
     model = Normalized(fails_at=1)
     with pytest.raises(RuntimeError, match="stop"):
         train(model, sentences([4] * 8), GradientAccumulation(4))
@@ -207,7 +207,7 @@ def to_float32(batches: list[Batch]) -> list[Batch]:
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_mixed_precision_gives_the_mean_too_and_clips_it(precision: str) -> None:
+def test_mixed_precision_clips_the_mean(precision: str) -> None:
     expected = by_hand(windows(BATCHES, 4, 4, 2), clip=0.5)
     ours, stock = Tagger().float(), Tagger().float()
     options = {"gradient_clip_val": 0.5}
@@ -218,7 +218,7 @@ def test_mixed_precision_gives_the_mean_too_and_clips_it(precision: str) -> None
     assert error([w.double() for w in weights(stock)], expected) > 2 * rounding
 
 
-def test_float16_skips_the_whole_update_when_one_micro_batch_overflows_and_keeps_its_scale_otherwise() -> None:
+def test_float16_skips_the_whole_update_after_one_overflow() -> None:
     class Exploding(Tagger):
         explodes: frozenset[int] = frozenset()
 
@@ -237,7 +237,7 @@ def test_float16_skips_the_whole_update_when_one_micro_batch_overflows_and_keeps
         assert plugin.scaler.get_scale() == 512
 
 
-def test_the_logged_loss_stays_the_mean_and_the_module_and_the_trainer_are_left_as_found() -> None:
+def test_the_logged_loss_stays_the_mean() -> None:
     model = Tagger(lr=0.0)
     trainer = train(model, BATCHES[:4], GradientAccumulation(4))
     losses = torch.stack([model.loss(batch)[0].detach() for batch in BATCHES[:4]])
@@ -303,7 +303,7 @@ REJECTED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("message", REJECTED)
-def test_what_cannot_be_accumulated_or_counted_is_rejected_with_the_reason(message: str) -> None:
+def test_what_cannot_be_accumulated_is_rejected_with_the_reason(message: str) -> None:
     with pytest.raises(UserError, match=message):
         REJECTED[message]()
 
@@ -323,7 +323,7 @@ def test_batches_whose_targets_nobody_can_count_end_the_run() -> None:
         train(Unpacking(None), OPAQUE, GradientAccumulation(2))
 
 
-def test_batches_of_any_class_are_trained_where_the_step_counts_their_targets() -> None:
+def test_a_step_that_counts_its_targets_takes_any_batch_class() -> None:
     train(model := Unpacking(), OPAQUE, GradientAccumulation(11))
     assert error(weights(model), by_hand([BATCHES])) < 1e-14
 
@@ -349,7 +349,7 @@ SHARES = (
 )
 
 
-def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batch() -> None:
+def test_two_ranks_with_uneven_batches_step_as_one_large_batch() -> None:
     first, second = run_ranks(two_ranks, 2)
     assert sum("weight.0._u changes with each micro-batch: the bits" in line for line in first["said"]) == 1
     pairs = [list(pair) for pair in zip(*SHARES, strict=True)]
@@ -376,7 +376,7 @@ def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batc
         {"max_epochs": 2, "accumulate_grad_batches": 4},
     ],
 )
-def test_the_total_number_of_updates_is_the_one_that_the_run_makes(options: dict[str, Any]) -> None:
+def test_the_total_of_updates_is_what_the_run_makes(options: dict[str, Any]) -> None:
     ours = [] if "accumulate_grad_batches" in options else [GradientAccumulation(4)]
     trainer = train(Tagger(), BATCHES, totals := Totals(), *ours, **options)
     assert totals.seen == {trainer.global_step}
@@ -403,7 +403,7 @@ def test_a_run_without_end_has_no_finite_total() -> None:
     assert stop.seen == {math.inf}
 
 
-def test_no_update_is_made_in_the_epoch_in_which_lightning_measures_batch_normalization() -> None:
+def test_the_epoch_that_measures_batch_norm_makes_no_update() -> None:
     def run(*callbacks: pl.Callback, **options: Any) -> tuple[int, bool, Tensor]:
         averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
         batches = sentences([4] * 6)

@@ -90,7 +90,7 @@ def test_every_callback_trains_them_as_others_or_rejects_them(name: str) -> None
 
 
 @pytest.mark.parametrize(("optimizers", "every"), [(1, 1), (2, 3)])
-def test_whole_epochs_and_steps_of_each_optimizer_are_counted_and_shares_of_a_run_rejected(optimizers, every) -> None:
+def test_durations_count_the_steps_of_each_manual_optimizer(optimizers, every) -> None:
     module, average, warmup = Manual(optimizers, every), WeightAveraging(0.9), WarmupLR("4 steps")
     train(module, FreezeLayers(unfreeze={"network.0.0": "1 epochs"}), average, warmup)
     assert module.trains_from == 10
@@ -103,7 +103,7 @@ def test_whole_epochs_and_steps_of_each_optimizer_are_counted_and_shares_of_a_ru
 
 
 @pytest.mark.parametrize("batch", [3, 4, 5])
-def test_a_run_that_accumulates_by_hand_is_saved_where_no_gradient_waits(batch: int, tmp_path: Any) -> None:
+def test_manual_accumulation_is_saved_where_no_gradient_waits(batch: int, tmp_path: Any) -> None:
     expected, preemption, stop = train(Manual(2, every=3)), Preemption(), pl.Callback()
     # As a signal does.
     stop.on_train_batch_start = lambda trainer, *_: setattr(
@@ -141,7 +141,7 @@ class StepsElsewhere(Manual):
         self.zero_grad()
 
 
-def test_steps_that_lightning_does_not_count_are_no_reason_to_save_nothing(tmp_path: Path) -> None:
+def test_a_manual_step_that_lightning_misses_is_rejected(tmp_path: Path) -> None:
     saves = ExactCheckpoint(tmp_path, every_n_train_steps=2)
     with pytest.raises(UserError, match="StepsElsewhere optimizes manually, and Lightning has counted no step"):
         quiet_trainer(saves).fit(StepsElsewhere(), TrainLoader(*noisy_images(8), torch.arange(8), 2, 1))

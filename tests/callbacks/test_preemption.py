@@ -157,7 +157,7 @@ Whole = Callable[[tuple[str, ...], int], list[Life]]
         ),
     ],
 )
-def test_a_signal_ends_all_ranks_after_the_same_update_and_the_resumed_run_ends_as_the_whole_one(
+def test_a_run_stopped_by_a_signal_resumes_to_the_same_end(
     names: tuple[str, ...],
     world_size: int,
     moment: Moment,
@@ -180,7 +180,7 @@ def test_a_signal_ends_all_ranks_after_the_same_update_and_the_resumed_run_ends_
     assert trained == [place for place in whole(names, world_size)[0].places if place[0] == "train"]
 
 
-def test_an_interrupted_validation_is_repeated_and_its_epoch_continues(tmp_path: Path) -> None:
+def test_an_interrupted_validation_is_repeated(tmp_path: Path) -> None:
     ends = []
     for name, moment in (("cut", ("validation", 1, 1)), ("cut", None), ("due", ("train", 1, 5)), ("due", None)):
         ends.append(run_ranks(live, 1, BARE, 1, tmp_path / name, moment, val_check_interval=6)[0])
@@ -204,7 +204,7 @@ def test_before_the_first_update_nothing_is_saved(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
-def test_a_signal_in_the_last_validation_keeps_the_test_from_beginning(tmp_path: Path) -> None:
+def test_a_signal_in_the_last_validation_prevents_the_test(tmp_path: Path) -> None:
     lives = run_ranks(live, 2, BARE, 2, tmp_path, ("validation", 2, 1), rank=1)
     assert {life.status for life in lives} == {143}
     # Too late to cut the validation on both ranks alike: all epochs are done, and saved.
@@ -339,7 +339,7 @@ def _each_forked() -> list[tuple[int, int]]:
     return [_forked(signum) for signum in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)]
 
 
-def test_forked_workers_leave_signals_to_the_run_and_end_on_sigterm() -> None:
+def test_forked_workers_leave_signals_to_the_run() -> None:
     assert run_ranks(_each_forked, 1) == [[(7, 0)] * 3 + [(-signal.SIGTERM, 0)]]
 
 
@@ -359,7 +359,7 @@ def _hung_up() -> list[int]:
     return received
 
 
-def test_a_closed_terminal_is_noted_and_no_longer_written_to_unless_hangups_are_ignored() -> None:
+def test_a_closed_terminal_is_no_longer_written_to() -> None:
     assert run_ranks(_hung_up, 1) == [[0, signal.SIGHUP]]
 
 

@@ -44,7 +44,7 @@ def test_two_elements_that_change_places_change_the_checksum(dtype: torch.dtype,
     assert (checksum(tensor) == checksum(other)) == bool(tensor[i] == tensor[j])
 
 
-def test_the_checksum_counts_places_over_blocks_and_ignores_the_memory_format() -> None:
+def test_a_checksum_counts_places_across_blocks() -> None:
     large = torch.zeros(3 << 20)
     large[7] = 1
     moved = large.roll(1 << 20)
@@ -53,7 +53,7 @@ def test_the_checksum_counts_places_over_blocks_and_ignores_the_memory_format() 
     assert checksum(image) == checksum(image.contiguous(memory_format=torch.channels_last))
 
 
-def test_zeros_of_two_signs_differ_and_a_nan_equals_itself() -> None:
+def test_zeros_of_two_signs_have_different_checksums() -> None:
     assert checksum(torch.tensor(0.0)) != checksum(torch.tensor(-0.0))
     assert checksum(torch.tensor([float("nan")])) == checksum(torch.tensor([float("nan")]))
     assert checksums([torch.zeros(0), torch.zeros(2)], torch.device("cpu")).tolist() == [0, 0]
@@ -94,7 +94,7 @@ def fit(world_size: int, kind: str, rank: int = 0) -> tuple[str, int, list[int]]
 
 
 @pytest.mark.parametrize("kind", ["bit", "permuted"])
-def test_a_run_whose_ranks_differ_stops_on_all_of_them_and_names_the_first_parameter(kind: str) -> None:
+def test_differing_ranks_stop_with_the_first_parameter_named(kind: str) -> None:
     for raised, epochs, *_ in run_ranks(fit, 3, 3, kind, rank=1):
         assert "network.1.weight" in raised
         assert "ranks 0, 2 | 1 " in raised
@@ -102,13 +102,13 @@ def test_a_run_whose_ranks_differ_stops_on_all_of_them_and_names_the_first_param
         assert epochs == 1, "it stopped at the end of the epoch in which the ranks went apart"
 
 
-def test_a_rank_with_other_data_is_rejected_before_the_first_batch() -> None:
+def test_a_rank_with_other_data_is_rejected_before_training() -> None:
     for raised, epochs, *_ in run_ranks(fit, 2, 2, "data", rank=1):
         assert raised.startswith("rank 1 trains on other data than rank 0: [21] samples and [21], others or in another")
         assert epochs == 0
 
 
-def test_ranks_with_equal_weights_continue_though_plain_ddp_lets_their_running_statistics_differ() -> None:
+def test_ranks_may_differ_in_the_running_statistics_of_plain_ddp() -> None:
     first, second = run_ranks(fit, 2, 2, "nothing")
     assert first[:2] == second[:2] == ("", 3)
     assert first[2] != second[2], "if buffers were equal they could be compared"

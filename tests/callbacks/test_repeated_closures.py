@@ -52,7 +52,7 @@ def fit(name: str, *callbacks: Any, world_size: int = 1) -> Tiny:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_batch_on_one_device_is_the_step_of_plain_pytorch_with_warm_up_applied_once(name: str) -> None:
+def test_one_batch_on_one_device_is_the_step_of_plain_pytorch(name: str) -> None:
     module = network()
     optimizer = OPTIMIZERS[name](module.parameters())
     rate = optimizer.param_groups[0]["lr"]
@@ -91,7 +91,7 @@ def weights_on(world_size: int) -> list[list[Tensor]]:
     return found
 
 
-def test_updates_of_several_micro_batches_have_one_result_on_any_number_of_ranks() -> None:
+def test_updates_have_one_result_on_any_number_of_ranks() -> None:
     alone = weights_on(1)
     for rank in (*run_ranks(weights_on, 2, 2), *run_ranks(weights_on, 3, 3)):
         for one, other in zip(itertools.chain(*alone), itertools.chain(*rank), strict=True):

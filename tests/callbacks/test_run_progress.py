@@ -164,7 +164,7 @@ def test_an_error_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None
     assert terminal.screen() == [""]
 
 
-def test_a_log_file_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_gets_a_line_per_log_interval(capsys: pytest.CaptureFixture[str]) -> None:
     progress = RunProgress(log_interval=0.1)
     quiet_trainer(progress, TrainLoss(), max_epochs=1).fit(Line(seconds=0.02), samples())
     out = capsys.readouterr().out

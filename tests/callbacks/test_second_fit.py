@@ -48,7 +48,7 @@ def two_fits(names: tuple[str, ...], folder: Path, renewed: bool, other_module: 
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_callbacks_of_a_first_fit_do_in_a_second_what_new_ones_do(name: str, tmp_path: Path) -> None:
+def test_used_callbacks_act_in_a_second_fit_as_new_ones(name: str, tmp_path: Path) -> None:
     for other_module in (True, False) if name == "together" else (True,):
         used, new = (two_fits(ROWS[name], tmp_path / str(renewed), renewed, other_module) for renewed in (False, True))
         assert used == new

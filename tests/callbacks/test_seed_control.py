@@ -85,7 +85,7 @@ def _draw() -> list[Any]:
     return [torch.rand(3).tolist(), np.random.rand(), random.random()]
 
 
-def test_constructing_it_repeats_the_initial_weights_that_torch_manual_seed_gives():
+def test_constructing_it_seeds_as_torch_manual_seed_does():
     SeedControl(seed=3)
     first, numbers = nn.Linear(4, 4).weight, _draw()[1:]
     torch.manual_seed(3)
@@ -99,14 +99,14 @@ def test_constructing_it_repeats_the_initial_weights_that_torch_manual_seed_give
     assert _draw() == large
 
 
-def test_a_rerun_draws_the_same_numbers_and_another_seed_others():
+def test_a_seed_determines_every_number_of_a_run():
     one, two, other = (_fit(seed) for seed in (1, 1, 2))
     assert _differences(one.drawn, two.drawn) == []
     assert torch.equal(one.layer.weight, two.layer.weight)
     assert len(_differences(one.drawn, other.drawn)) == len(one.drawn)
 
 
-def test_a_trainer_that_is_called_again_draws_as_a_new_one_before_its_checkpoint_is_restored():
+def test_a_second_fit_draws_as_a_new_trainer_does():
     trainer, net, drawn = quiet_trainer(SeedControl(1), max_epochs=2), Noisy(), []
     net.on_fit_start = lambda: drawn.append(_draw())  # type: ignore[method-assign]
     for _ in range(2):
@@ -145,7 +145,7 @@ def _on_two_ranks() -> dict[str, Any]:
     }
 
 
-def test_ranks_share_seed_weights_and_order_and_draw_what_one_device_draws():
+def test_two_ranks_together_draw_what_one_device_draws():
     first, second = run_ranks(_on_two_ranks, 2)
     assert torch.equal(first["initial"], second["initial"])
     alone = [drawn[0] for drawn in _fit().drawn.values()]
@@ -212,7 +212,7 @@ def test_a_closure_that_is_called_again_draws_the_same_numbers():
         assert all(torch.equal(mask, found["SGD"][i // calls]) for i, mask in enumerate(found[name]))
 
 
-def test_the_environment_is_put_back_and_a_negative_seed_is_rejected():
+def test_the_environment_is_put_back():
     _fit(max_steps=1)
     assert "PL_GLOBAL_SEED" not in os.environ
     with pytest.raises(ValueError, match="seed=-1: expected a whole number from 0"):
@@ -376,7 +376,7 @@ def _manually(world_size: int) -> dict[str, Tensor]:
     return _fit_with_noise("a manual step", world_size)
 
 
-def test_noise_of_an_optimizer_keeps_ranks_equal_in_a_manual_step() -> None:
+def test_optimizer_noise_keeps_ranks_equal_in_a_manual_step() -> None:
     one, other = run_ranks(_manually, 2, 2)
     assert equal(one, other)
 
@@ -434,7 +434,7 @@ class Watches(pl.Callback):
     def on_train_batch_end(self, *args: Any) -> None: ...
 
 
-def test_generators_are_seeded_between_gradients_only_for_foreign_code() -> None:
+def test_only_foreign_code_seeds_generators_between_gradients() -> None:
     for callbacks, draws in (((), False), ((Watches(),), True)):
         found: list[Any] = []
         callbacks = (*callbacks, *(CALLBACKS[name]() for name in TOGETHER))
@@ -446,7 +446,7 @@ def test_generators_are_seeded_between_gradients_only_for_foreign_code() -> None
         assert found == [False, False, False, draws]
 
 
-def test_a_load_is_seeded_unless_all_its_code_gives_numbers_addresses() -> None:
+def test_a_load_is_seeded_unless_its_numbers_are_addressed() -> None:
     def loader(transform: Any) -> TrainLoader:
         return TrainLoader(torch.zeros(4, 2), torch.zeros(4), torch.arange(4), 2, 1, transform=transform)
 

@@ -168,7 +168,7 @@ def _both_modes_in_one_loss(world_size: int) -> Tensor:
     return torch.stack(found)
 
 
-def test_a_layer_in_both_modes_within_a_loss_has_the_gradients_of_one_process():
+def test_a_layer_in_both_modes_has_the_gradients_of_one_process():
     assert torch.allclose(
         torch.cat(run_ranks(_both_modes_in_one_loss, 2, 2), 1), _both_modes_in_one_loss(1), rtol=1e-10
     )
@@ -189,14 +189,14 @@ def _second_derivative(_: int) -> list[str]:
     return [*found, str(gradient.requires_grad)]
 
 
-def test_a_gradient_penalty_is_rejected_in_one_line_also_where_nothing_follows_the_layer():
+def test_a_gradient_penalty_is_rejected_in_one_line():
     for *messages, requires_grad in run_ranks(_second_derivative, 2, 0):
         assert len(messages) == 2
         assert all(message.startswith("SyncBN has no second derivative") for message in messages)
         assert requires_grad == "True"
 
 
-def test_a_run_on_two_ranks_equals_one_process_and_leaves_plain_layers(tmp_path: Path):
+def test_a_run_on_two_ranks_equals_one_process(tmp_path: Path):
     first, second = run_ranks(_train_with_sync_bn, 2, str(tmp_path))
     plain = Net()
     quiet_trainer(SyncBN(), max_epochs=2).fit(plain, _loader(16, 8))
@@ -273,13 +273,13 @@ def _timms_gaps() -> dict[str, float]:
     return gaps
 
 
-def test_batchnorm_with_an_activation_inside_is_that_of_the_whole_batch():
+def test_batch_norm_with_an_activation_sees_the_whole_batch():
     pytest.importorskip("timm")
     for gaps in run_ranks(_timms_gaps, 2):
         assert max(gaps.values()) < 1e-12, gaps
 
 
-def test_copies_and_pickles_of_synchronized_layers_are_plain():
+def test_copies_of_synchronized_layers_are_plain():
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(_CallsSuper(2)))
     sync_batchnorm(net)
     buffer = io.BytesIO()

@@ -81,7 +81,7 @@ def test_gradients_of_float16_are_logged_unscaled(fused: bool) -> None:
 
 
 @pytest.mark.parametrize(("every", "logged_after"), [(3, [3, 6, 9, 12, 15]), (10, [8, 10]), (20, [8, 16])])
-def test_the_end_of_an_interval_or_of_an_epoch_without_one_is_logged(every, logged_after, tmp_path) -> None:
+def test_the_end_of_an_interval_or_epoch_is_logged(every, logged_after, tmp_path) -> None:
     settings = {"max_epochs": 2, "logger": CSVLogger(tmp_path, name=None, version=""), "log_every_n_steps": every}
     quiet_trainer(GradientAccumulation(2), TrainingMonitor(), **settings).fit(Tiny(network(), sgd), batches(1))
     with (tmp_path / "metrics.csv").open(newline="") as file:

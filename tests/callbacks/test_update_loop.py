@@ -481,7 +481,7 @@ def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(what, hook, owner
     assert_equal_with_update_loop(make, tmp_path, **options)
 
 
-def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> None:
+def test_a_trainer_inside_a_hook_leaves_the_outer_results() -> None:
     class Inner(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             quiet_trainer(Install(), max_steps=1).fit(Model(), loader())

@@ -107,7 +107,7 @@ def _cut(world_size: int, folder: Path, resumed: Path | None, accumulates: bool)
     return model.state_dict()
 
 
-def test_a_stock_checkpoint_goes_on_with_other_ranks_or_says_why_not(tmp_path: Path) -> None:
+def test_a_stock_checkpoint_on_other_ranks_resumes_or_says_why(tmp_path: Path) -> None:
     """Without an update of one size, 2 updates of one device are 1 of two devices."""
     saved = tmp_path / "1" / "step=2.ckpt"
     _cut(1, tmp_path, None, accumulates=False)
@@ -135,7 +135,7 @@ def test_a_second_fit_has_nothing_of_callbacks_that_were_removed() -> None:
 
 
 @pytest.mark.parametrize("share", [2, 0.5])
-def test_over_fitting_a_shuffled_loader_keeps_the_order_of_its_data(share: float) -> None:
+def test_over_fitting_a_shuffled_loader_keeps_its_order(share: float) -> None:
     model = Model()
     quiet_trainer(GradientAccumulation(2), overfit_batches=share, max_epochs=2).fit(model, stock())
     batches = [batch.flatten().tolist() for batch in samples()[1].split(2)]
@@ -322,13 +322,13 @@ def test_several_loaders_make_updates_of_their_micro_batches(collect: Any) -> No
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_loaders_with_other_numbers_of_micro_batches_are_rejected() -> None:
+def test_loaders_with_unequal_micro_batch_counts_are_rejected() -> None:
     loaders = [loader_of(range(8)), loader_of(range(10))]
     with pytest.raises(UserError, match="the training loaders have 1 and 2 micro-batches in one update"):
         quiet_trainer(GradientAccumulation(2)).fit(Pairs(), loaders)
 
 
-def test_a_loader_without_the_position_that_the_checkpoint_has_is_one_line(tmp_path: Path) -> None:
+def test_a_loader_without_the_checkpoints_position_is_rejected(tmp_path: Path) -> None:
     class Positionless(DataLoader[Any]):
         """A loader with an order of its own, as a library's may be on several devices."""
 

@@ -78,9 +78,7 @@ def curve(length: int, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("duration", "length"), [(5, 5), ("1.5 epochs", 15), ("25%", 5), ("0%", 0), ("99 steps", 99)])
-def test_a_duration_has_its_length_and_the_optimizer_keeps_the_schedules_rate(
-    duration: Any, length: int, caplog
-) -> None:
+def test_a_warm_up_lasts_for_its_duration(duration: Any, length: int, caplog) -> None:
     trainer = train(model := Model(), WarmupLR(duration))
     said = [message for message in caplog.messages if "the learning rate reaches 21.0% of its schedule's" in message]
     assert len(said) == (length > 20)
@@ -89,7 +87,7 @@ def test_a_duration_has_its_length_and_the_optimizer_keeps_the_schedules_rate(
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_epochs_and_percentages_count_accumulated_updates_in_any_order_of_callbacks(last: bool) -> None:
+def test_durations_count_updates_in_any_order_of_callbacks(last: bool) -> None:
     for warmup, length in (("2 epochs", 8), ("50%", 6)):
         callbacks = [GradientAccumulation(3), WarmupLR(warmup)]
         train(model := Model(), *(callbacks[::-1] if last else callbacks), max_epochs=3)
@@ -106,14 +104,14 @@ class AddGroup(pl.Callback):
             trainer.optimizers[0].add_param_group(group)
 
 
-def test_a_group_added_later_keeps_its_ratio_and_the_names_stay() -> None:
+def test_a_group_added_later_keeps_its_ratio() -> None:
     trainer = train(Model(), AddGroup(), WarmupLR("8 steps"))
     used = trainer.optimizers[0].used  # type: ignore[attr-defined]
     assert used == [[f] for f in curve(8, 3)] + [[f, 0.1 * f] for f in curve(8, 20)[3:]]
     assert {"lr", "lr/other"} <= set(trainer.callback_metrics)
 
 
-def test_updates_that_float16_skipped_do_not_count_where_a_scheduler_counts_them() -> None:
+def test_updates_skipped_by_float16_do_not_count() -> None:
     model, stock = Model(), Model(lambda optimizer: LinearLR(optimizer, 0.01, total_iters=8))
     model.explodes = stock.explodes = frozenset({1, 2, 5})
     warmup = WarmupLR("8 steps")
@@ -142,7 +140,7 @@ def test_the_rate_follows_the_global_batch(scale: Any, factor: float) -> None:
     assert model.used == pytest.approx([factor * warm for warm in curve(4, 8)])
 
 
-def test_changed_accumulation_continues_at_the_fraction_of_the_warmup(tmp_path: Any) -> None:
+def test_changed_accumulation_continues_the_fraction_of_warm_up(tmp_path: Any) -> None:
     first = train(Model(), WarmupLR("2 epochs"), max_epochs=1)
     first.save_checkpoint(path := tmp_path / "one.ckpt")
     train(model := Model(), WarmupLR("2 epochs"), GradientAccumulation(2), max_epochs=3, ckpt_path=path)
@@ -150,7 +148,7 @@ def test_changed_accumulation_continues_at_the_fraction_of_the_warmup(tmp_path: 
 
 
 @pytest.mark.parametrize(("every", "steps"), [(4, (3, 7, 11, 15, 19)), (50, (9, 19))])
-def test_the_rates_used_are_logged_without_and_with_a_logger(every: int, steps: tuple[int, ...], tmp_path: Any) -> None:
+def test_the_rates_used_are_logged(every: int, steps: tuple[int, ...], tmp_path: Any) -> None:
     factors = curve(100, 20)
     trainer = train(Model(), WarmupLR("100 steps"), log_every_n_steps=every)
     assert float(trainer.callback_metrics["lr"]) == pytest.approx(factors[19])
@@ -183,7 +181,7 @@ def test_a_failing_step_leaves_the_schedules_own_rate_behind() -> None:
     assert not model.trainer.optimizers[0]._optimizer_step_pre_hooks
 
 
-def test_each_of_several_optimizers_is_warmed_up_by_its_own_steps() -> None:
+def test_each_optimizer_is_warmed_up_by_its_own_steps() -> None:
     class Two(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -213,6 +211,6 @@ def test_each_of_several_optimizers_is_warmed_up_by_its_own_steps() -> None:
         ({"duration": "5%"}, '"5%" is unknown because the run has no end'),
     ],
 )
-def test_settings_out_of_range_are_rejected_before_the_first_step(settings: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_rejected_before_training(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(Model(), WarmupLR(**settings), max_epochs=-1)

@@ -100,7 +100,7 @@ def close(one: State, other: State) -> bool:
     )
 
 
-def test_validations_and_checkpoints_have_the_average_and_training_does_not(tmp_path: Path) -> None:
+def test_the_average_is_validated_while_raw_weights_train(tmp_path: Path) -> None:
     unfreeze, averaged = {"body.1.bias": "1 epochs"}, module()
     _, without = train(module(), FreezeLayers(unfreeze=unfreeze), val_check_interval=1)
     ours = FreezeLayers(unfreeze=unfreeze), WeightAveraging(ema=0.8), saves(tmp_path, save_top_k=-1, filename="{step}")
@@ -117,7 +117,7 @@ def test_validations_and_checkpoints_have_the_average_and_training_does_not(tmp_
     assert equal(averaged.state_dict(), found.validated[UPDATES]), "the module keeps the average"
 
 
-def test_a_run_that_no_longer_averages_trains_on_from_its_raw_weights(tmp_path: Path) -> None:
+def test_a_run_without_averaging_resumes_from_raw_weights(tmp_path: Path) -> None:
     for name, average in {"ours": WeightAveraging(ema=0.9), "Lightning's": EMAWeightAveraging(decay=0.9)}.items():
         _, first = train(module(), average, saves(tmp_path / name), max_steps=7)
         _, rest = train(module(), saves(tmp_path / name), resume=tmp_path / name / "last.ckpt")
@@ -143,7 +143,7 @@ class Renamed(Tiny):
         self.log("test", loss_of(self(batch[0]), batch[1]))
 
 
-def test_both_copies_go_through_the_hooks_of_the_module_and_its_rule_of_loading(tmp_path: Path) -> None:
+def test_both_copies_go_through_the_modules_checkpoint_hooks(tmp_path: Path) -> None:
     _, whole = train(module(Renamed), WeightAveraging(ema=0.9))
     train(module(Renamed), WeightAveraging(ema=0.9), saves(tmp_path), max_steps=7)
     for name in ("state_dict", RAW_WEIGHTS):
@@ -154,7 +154,7 @@ def test_both_copies_go_through_the_hooks_of_the_module_and_its_rule_of_loading(
 
 
 @pytest.mark.parametrize("tested", ["module", "checkpoint", "checkpoint elsewhere"])
-def test_a_checkpoint_that_is_saved_after_a_test_holds_what_trains_on(tmp_path: Path, tested: str) -> None:
+def test_a_checkpoint_saved_after_a_test_holds_what_trains_on(tmp_path: Path, tested: str) -> None:
     _, whole = train(module(Renamed), WeightAveraging(ema=0.9))
     model = module(Renamed)
     trainer, _ = train(model, WeightAveraging(ema=0.9), max_epochs=2)
@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_saved_after_a_test_holds_what_trains_on(tmp_path: 
         assert equal(rest.after[15], whole.after[15])
 
 
-def test_an_average_without_the_weights_that_train_is_not_resumed(tmp_path: Path) -> None:
+def test_an_average_without_its_raw_weights_is_not_resumed(tmp_path: Path) -> None:
     trainer, _ = train(module(), WeightAveraging(ema=0.9), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     checkpoint = saved(tmp_path / "end.ckpt")
@@ -209,7 +209,7 @@ def test_a_fit_of_nothing_keeps_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ema", [1.5, 0])
-def test_a_decay_is_above_0_and_below_1(ema: float) -> None:
+def test_a_decay_outside_0_to_1_is_rejected(ema: float) -> None:
     with pytest.raises(UserError, match=f"ema={ema}: expected above 0 and below 1"):
         WeightAveraging(ema)
 
@@ -223,7 +223,7 @@ def test_a_decay_is_above_0_and_below_1(ema: float) -> None:
         ([ModelCheckpoint(save_weights_only=True)], {}, "save_weights_only"),
     ],
 )
-def test_runs_that_cannot_be_averaged_are_rejected_before_they_train(others, options, message) -> None:
+def test_runs_that_cannot_be_averaged_are_rejected_early(others, options, message) -> None:
     with pytest.raises(UserError, match=message):
         train(module(), WeightAveraging(ema=0.9), *others, **options)
 
@@ -237,7 +237,7 @@ class Clipped(Tiny):
                 parameter.clamp_(-0.1, 0.1)
 
 
-def test_an_average_is_of_the_weights_that_the_modules_own_hook_leaves(tmp_path: Path) -> None:
+def test_the_average_follows_what_the_modules_hook_leaves(tmp_path: Path) -> None:
     model, average = module(Clipped), WeightAveraging(ema=0.9)
     _, whole = train(model, average, saves(tmp_path, save_top_k=-1, filename="{step}"), val_check_interval=2)
     assert max(parameter.abs().max().item() for parameter in model.parameters()) <= 0.1
@@ -307,7 +307,7 @@ class ScheduleFree(ChangesInEpoch):
         self._scale(2.0)
 
 
-def test_an_exchange_around_the_validation_leaves_the_average_as_it_is() -> None:
+def test_an_exchange_around_validation_leaves_the_average() -> None:
     model, plain = module(ScheduleFree), module()
     _, found = train(model, WeightAveraging(ema=0.9), val_check_interval=1)
     _, expected = train(plain, WeightAveraging(ema=0.9), val_check_interval=1)

@@ -25,7 +25,7 @@ from tests.support.tables import Tiny, image_network, quiet_trainer
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(device, world_size: int, tmp_path: Path) -> None:
+def test_a_split_run_equals_plain_torch(device, world_size: int, tmp_path: Path) -> None:
     rows = {number: row for number, row in enumerate(SPLITS) if cut_of(row).processes == world_size}
     rows = dict(list(rows.items())[: 2 if device == "cpu" else None])  # The others are in the table of splits.
     ranks = run_on(device, live_all, world_size, rows, tmp_path, False, on_device(device, world_size))
@@ -41,7 +41,7 @@ def _hashes(device: str, world_size: int) -> dict[equal_bits.Row, str]:
     return {row: equal_bits.train(row, world_size, on=options) for row in equal_bits.FEW}
 
 
-def test_one_and_two_processes_have_one_hash(device: Device) -> None:
+def test_two_processes_have_the_hash_of_one(device: Device) -> None:
     alone, *shared = [found for size in (1, 2) for found in run_on(device, _hashes, size, device, size)]
     print("\n".join(f"{row}: {found}" for row, found in alone.items()))
     assert shared == [alone, alone]

@@ -35,7 +35,7 @@ def _sync_bn_gaps(sizes: tuple[int, int]) -> list[dict[str, float]]:
 
 
 @pytest.mark.cuda  # On the CPU these are the layers of tests/callbacks/test_sync_bn.py.
-def test_sync_bn_equals_torchs_and_one_process_on_the_whole_batch() -> None:
+def test_sync_bn_equals_one_process_on_the_whole_batch() -> None:
     for ours, torchs in run_on("cuda", _sync_bn_gaps, 2, (11, 5)):
         assert max(ours.values()) < 1e-12, ours
         assert max(torchs.values()) < 1e-12, torchs
@@ -78,7 +78,7 @@ def _overflow(device: str, fused: bool) -> tuple[list[Tensor], list[float], list
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_in_one_micro_batch_skips_the_whole_update_and_the_warm_up_waits(device, fused) -> None:
+def test_an_overflow_in_one_micro_batch_skips_the_whole_update(device, fused) -> None:
     weights, scales, warmed_up = run_on(device, _overflow, 1, device, fused)[0]
     changed = [not torch.equal(before, after) for before, after in pairwise(weights)]
     assert changed == [True, False, True, True, True]

@@ -86,7 +86,7 @@ def test_other_errors_are_none(error):
     assert system_failure(error) is None
 
 
-def test_a_program_that_a_user_error_ends_prints_its_own_lines_and_the_message(tmp_path: Path) -> None:
+def test_a_user_error_shows_only_the_programs_own_lines(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("from callbacks import SeedControl\ndef seeds():\n    SeedControl(-1)\nseeds()\n")
     ended = subprocess.run([sys.executable, program], capture_output=True, text=True)

@@ -53,7 +53,7 @@ python mine.py 'a
 """
 
 
-def test_blocks_have_their_titles_comments_and_indents() -> None:
+def test_blocks_are_read_with_their_marks() -> None:
     file, shell, code = blocks_of(PAGE)
     assert (file.language, file.title, file.line) == ("python", "mine.py", 2)
     assert (shell.how, shell.line) == ("parsed: needs four machines", 7)
@@ -74,7 +74,7 @@ LINKS = {
 
 
 @pytest.mark.parametrize("target", LINKS)
-def test_a_link_of_an_included_file_leads_to_the_page_of_the_site(target: str) -> None:
+def test_a_link_of_an_included_file_leads_to_its_site_page(target: str) -> None:
     assert move_link("text", target, "recipes/resnet/README.md", "recipes/resnet.md") == LINKS[target]
 
 

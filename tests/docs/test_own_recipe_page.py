@@ -55,7 +55,7 @@ def last(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_it_learns_the_same_on_two_processes_and_after_a_kill(tmp_path: Path) -> None:
+def test_it_learns_the_same_on_any_split_or_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "diabetes.py").write_text(code())
     killed = {"name": "killed", "settings": COMMON | {"batch_size": 64, "save_every": "3 steps"}}
     with pytest.raises(AssertionError, match="died with exit status -9"):

@@ -30,7 +30,7 @@ def test_a_callback_has_a_page_with_an_example_that_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_callbacks_page_begins_with_the_line_that_uses_it_then_shows_what_is_printed(name: str) -> None:
+def test_a_callbacks_page_begins_with_the_line_that_uses_it(name: str) -> None:
     page = next(text for text in PAGES.values() if name in text.partition("\n")[0])
     assert page.partition("\n\n")[2].startswith("```python\nimport lightning.pytorch as pl\nfrom callbacks import ")
     use, printed = blocks_of(page)[0], page.partition("## ")[0]

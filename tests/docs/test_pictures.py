@@ -11,7 +11,7 @@ def test_a_line_that_is_written_over_shows_its_last_words() -> None:
     assert last_words(output) == "a\nepoch 2\ndone\n"
 
 
-def test_pages_show_each_picture_light_and_dark() -> None:
+def test_pages_show_each_picture_in_both_color_schemes() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     shown = {name for page in pages for name in re.findall(r"pictures/([\w-]+)\.png", page.read_text())}
     assert shown == {path.stem for path in FOLDER.glob("*.png")}

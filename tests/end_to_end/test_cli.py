@@ -77,7 +77,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return Session(folder, first, later, touched)
 
 
-def test_a_run_leaves_its_settings_checkpoints_curves_and_results(session: Session) -> None:
+def test_a_run_leaves_its_files_in_one_folder(session: Session) -> None:
     run = session.folder / FIRST
     names = {path.name.split(".")[0] for path in run.iterdir()}
     assert names >= {"config", "checkpoints", "events", "metrics", "results"}
@@ -110,14 +110,14 @@ def test_the_four_places_that_hold_a_runs_settings_hold_the_same(session: Sessio
     assert {name for name in settings if printed.get(name) != settings[name]} == {"batch_size"}
 
 
-def test_the_table_names_data_parameters_scores_and_what_to_type_next(session: Session) -> None:
+def test_the_last_table_summarizes_the_run(session: Session) -> None:
     joined = " ".join(session.first.out.split())
     parts = ["scikit-learn digits: 1,322 train, 115 val, 360 test", "trainable)", "test accuracy", "samples/s"]
     parts += ["tensorboard --logdir runs/mnist", f"predict --ckpt {BEST}"]
     assert [part for part in parts if part not in joined] == []
 
 
-def test_a_second_run_of_the_same_name_touches_nothing_of_the_first(session: Session) -> None:
+def test_a_second_run_of_the_same_name_leaves_the_first_alone(session: Session) -> None:
     assert session.later["the same name"].status == 0, session.later["the same name"].err
     assert (session.folder / "runs/mnist/first-2/results.json").is_file()
     assert session.touched == []
@@ -132,7 +132,7 @@ def test_a_second_run_of_the_same_name_touches_nothing_of_the_first(session: Ses
         ("test a folder", f"{FIRST} is a folder; pass a checkpoint, such as {FIRST}/checkpoints/"),
     ],
 )
-def test_what_is_no_checkpoint_of_this_network_is_rejected_in_a_line(session: Session, name: str, message: str) -> None:
+def test_what_is_no_checkpoint_is_rejected_in_a_line(session: Session, name: str, message: str) -> None:
     ended = session.later[name]
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert message in ended.err
@@ -146,7 +146,7 @@ def test_test_scores_the_checkpoint_as_the_run_did(session: Session) -> None:
     assert scores == {name: expected[name] for name in scores}
 
 
-def test_predict_reads_dark_and_light_pictures_and_writes_a_file(session: Session) -> None:
+def test_predict_reads_inverted_pictures(session: Session) -> None:
     for name in ("out.json", "out.csv"):
         assert session.later[name].status == 0, session.later[name].err
         assert "light.png" in session.later[name].out
@@ -162,14 +162,14 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(session: Sessio
     assert "if light and dark are exchanged" in session.later["out.json"].out + session.later["out.json"].err
 
 
-def test_a_run_that_diverges_keeps_its_folder_and_its_curves(session: Session) -> None:
+def test_a_run_that_diverges_keeps_its_folder(session: Session) -> None:
     assert session.later["diverges"].status == 1
     assert "the run has diverged" in session.later["diverges"].err
     names = {path.name.split(".")[0] for path in (session.folder / "runs/mnist/div").iterdir()}
     assert {"config", "events"} <= names
 
 
-def test_resuming_a_copied_checkpoint_leaves_the_folders_around_it_alone(session: Session, tmp_path: Path) -> None:
+def test_resuming_a_copied_checkpoint_leaves_other_folders_alone(session: Session, tmp_path: Path) -> None:
     foreign = tmp_path / "home" / "project"
     foreign.mkdir(parents=True)
     (tmp_path / "home" / "precious").write_text("mine")
@@ -212,7 +212,7 @@ def test_settings_in_a_checkpoint_have_no_module_imported(session: Session, tmp_
     assert not (tmp_path / "was_here").exists()
 
 
-def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path) -> None:
+def test_a_mistake_ends_in_one_line_without_a_run_folder(tmp_path: Path) -> None:
     mistakes = {
         "--max-epoch 3": "there is no flag --max-epoch; did you mean --max-epochs?",
         "go": "unknown command 'go'; expected one of fit, validate, test, predict, verify, export, or a flag",
@@ -242,7 +242,7 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_last_checkpoint_and_resuming_ends_where_the_whole_run_ends(tmp_path: Path) -> None:
+def test_a_run_resumed_after_ctrl_c_ends_as_an_unstopped_one(tmp_path: Path) -> None:
     flags = "--dataset digits --max-epochs 6 --precision 32 --log-every-n-steps 3 --accelerator cpu --devices 2"
     for ended in run_ranks(type_line, 2, *CLASSES.values(), [*flags.split(), "--name", "whole"], str(tmp_path)):
         assert ended.status == 0, ended.err

@@ -70,7 +70,7 @@ def undisturbed(folder: Path, *more: str) -> str:
     return weights_of(folder / RUN / "checkpoints" / "last.ckpt")
 
 
-def test_a_killed_process_and_a_killed_node_that_comes_back_leave_no_trace_in_the_weights(tmp_path):
+def test_killed_processes_or_nodes_leave_the_weights_unchanged(tmp_path):
     whole = undisturbed(tmp_path / "whole")
     with job(tmp_path, "2") as two:
         two.reaches(20)
@@ -85,7 +85,7 @@ def test_a_killed_process_and_a_killed_node_that_comes_back_leave_no_trace_in_th
     assert weights_of(two.last) == whole
 
 
-def test_a_run_shrinks_with_a_lost_node_grows_with_one_that_joins_and_has_the_same_weights(tmp_path):
+def test_a_changing_number_of_nodes_leaves_the_weights_unchanged(tmp_path):
     longer = ["--max-epochs", "180"]  # So that the new node finds it training.
     whole = undisturbed(tmp_path / "whole", *longer)
     with job(tmp_path, "1:2", *longer) as elastic:
@@ -120,7 +120,7 @@ def test_an_elastic_run_goes_on_without_a_node_that_got_sigterm(tmp_path):
     assert weights_of(elastic.last) == whole
 
 
-def test_sigterm_to_an_agent_saves_and_ends_without_a_restart(tmp_path):
+def test_sigterm_to_an_agent_saves_without_a_restart(tmp_path):
     with job(tmp_path, "2") as two:
         two.reaches(20)
         for agent in two.agents:
@@ -132,7 +132,7 @@ def test_sigterm_to_an_agent_saves_and_ends_without_a_restart(tmp_path):
         assert "starting again" not in two.output()
 
 
-def test_under_torchrun_a_killed_process_is_started_again_and_leaves_no_trace(tmp_path):
+def test_torchrun_restarts_a_killed_process_without_a_trace(tmp_path):
     whole = undisturbed(tmp_path / "whole")
     how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     agent = Agent(tmp_path, "agent", ["torchrun", *how, "-m", "tests.support.plain_recipe", *ARGS])
@@ -155,7 +155,7 @@ CUT_OFF += ["--devices", "1", "--num-nodes", "2", "--master-port", "29500", "--n
 CUT_OFF += ["--collective-timeout", "20"]
 
 
-def test_nodes_with_addresses_of_their_own_train_and_both_sides_of_a_cut_cable_end_within_the_timeouts(tmp_path):
+def test_both_sides_of_a_cut_cable_end_within_the_timeouts(tmp_path):
     with two_nodes() as cable:
         nodes = []
         for node in (0, 1):

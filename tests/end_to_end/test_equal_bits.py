@@ -189,7 +189,7 @@ def second_life(world_size: int, before: int, rows: Sequence[Row], threads: int 
     ],
     ids=["few", "2 threads", "all"],
 )
-def test_a_run_has_one_hash_on_any_number_of_devices_interrupted_or_not(rows, others, threads, tmp_path) -> None:
+def test_a_run_has_one_hash_on_any_number_of_devices(rows, others, threads, tmp_path) -> None:
     """`others` has the number of processes of a first life by that of the second.
 
     Where the program sets the threads, OMP_NUM_THREADS does not exist, and Lightning's launcher would set others.

@@ -192,13 +192,13 @@ def test_each_callback_alone_resumes_to_the_bit_after_kill_9(world_size: int, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_all_callbacks_together_resume_to_the_bit_wherever_they_are_stopped(world_size: int, tmp_path: Path) -> None:
+def test_all_callbacks_together_resume_to_the_bit(world_size: int, tmp_path: Path) -> None:
     assert broken_runs(stopped(TOGETHER, "in every epoch"), world_size, tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_killed_at_any_moments_ends_with_the_bits_of_one_that_was_not(world_size: int, tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_ends_with_the_same_bits(world_size: int, tmp_path: Path) -> None:
     case = Case(TOGETHER)
     expected = [end.sha256 for end in run_ranks(live, world_size, case, world_size, tmp_path / "unstopped")]
     moments = random.Random(1)

@@ -86,7 +86,7 @@ def last_line(ended: Ended) -> str:
     return ended.err.strip().splitlines()[-1]
 
 
-def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp_path):
+def test_slurms_processes_find_each_other(tmp_path):
     job = free_job()
     all_ended = start(tmp_path, [(["--name", "run"], env) for env in by_slurm(job, nodes=2, devices=2)])
     assert [ended.status for ended in all_ended] == [0] * 4, all_ended
@@ -112,7 +112,7 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
         (1, "wait", 1, "error: rank 0 (node 0, {host}) failed: TimeoutError: another rank did not"),
     ],
 )
-def test_when_one_rank_ends_all_end_and_the_last_line_says_why(tmp_path, rank, how, status, line):
+def test_the_last_line_says_why_one_rank_ended_all(tmp_path, rank, how, status, line):
     limit = "--collective-timeout 4" if how == "wait" else ""
     ended = on_two_ranks(tmp_path, f"--fail-rank {rank} --fail-how {how} {limit}")
     assert ended.status == status, ended
@@ -123,7 +123,7 @@ def test_when_one_rank_ends_all_end_and_the_last_line_says_why(tmp_path, rank, h
         assert ended.err.count("Traceback") == (how == "raise")
 
 
-def test_a_killed_process_is_started_again_and_the_run_ends_with_the_same_weights(tmp_path):
+def test_a_run_with_a_restarted_process_ends_with_equal_weights(tmp_path):
     for name, fault in (("whole", ""), ("killed", "--fail-rank 1 --fail-how kill --fail-until 1 --max-restarts 1")):
         (tmp_path / name).mkdir()
         ended = on_two_ranks(tmp_path / name, f"--save-every 1 {fault}")
@@ -134,7 +134,7 @@ def test_a_killed_process_is_started_again_and_the_run_ends_with_the_same_weight
     assert weights_of(whole) == weights_of(killed)
 
 
-def test_threads_of_the_flag_hold_however_the_processes_are_started(tmp_path):
+def test_the_flag_for_threads_holds_for_every_way_to_start(tmp_path):
     """`python -m`, our agent, torchrun's variables, Slurm's, and variables that a script has set."""
     port = free_port()
     by_hand = [
@@ -162,7 +162,7 @@ def test_threads_of_the_flag_hold_however_the_processes_are_started(tmp_path):
     assert len(hashes) == 1
 
 
-def test_the_default_of_several_processes_says_what_one_would_type(tmp_path):
+def test_the_default_of_several_processes_says_what_to_type(tmp_path):
     (ended,) = start(tmp_path, [(["--name", "run", "--devices", "2"], {"OMP_NUM_THREADS": ""})])
     threads = max(1, available_cores() // 2)
     assert ended.status == 0, ended
@@ -212,26 +212,26 @@ def test_who_did_not_answer_sigterm_is_named_with_the_last_save(tmp_path):
     assert re.search(line, ended.err), ended
 
 
-def test_an_error_that_the_user_has_to_correct_is_not_tried_again(tmp_path):
+def test_an_error_for_the_user_to_correct_is_not_tried_again(tmp_path):
     ended = on_two_ranks(tmp_path, "--broken-rank 1 --max-restarts 3")
     assert ended.status == 2
     assert ended.err.splitlines() == [f"error: rank 1 (node 0, {socket.gethostname()}): rank 1 found nothing"]
 
 
-def test_a_mistake_on_the_command_line_is_rejected_before_a_process_starts(tmp_path):
+def test_a_mistake_is_rejected_before_a_process_starts(tmp_path):
     ended = on_two_ranks(tmp_path, "--optimizer sdg")
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert ended.err.startswith("error: no optimizer 'sdg'")
 
 
-def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
+def test_all_ranks_end_where_rank_0_cannot_decide(tmp_path):
     (tmp_path / "no-curve").touch()
     ended = on_two_ranks(tmp_path, "")
     assert (ended.status, last_line(ended)) == (2, "error: there is no curve")
     assert not (tmp_path / "runs/failing/run").exists()
 
 
-def test_the_settings_of_node_0_are_everybodys_and_its_number_of_devices_has_to_be(tmp_path):
+def test_the_settings_of_node_0_hold_on_all_nodes(tmp_path):
     both = on_two_nodes(tmp_path, "--lr 0.25", "--lr 0.5")
     assert [ended.status for ended in both] == [0, 0], both
     assert "\nlr: 0.25\n" in (tmp_path / "runs/failing/run/config.yaml").read_text()
@@ -272,7 +272,7 @@ GUARD
 """
 
 
-def test_a_program_starts_processes_for_a_class_of_its_own_and_gets_their_result(tmp_path):
+def test_a_program_gets_the_result_of_its_processes(tmp_path):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM.replace("GUARD", 'if __name__ == "__main__":'))
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -292,7 +292,7 @@ def test_a_program_starts_processes_for_a_class_of_its_own_and_gets_their_result
     assert 'put the call under if __name__ == "__main__":' in program.output()
 
 
-def test_an_error_on_one_node_is_said_on_every_node_and_a_missing_node_is_told(tmp_path):
+def test_an_error_on_one_node_is_printed_on_every_node(tmp_path):
     both = on_two_nodes(tmp_path, *["--fail-rank 1 --fail-how raise"] * 2)
     assert [ended.status for ended in both] == [1, 1]
     elsewhere = ("error: another node has ended; its own output says why", "error: rank 0 (node 0, ")
@@ -306,7 +306,7 @@ def test_an_error_on_one_node_is_said_on_every_node_and_a_missing_node_is_told(t
 
 
 @pytest.mark.slow
-def test_the_fork_server_has_one_thread_and_no_device_and_nothing_is_left_of_a_run(tmp_path):
+def test_no_process_outlives_a_killed_agent(tmp_path):
     command = [sys.executable, "-m", "recipes.mnist", "--accelerator", "cpu", "--dataset", "digits"]
     agent = Agent(tmp_path, "agent", [*command, "--max-epochs", "2000", "--devices", "2", "--name", "run"])
     last = tmp_path / "runs/mnist/run/checkpoints/last.ckpt"

@@ -39,7 +39,7 @@ def _addresses_while(roots: list[int], runs: Callable[[], bool]) -> set[str]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_processes_of_one_machine_listen_on_the_loopback_interface_only(tmp_path: Path, nodes: int) -> None:
+def test_processes_of_one_machine_listen_on_loopback_only(tmp_path: Path, nodes: int) -> None:
     fit = ["--name", "run", "--max-epochs", "5", "--devices", str(2 // nodes)]
     where = ["--num-nodes", str(nodes), "--master-addr", "localhost", "--master-port", str(free_port())]
     each = [[*fit, *where, "--node-rank", str(node)] if nodes > 1 else fit for node in range(nodes)]

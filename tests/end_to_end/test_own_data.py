@@ -41,7 +41,7 @@ class SaysWhenItTrains(pl.Callback):
         print("it trains", file=sys.stderr)
 
 
-def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only(tmp_path: Path):
+def test_a_run_names_its_classes_before_it_trains(tmp_path: Path):
     line, says = "--max-epochs 1 --logger none --batch-size 512", [f"{__name__}:SaysWhenItTrains"]
     digits = shlex.split(f"{line} --dataset digits --devices 2 --accelerator cpu --enable-progress-bar false")
     first, second = run_ranks(type_line, 2, *RECIPES["mnist"], digits, str(tmp_path), says)
@@ -66,7 +66,7 @@ def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only
 
 
 @pytest.mark.slow
-def test_own_digits_train_alike_from_a_folder_and_an_archive_and_are_tested(tmp_path: Path):
+def test_own_digits_train_alike_from_a_folder_or_an_archive(tmp_path: Path):
     images, labels = (part.numpy() for part in load_digits()["train"])
     order = np.argsort(labels, kind="stable")
     images, labels = images[order], labels[order]

@@ -29,7 +29,7 @@ def changed(path: Path, target: Path, *places: tuple[str, Any]) -> Path:
 
 
 @pytest.mark.slow
-def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_traceback(tmp_path: Path) -> None:
+def test_a_received_run_writes_nowhere_else(tmp_path: Path) -> None:
     (trained,) = typed(tmp_path, TRAIN)
     assert trained.status == 0, trained.err
     run = tmp_path / "runs" / "quadrants" / "theirs"
@@ -85,7 +85,7 @@ OWN = "--optimizer tests.support.optimizers.Counting"
 
 
 @pytest.mark.slow
-def test_an_own_optimizer_is_resumed_where_it_is_typed_and_a_received_run_imports_none(tmp_path: Path) -> None:
+def test_a_received_run_imports_no_optimizer(tmp_path: Path) -> None:
     def own(*commands: str) -> list[tuple[int, str]]:
         return [(done.status, done.out + done.err) for done in typed(tmp_path, *commands)]
 

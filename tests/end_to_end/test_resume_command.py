@@ -91,7 +91,7 @@ LIVES = {
 
 
 @pytest.mark.parametrize("where", ["within an epoch", pytest.param("elsewhere", marks=pytest.mark.slow)])
-def test_the_same_command_line_resumes_after_kill_9_and_ends_with_the_same_bits(where, whole, tmp_path):
+def test_the_same_command_line_resumes_after_kill_9(where, whole, tmp_path):
     for dies in LIVES[where]:
         with pytest.raises(AssertionError, match="died with exit status -9"):
             run_ranks(live, 1, ranked(1), str(tmp_path), dies)
@@ -109,7 +109,7 @@ def test_the_same_command_line_resumes_after_kill_9_and_ends_with_the_same_bits(
     [([], (1, 2, 1)), (["--accumulate", "1", "--global-batch-size", "256"], (2, 1, 2))],
     ids=["accumulated", "global batch"],
 )
-def test_a_run_goes_on_after_kill_9_on_other_devices_and_ends_with_the_same_bits(size, devices, whole, tmp_path):
+def test_a_killed_run_resumes_with_equal_bits_on_other_devices(size, devices, whole, tmp_path):
     for number, dies in zip(devices, (("on_train_batch_start", 1, 3), ("on_train_batch_start", 2, 1)), strict=False):
         with pytest.raises(AssertionError, match="died with exit status -9"):
             run_ranks(live, number, [*ranked(number), *size], str(tmp_path), dies)

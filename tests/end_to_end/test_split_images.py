@@ -152,7 +152,7 @@ def _updates(runs: list[dict[str, Any]]) -> dict[int, Counter[str]]:
     return updates
 
 
-def test_images_reach_the_network_with_the_same_bits_wherever_they_lie_and_however_a_run_is_cut(tmp_path: Path) -> None:
+def test_images_reach_the_network_unchanged_on_any_split(tmp_path: Path) -> None:
     write_photographs(tmp_path)
     whole = {setting: _train(tmp_path, setting, FOLDER) for setting in SETTINGS}
     ranks = run_ranks(_ranks, 2, tmp_path)
@@ -220,7 +220,7 @@ def _balanced_ranks(folder: Path, balance: str = "loss") -> dict[str, dict[str, 
     }
 
 
-def test_a_balanced_run_learns_the_same_on_any_split_and_after_a_resume_within_an_epoch(tmp_path: Path) -> None:
+def test_a_balanced_run_learns_the_same_on_any_split(tmp_path: Path) -> None:
     whole = _train_balanced(1, 1, tmp_path / "whole", resume=False)
     found = {"1x4": _train_balanced(1, 4, tmp_path / "1x4", resume=False)}
     saved = torch.load(tmp_path / "whole" / "step=5.ckpt", weights_only=True)
@@ -237,7 +237,7 @@ def test_a_balanced_run_learns_the_same_on_any_split_and_after_a_resume_within_a
     assert whole["class_weights"].unique().numel() == 3
 
 
-def test_draws_with_replacement_are_the_same_on_any_split_and_after_a_resume_within_an_epoch(tmp_path: Path) -> None:
+def test_draws_with_replacement_are_the_same_on_any_split(tmp_path: Path) -> None:
     whole = _train_balanced(1, 1, tmp_path / "whole", False, "sampler")
     found = {"1x4": _train_balanced(1, 4, tmp_path / "1x4", False, "sampler")}
     found |= run_ranks(_balanced_ranks, 2, tmp_path, "sampler")[0]

@@ -22,7 +22,7 @@ SPLITS = [
 ]
 
 
-def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(tmp_path: Path) -> None:
+def test_a_split_run_equals_plain_torch(tmp_path: Path) -> None:
     print("\nLargest relative error of a final weight or buffer, by processes and micro-batches of an update")
     lives = run(dict(enumerate(SPLITS)), tmp_path)
     for number, row in enumerate(SPLITS):

@@ -25,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, out
 
 
-def test_the_table_tells_the_sizes_of_the_loaders_and_the_samples_that_were_trained(trained):
+def test_the_table_shows_the_sizes_of_the_loaders(trained):
     folder, out = trained
     assert re.search(r"^data +Points: 101 train, 40 val$", out, re.MULTILINE)
     results = json.loads((folder / "runs/quadrants/run/results.json").read_text())
@@ -34,7 +34,7 @@ def test_the_table_tells_the_sizes_of_the_loaders_and_the_samples_that_were_trai
     assert results["samples_per_second"] * seconds == pytest.approx(2 * 5 * 101 / 7, rel=1e-3), "5 of 7 batches"
 
 
-def test_the_commands_score_and_predict_and_the_one_that_the_run_prints_works(trained):
+def test_the_printed_predict_command_works(trained):
     folder, out = trained
     (command,) = re.findall(r"^predict +python \S+ (predict .*)$", out, re.MULTILINE)
     validated, predicted = typed(folder, f"validate --ckpt {BEST}", f"{command} --output rows.json")
@@ -61,7 +61,7 @@ def test_what_the_data_module_lacks_is_said_in_words(trained):
     assert ended[1][2] == "error: test needs a method test_dataloader, and Points has none\n"
 
 
-def test_a_recipe_without_a_table_of_its_own_prints_the_networks_outputs():
+def test_a_recipe_without_a_table_prints_the_networks_outputs():
     class Named(pl.LightningDataModule, DataContract):
         prediction_names = ("a.txt",)
 

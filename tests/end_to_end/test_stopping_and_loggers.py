@@ -25,7 +25,7 @@ RUNS = Path("runs/quadrants")
 COMMON = "--num-classes 2 --precision 32 --schedule constant"
 
 
-def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interrupted(tmp_path):
+def test_a_resumed_run_stops_early_where_an_unstopped_one_does(tmp_path):
     stops = "--dataset digits --precision 32 --schedule constant --lr 0.5 --limit-train-batches 2 --logger none"
     last = "runs/plain/cut/checkpoints/last.ckpt"
     ended = typed(
@@ -65,7 +65,7 @@ def test_a_mistake_is_answered_with_what_to_type(tmp_path):
         assert line.err.count("\n") == 1
 
 
-def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, monkeypatch):
+def test_loggers_are_chosen_by_name(tmp_path, monkeypatch):
     chosen = (("csv", "table"), ("none", "nothing"))
     ended = typed(tmp_path, *(f"{COMMON} --max-epochs 1 --logger {logger} --name {name}" for logger, name in chosen))
     assert [status for status, _, _ in ended] == [0, 0], ended
@@ -119,7 +119,7 @@ def _own_mounts() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _own_mounts(), reason="only root may mount a small disk (unshare -m)")
-def test_a_run_trains_to_its_end_while_its_log_lies_on_the_disk_that_fills(tmp_path: Path) -> None:
+def test_a_run_trains_to_its_end_though_its_disk_fills(tmp_path: Path) -> None:
     script = f"""
 mount -t tmpfs -o size=40m tmpfs . && cd $PWD
 while [ ! -e runs/mnist/f/checkpoints/last.ckpt ]; do sleep .1; done && head -c 100m /dev/zero > fill &

@@ -40,7 +40,7 @@ def fit_each() -> dict[str, tuple[int, str, list[str]]]:
     return {name: fit(name) for name in (*REJECTING, "SeedControl", "RankConsistency")}
 
 
-def test_callbacks_that_cannot_keep_their_promise_name_the_strategy_and_the_others_train_or_say_what_they_leave_out():
+def test_a_callback_that_cannot_keep_its_promise_is_rejected():
     results = run_ranks(fit_each, 2)
     for found in results:
         for name in REJECTING:

@@ -26,7 +26,7 @@ def console(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_both_commands_list_the_recipes_and_how_each_is_started(console: str, tmp_path: Path) -> None:
+def test_both_commands_list_the_recipes(console: str, tmp_path: Path) -> None:
     for command in ([console, "list"], [console], [sys.executable, "-m", "recipes"]):
         done = _call(*command, folder=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
@@ -46,9 +46,7 @@ def test_an_unknown_recipe_is_answered_in_one_line(console: str, tmp_path: Path)
     assert done.stderr == "error: there is no recipe 'minst'; expected list, goldens, mnist, resnet, seq2seq\n"
 
 
-def test_a_folder_recipes_in_the_current_folder_does_not_shadow_the_console_command(
-    console: str, tmp_path: Path
-) -> None:
+def test_a_users_folder_recipes_does_not_shadow_the_command(console: str, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").write_text("")
     assert "\nmnist: " in _call(console, "list", folder=tmp_path).stdout
@@ -85,7 +83,7 @@ def test_a_copied_folder_trains_into_its_own_runs(console: str, with_letters: Pa
     assert (tmp_path / "runs" / "letters" / "first" / "checkpoints" / "best.ckpt").is_file()
 
 
-def test_a_folder_of_the_user_that_hides_a_package_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_users_folder_that_hides_a_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "callbacks").mkdir()
     (tmp_path / "callbacks" / "__init__.py").write_text("")
     started = _call(sys.executable, "-m", "recipes.mnist", "--max-epochs", "1", folder=tmp_path)

@@ -25,7 +25,7 @@ def _paths(document: Path) -> set[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_path_that_a_document_names_and_every_module_that_it_runs_exists(document: Path) -> None:
+def test_every_path_that_a_document_names_exists(document: Path) -> None:
     missing = [path for start, path in _paths(document) if not _ANY & {*path.split("/")} and not [*start.glob(path)]]
     for module in re.findall(rf"python -m ((?:{_TOP})[\w.]*\w)", document.read_text()):
         file = ROOT.joinpath(*module.split("."))
@@ -39,7 +39,7 @@ def _first_column(text: str) -> set[str]:
     return set(re.findall(r"^\| \[?`([\w.]+)", text, re.MULTILINE))
 
 
-def test_the_page_of_hardware_has_a_row_for_each_recipe_and_callback() -> None:
+def test_the_hardware_page_names_each_recipe_or_callback() -> None:
     recipes = (ROOT / "README.md").read_text().partition("## Recipes")[2]
     callbacks = (ROOT / "docs" / "callbacks" / "index.md").read_text().partition("## Without a Trainer")[0]
     named = _first_column(recipes) | _first_column(callbacks)

@@ -126,7 +126,7 @@ def python(*args: object, path: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_every_callback_trains_to_equal_weights_under_both_packages(tmp_path: Path) -> None:
+def test_every_callback_trains_alike_under_both_packages(tmp_path: Path) -> None:
     found, loaded = {}, {}
     for package in PACKAGES:
         folder = tmp_path / package

@@ -26,7 +26,7 @@ def _locked() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("address", ["", "https://example.org/project"])
-def test_the_links_of_the_description_hold_outside_of_the_repository(address: str) -> None:
+def test_links_of_the_description_hold_outside_the_repository(address: str) -> None:
     text = (ROOT / "README.md").read_text()
     description = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["description"]
     links = _LINK.findall(description(text, address))

@@ -50,7 +50,7 @@ def test_scores_are_those_of_scikit_learn():
     assert values["accuracy"] < values["top5_accuracy"] < 1
 
 
-def test_empty_batches_and_diverged_networks_have_scores():
+def test_an_empty_batch_has_scores():
     scores = ClassificationScores(CLASSES)
     scores.update(LOGITS[:0], TARGETS[:0])
     values, matrix = scores.compute()
@@ -81,7 +81,7 @@ def _scores_on_rank(world_size: int) -> dict[str, Any]:
     return {name: value.item() for name, value in values.items()} | {"matrix": matrix.tolist()}
 
 
-def test_one_and_three_ranks_agree_to_the_last_digit():
+def test_three_ranks_agree_with_one_to_the_last_digit():
     (one,), three = run_ranks(_scores_on_rank, 1, 1), run_ranks(_scores_on_rank, 3, 3)
     for found in three:
         assert found == one
@@ -141,7 +141,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "small.ckpt"
 
 
-def test_soft_labels_train_and_hard_labels_are_scored():
+def test_soft_labels_train_while_hard_labels_are_scored():
     module, data = Small(label_smoothing=0.1), Data(soft=True)
     inputs, soft = next(iter(data.train_dataloader()))
     step = module.training_step((inputs, soft), 0)
@@ -201,7 +201,7 @@ def test_the_headline_is_of_the_test_where_there_is_one():
     assert [row.title for row in of_validation] == ["val accuracy", "val macro-F1"]
 
 
-def test_the_number_of_classes_comes_from_the_data_or_is_required():
+def test_the_number_of_classes_comes_from_the_data():
     assert Small.settings_from_data(Data()) == {"num_classes": 3}
     assert Small.settings_from_data(pl.LightningDataModule()) == {}
     with pytest.raises(UserError, match="neither given nor found in the data; pass one such as num_classes=10"):
@@ -218,7 +218,7 @@ def test_data_with_another_number_of_classes_is_rejected(checkpoint: Path):
         quiet_trainer().test(Small(), Data(("ant", "bee")), ckpt_path=checkpoint, weights_only=True, verbose=False)
 
 
-def test_data_whose_classes_have_other_names_or_another_order_is_rejected(checkpoint: Path):
+def test_data_with_other_class_names_is_rejected(checkpoint: Path):
     message = "order of the classes differs: class 1 is 'bee' in the checkpoint and 'wasp' in the data; rename"
     loaded, data = Small.load_from_checkpoint(checkpoint, weights_only=True), Data(("ant", "wasp", "bee"))
     with pytest.raises(UserError, match=message):
@@ -336,7 +336,7 @@ def test_names_that_do_not_fit_are_an_error(tmp_path: Path):
 
 @pytest.mark.parametrize(("inputs", "targets"), [(torch.float64, torch.int32), (torch.uint8, torch.int16)])
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_other_types_of_images_and_labels_train_as_float32_and_int64(inputs, targets, in_memory):
+def test_images_of_other_types_train_as_float32(inputs, targets, in_memory):
     def trained(*types: torch.dtype) -> tuple[list[Tensor], dict[str, float]]:
         images, labels = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 1, 8, 8), torch.arange(8) % 2
         images, labels = images.to(types[0]), labels.to(types[1])

@@ -69,7 +69,7 @@ def _evaluate(world_size: int, folder: str) -> tuple[Any, Any]:
     return scores, files
 
 
-def test_two_ranks_write_the_files_of_one_without_unreadable_images(tmp_path: Path):
+def test_two_ranks_write_the_files_of_one(tmp_path: Path):
     save_images(tmp_path, unreadable=True)
     (one,) = run_ranks(_evaluate, 1, 1, str(tmp_path))
     for found in run_ranks(_evaluate, 2, 2, str(tmp_path)):
@@ -88,7 +88,7 @@ def test_two_ranks_write_the_files_of_one_without_unreadable_images(tmp_path: Pa
     assert sum(int(row["samples"]) for row in tables["val_per_class.csv"]) == 17
 
 
-def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered(tmp_path: Path):
+def test_mistakes_among_your_own_files_are_named(tmp_path: Path):
     save_images(tmp_path)
     data = MNISTDataModule("custom", str(tmp_path / "train"), val_fraction=0.5, eval_batch_size=4)
     recipe = Bright(num_classes=2)
@@ -114,7 +114,7 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
     assert all(row["true"] == str(int(labels[row["sample"]])) for row in rows)
 
 
-def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path: Path):
+def test_mistakes_keep_file_names_in_any_encoding(tmp_path: Path):
     save_images(tmp_path, unreadable=False)
     for path in (tmp_path / "val").glob("*/*.png"):
         path.rename(path.with_name(os.fsdecode(b"\xe9" + os.fsencode(path.name))))
@@ -130,7 +130,7 @@ def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path
     assert all(Path(file).is_file() for file in files)
 
 
-def test_the_order_of_a_stock_loader_is_known_where_it_takes_its_set_in_order():
+def test_the_order_of_an_unshuffled_stock_loader_is_known():
     data = TensorDataset(torch.arange(7))
     assert sample_numbers(DataLoader(Subset(data, [4, 2, 6]), 2)).tolist() == [0, 1, 2]
     shares = [sample_numbers(share_of(DataLoader(data, 2), rank, 2)).tolist() for rank in (0, 1)]
@@ -164,7 +164,7 @@ class Contract(Named, DataContract):
         return [f"{part} {number}" for number in range(self.hparams["names"])]
 
 
-def test_samples_of_a_stock_loader_are_numbered_and_those_without_a_label_left_out():
+def test_samples_of_a_stock_loader_are_numbered():
     recipe = Bright(num_classes=2)
     quiet_trainer().test(recipe, Named(), verbose=False)
     rows = tables_of(recipe.trainer)["test_mistakes.csv"].rows
@@ -213,7 +213,7 @@ def test_the_scores_of_classes_are_those_of_scikit_learn():
     assert [row["taken_for"] for row in empty] == [None, None, "a"]
 
 
-def test_the_commands_write_and_print_the_tables(tmp_path: Path):
+def test_each_command_writes_its_tables(tmp_path: Path):
     fit, test, bare = typed(
         tmp_path,
         "--dataset digits --max-epochs 1 --name one",

@@ -71,7 +71,7 @@ RECURRENT = ("translation, recurrent",)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_network_is_one_graph_for_all_sizes_and_draws_the_same_noise(name: str):
+def test_a_network_is_one_graph_for_all_sizes(name: str):
     torch.manual_seed(0)
     network, dims, batches = CASES[name]()
     plain, names = copy.deepcopy(network), list(network.state_dict())
@@ -129,7 +129,7 @@ def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("graphs_only")
-def test_runs_may_be_compiled_or_not_before_and_after_a_resume(tmp_path: Path):
+def test_a_run_may_be_compiled_before_or_after_a_resume(tmp_path: Path):
     expected, plain = train(tmp_path, False, 2)
     assert not counters["stats"]["unique_graphs"]
     assert plain is not None
@@ -172,7 +172,7 @@ def test_a_machine_without_a_compiler_says_so_in_one_line():
         network(torch.zeros(3, 2))
 
 
-def test_a_damaged_library_in_the_cache_is_named_with_the_folder_to_remove(monkeypatch: pytest.MonkeyPatch):
+def test_a_damaged_library_names_the_folder_to_remove(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/a cache")
 
     def load(*_: Any) -> Any:
@@ -185,7 +185,7 @@ def test_a_damaged_library_in_the_cache_is_named_with_the_folder_to_remove(monke
 
 
 @pytest.mark.slow
-def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(tmp_path: Path):
+def test_a_compiled_run_repeats_itself_to_the_bit(tmp_path: Path):
     # In float64: operations that are compiled round differently, and training amplifies that.
     settings = "--dataset digits --network classic --max-epochs 2 --batch-size 64 --precision 64-true"
     eager, compiled, verified, predicted = typed(
@@ -221,7 +221,7 @@ def _two_ranks() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_compiled_as_eager_and_each_layer_of_sync_bn_ends_a_graph() -> None:
+def test_two_ranks_train_compiled_as_eager() -> None:
     """On a CPU reduce-overhead is the default mode; on a GPU it records CUDA graphs, which nothing here shows."""
     zero, one = run_ranks(_two_ranks, 2)
     for name, value in zero["weights"][0].items():

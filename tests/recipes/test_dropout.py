@@ -24,7 +24,7 @@ def z_of_sum(values: Tensor) -> float:
 
 
 @pytest.mark.parametrize("p", [0.02, 0.3])
-def test_masks_have_their_rate_and_elements_rows_and_seeds_are_independent(p: float) -> None:
+def test_the_elements_of_a_mask_are_independent(p: float) -> None:
     mask, other = masks(p), masks(p, seed=2)
     found = {"rate": z_of_sum(mask), "seed": z_of_sum(mask * other)}
     for lag in (1, 2, 3, 7, 8, 64, 256):
@@ -41,7 +41,7 @@ def test_masks_have_their_rate_and_elements_rows_and_seeds_are_independent(p: fl
     assert {name: z for name, z in found.items() if not abs(z) < 4.2} == {}
 
 
-def test_what_is_kept_is_scaled_and_a_seed_repeats_it_in_every_type_and_layout() -> None:
+def test_a_seed_repeats_a_mask_in_every_type() -> None:
     inputs = torch.randn(3, 8, 4, 4, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(1)
     expected = Dropout(0.3)(inputs)
@@ -69,7 +69,7 @@ def test_where_it_has_no_mask_of_its_own_it_is_nn_dropout() -> None:
     assert repr(Dropout(0.3)) == repr(nn.Dropout(0.3))
 
 
-def test_activation_checkpointing_and_a_compiled_graph_draw_the_same_masks() -> None:
+def test_recomputed_activations_draw_the_same_masks() -> None:
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(6, 6), Dropout(0.5), nn.Linear(6, 6), Dropout(0.5))
     inputs = torch.randn(4, 6)

@@ -60,7 +60,7 @@ def test_grad_cam_of_pooled_channels_is_the_class_activation_map() -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_a_channel_weighs_as_the_mean_of_its_gradient_over_positions() -> None:
+def test_a_channel_weighs_as_the_mean_of_its_gradient() -> None:
     torch.manual_seed(1)
     # Without pooling the gradients of a channel differ from position to position: they are the weights of the head.
     network = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 49, 4)).eval()

@@ -54,7 +54,7 @@ def test_a_prefix_without_which_the_file_fits_is_named(prefix: str):
         load_weights(Shaped(_swin(7)), state, "a.pt")
 
 
-def test_good_files_of_other_programs_are_read_or_named_for_what_they_are(tmp_path: Path):
+def test_files_of_other_programs_are_read_or_named(tmp_path: Path):
     state = {"fc.weight": torch.ones(2, 2)}
     texts = {"config": "tiny", "class_names": "cat, dog", "hyper_parameters": "{"}
     save_file(state, tmp_path / "a.safetensors", metadata=texts)

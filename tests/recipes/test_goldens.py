@@ -29,7 +29,7 @@ def test_a_difference_names_what_differs_between_the_machines() -> None:
     assert differences_from(own, None) == {}
 
 
-def test_a_written_row_replaces_that_of_the_same_processor_and_versions(tmp_path: Path) -> None:
+def test_a_written_row_replaces_an_earlier_one_of_its_processor(tmp_path: Path) -> None:
     path = tmp_path / "goldens.json"
     other = replace(ROW, versions={"torch": "2.14.0"})
     for row in (ROW, other, replace(ROW, date="2027-01-01")):

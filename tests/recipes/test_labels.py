@@ -79,7 +79,7 @@ def test_a_loader_that_is_made_anew_is_checked_again():
     assert run.global_step == 6
 
 
-def test_a_label_of_a_users_own_data_set_ends_the_run_with_the_reason():
+def test_a_label_of_your_own_data_ends_the_run_with_the_reason():
     wrong = r"label 11 at row 1 of a {} batch is outside 0\.\.2 \(1 of 4 labels are\); pass num_classes=12"
     run = quiet_trainer()
     with pytest.raises(RunFailedError, match=wrong.format("training")):
@@ -105,7 +105,7 @@ def test_labels_that_a_hook_changes_are_checked_behind_it():
 
 
 @pytest.mark.parametrize("every", [1, 50])
-def test_batches_without_any_label_end_no_run_however_often_is_logged(every: int):
+def test_batches_without_any_label_end_no_run(every: int):
     labels = torch.full_like(LABELS, IGNORED)
     labels[13] = 1
     run = quiet_trainer(log_every_n_steps=every)
@@ -140,7 +140,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_on_a_gpu_a_wrong_label_is_ignored_until_the_device_is_waited_for():
+def test_on_a_gpu_a_wrong_label_is_ignored_until_a_wait():
     check = LabelCheck(CLASSES, "training")
     check.check_batch(PARTLY)
     check.raise_found()

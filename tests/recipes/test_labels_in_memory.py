@@ -30,7 +30,7 @@ class Own(Dataset):
         return INPUTS[index], LABELS[index]
 
 
-def test_the_labels_of_loaders_in_memory_are_known_with_their_rows(tmp_path: Path):
+def test_the_labels_of_loaders_in_memory_are_known(tmp_path: Path):
     rows = torch.tensor([5, 1, 2])
     tensors = TensorDataset(INPUTS, LABELS)
     subset = Subset(Subset(tensors, [4, 5, 1, 2]), [1, 2, 3])
@@ -67,7 +67,7 @@ def test_the_labels_of_loaders_in_memory_are_known_with_their_rows(tmp_path: Pat
     assert len(found[0]) == digits.sizes["train"]
 
 
-def test_labels_that_could_be_others_when_they_are_loaded_are_not_known():
+def test_labels_that_loading_may_change_are_not_known():
     tensors = TensorDataset(INPUTS, LABELS)
     loaders = [
         DataLoader(Relabeled(INPUTS, LABELS)),

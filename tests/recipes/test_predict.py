@@ -41,7 +41,7 @@ def _classes(rows: list[dict[str, Any]]) -> Tensor:
     return torch.tensor([int(row["class"]) for row in rows])
 
 
-def test_the_preprocessing_of_a_checkpoint_is_that_of_its_data_to_the_bit(digits):
+def test_a_checkpoint_holds_the_preprocessing_of_its_data(digits):
     recipe = MNISTClassifier.load_from_checkpoint(digits[0])
     data = MNISTDataModule(dataset="digits")
     data.setup("test")
@@ -51,13 +51,13 @@ def test_the_preprocessing_of_a_checkpoint_is_that_of_its_data_to_the_bit(digits
     assert torch.equal(prepare(data._parts["test"].images), inputs)
 
 
-def test_without_data_the_preprocessing_is_unknown_and_nothing_is_predicted():
+def test_without_preprocessing_nothing_is_predicted():
     assert preprocessing(MNISTClassifier()) is None
     with pytest.raises(UserError, match="MNISTClassifier.load_from_checkpoint"):
         predict(MNISTClassifier(), np.zeros((28, 28), np.uint8))
 
 
-def test_arrays_of_the_test_set_are_predicted_as_accurately_as_test_says(digits):
+def test_arrays_are_predicted_as_accurately_as_test_says(digits):
     path, accuracy = digits
     images, labels = load_digits()["test"]
     recipe = MNISTClassifier.load_from_checkpoint(path)
@@ -68,7 +68,7 @@ def test_arrays_of_the_test_set_are_predicted_as_accurately_as_test_says(digits)
     assert torch.allclose(torch.tensor([row["probability"] for row in rows]), expected.max(1).values, atol=1e-5)
 
 
-def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp_path: Path):
+def test_images_are_taken_in_every_form(digits, tmp_path: Path):
     images = load_digits()["test"][0][:4].numpy()
     for i, image in enumerate(images):
         Image.fromarray(image).save(tmp_path / f"{i}.png")
@@ -90,7 +90,7 @@ def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp
         assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
 
 
-def test_of_three_channels_a_color_image_is_made_where_the_network_sees_colors():
+def test_only_a_color_network_reads_three_channels_as_one_image():
     pixels = np.zeros((3, 40, 40), np.uint8)
     assert given_images(pixels, color=True).names == ["images[0]"]
     assert given_images(pixels, color=False).names == ["images[0]", "images[1]", "images[2]"]
@@ -111,7 +111,7 @@ def test_what_is_no_image_is_rejected(given, message):
         given_images(given, color=False)
 
 
-def test_predicting_leaves_the_modes_of_all_modules_and_needs_no_checkpoint_after_training(tmp_path: Path):
+def test_predicting_leaves_the_modes_of_all_modules(tmp_path: Path):
     recipe = MNISTClassifier()
     _trained(recipe, MNISTDataModule(dataset="digits"), tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
     recipe.train()
@@ -124,7 +124,7 @@ def test_predicting_leaves_the_modes_of_all_modules_and_needs_no_checkpoint_afte
     assert [row["class"] for row in rows] == [row["class"] for row in loaded]
 
 
-def test_an_input_without_a_prediction_costs_its_row_and_says_why(digits, tmp_path: Path):
+def test_an_input_without_a_prediction_says_why(digits, tmp_path: Path):
     good, blank, torn = (str(tmp_path / name) for name in ("good.png", "blank.png", "torn.png"))
     Image.fromarray(load_digits()["test"][0][0].numpy()).save(good)
     Image.new("RGB", (90, 60), (240, 230, 220)).save(blank)
@@ -145,7 +145,7 @@ def test_an_input_without_a_prediction_costs_its_row_and_says_why(digits, tmp_pa
     assert predict(recipe, good)[0]["note"] == "unclear: low probability"
 
 
-def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_rows(digits, tmp_path: Path):
+def test_the_command_ends_with_status_1_for_an_unreadable_input(digits, tmp_path: Path):
     Image.fromarray(load_digits()["test"][0][0].numpy()).save(tmp_path / "good.png")
     Image.new("L", (90, 60), 200).save(tmp_path / "blank.png")
     (tmp_path / "torn.png").write_text("no image")
@@ -205,7 +205,7 @@ def test_a_resnet_predicts_images_of_any_form(tmp_path: Path):
     assert new_data_module(recipe).pipeline.statistics == ((0.1,) * 3, (0.9,) * 3), "of the run, not of what lies here"
 
 
-def test_a_translator_predicts_sentences_and_reads_text_files(tmp_path: Path):
+def test_a_translator_predicts_sentences_of_text_files(tmp_path: Path):
     data = TranslationDataModule(batch_size=16)
     recipe = Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(data), hidden_size=16, beam=2)
     _trained(recipe, data, tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)

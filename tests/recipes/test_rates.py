@@ -74,7 +74,7 @@ def test_every_update_of_a_run_has_the_rate_of_its_number(micro_batches: int) ->
 
 
 @pytest.mark.parametrize("warmup", [LENGTH, "50%", "2 epochs"])
-def test_a_run_resumed_within_the_warm_up_has_the_rates_of_one_run(warmup: int | str, tmp_path: Path) -> None:
+def test_a_run_resumed_in_its_warm_up_has_the_rates_of_one_run(warmup: int | str, tmp_path: Path) -> None:
     first = run(ExactCheckpoint(tmp_path, every_n_train_steps=STOP, filename="stopped"), stop=STOP, warmup=warmup)
     resumed = run(resume=tmp_path / "stopped.ckpt", warmup=warmup)
     assert (len(first), min(resumed)) == (STOP, STOP)
@@ -82,7 +82,7 @@ def test_a_run_resumed_within_the_warm_up_has_the_rates_of_one_run(warmup: int |
 
 
 @pytest.mark.parametrize("epochs", [EPOCHS // 2, EPOCHS - 1])
-def test_a_resumed_run_of_another_length_has_the_rates_of_that_length(epochs: int, tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_rates_of_its_new_length(epochs: int, tmp_path: Path) -> None:
     """Half of the run is warm-up, whose length follows the run's."""
     run(ExactCheckpoint(tmp_path, every_n_train_steps=STOP, filename="stopped"), stop=STOP, warmup="50%")
     resumed = run(resume=tmp_path / "stopped.ckpt", warmup="50%", max_epochs=epochs)
@@ -118,7 +118,7 @@ def test_an_update_has_its_rate_whatever_was_set_before_it(hook: str, meddles: A
     assert rates.used == pytest.approx({update: LR * (1 - update / 9) for update in range(9)}, abs=1e-15)
 
 
-def test_a_plain_trainer_has_the_schedule_before_and_after_a_resume(tmp_path: Path) -> None:
+def test_a_plain_trainer_has_the_schedule_after_a_resume(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(12, 3).double(), torch.randn(12).double())
 
     def train(epochs: int, resume: Path | None = None) -> tuple[pl.Trainer, dict[int, float]]:

@@ -58,7 +58,7 @@ def test_a_data_module_without_the_contract_settles_nothing(recipe):
     assert not any(recipe.settings_from_data(pl.LightningDataModule()).values())
 
 
-def test_norms_and_biases_are_not_decayed_and_every_parameter_is_in_one_group():
+def test_norms_or_biases_are_not_decayed():
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.LayerNorm(3), nn.GRU(2, 2), nn.Linear(2, 2))
     groups = {group["name"]: group for group in parameter_groups(module.parameters(), weight_decay=0.1)}
     names = {id(p): name for name, p in module.named_parameters()}
@@ -93,7 +93,7 @@ class Kept(CSVLogger):
 
 
 @pytest.mark.parametrize("accumulation", ["none", "ours"])
-def test_the_training_loss_is_logged_once_per_interval_as_the_mean_over_its_targets(tmp_path, accumulation):
+def test_the_training_loss_is_logged_once_per_interval(tmp_path, accumulation):
     kept = Kept(tmp_path)
     options: dict[str, Any] = {}
     if accumulation == "ours":
@@ -120,7 +120,7 @@ def _rows(folder: Path) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if v and "per_second" not in k} for row in csv.DictReader(file)]
 
 
-def test_accuracy_and_the_means_of_an_epoch_are_over_all_of_its_targets(tmp_path):
+def test_means_of_an_epoch_are_over_all_of_its_targets(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
     # 24 batches of 4 samples make 6 updates of 4; the interval of 4 updates crosses the ends of the epochs.
     fit = quiet_trainer(logger=logger, max_epochs=2, log_every_n_steps=4, callbacks=[GradientAccumulation(4)])
@@ -139,7 +139,7 @@ def test_accuracy_and_the_means_of_an_epoch_are_over_all_of_its_targets(tmp_path
     assert float(crossing["train/accuracy"]) == pytest.approx(of_both / (of_both + 16))
 
 
-def test_a_loss_that_is_not_finite_spoils_the_means_of_its_own_epoch_only(tmp_path):
+def test_an_infinite_loss_spoils_only_the_means_of_its_epoch(tmp_path):
     class Overflows(Numbered):
         def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_spoils_the_means_of_its_own_epoch_only(tmp_pa
     assert means[1] == pytest.approx(sum(k * (k + 1) for k in range(6)) / 21)
 
 
-def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
+def test_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
     kept = Kept(tmp_path)
     module = Line()
     callback = TrainLoss()
@@ -202,7 +202,7 @@ def _logged_by_ranks(save: Path | None, resume: Path | None = None) -> list[dict
     return _rows(Path(folder)) if fit.is_global_zero else []
 
 
-def test_the_logged_losses_have_the_same_bits_on_any_number_of_ranks_and_after_a_resume_on_another(tmp_path):
+def test_logged_losses_have_the_same_bits_on_any_number_of_ranks(tmp_path):
     rows = _logged_by_ranks(tmp_path / "one.ckpt")
     assert len(rows) == 6
     shared = run_ranks(_logged_by_ranks, 2, tmp_path / "two.ckpt")[0]
@@ -220,7 +220,7 @@ def test_a_network_sees_two_samples_for_an_empty_batch():
     assert seen == [2]
 
 
-def test_a_view_that_needs_another_memory_layout_says_what_to_pass():
+def test_a_view_that_needs_another_layout_says_what_to_pass():
     class Viewing(nn.Conv2d):
         def forward(self, input):
             return super().forward(input).view(len(input), -1)
@@ -240,7 +240,7 @@ class Rates(pl.Callback):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
 
-def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):
+def test_a_run_extended_by_a_resume_takes_the_longer_runs_rates(tmp_path):
     options = {"schedule": "linear", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
     short, longer = quiet_trainer(max_epochs=2), quiet_trainer(max_epochs=4, callbacks=[noted := Rates()])
     short.fit(Line(**options), batches())
@@ -249,7 +249,7 @@ def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):
     assert noted.rates == pytest.approx([1 - k / 12 for k in range(6, 12)])
 
 
-def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_checkpoint(tmp_path):
+def test_a_resumed_run_takes_the_settings_it_is_given(tmp_path):
     first = quiet_trainer(max_epochs=1)
     first.fit(Line(lr=1.0, weight_decay=0.5, schedule="constant", optimizer="adamw"), batches())
     first.save_checkpoint(tmp_path / "first.ckpt")
@@ -266,7 +266,7 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_che
     assert groups[0] == ([(0.25, 0.125), (0.25, 0.0)], [3, 3])
 
 
-def test_a_recipe_trains_in_a_plain_trainer_and_loads_from_its_checkpoint(tmp_path):
+def test_a_recipe_loads_from_the_checkpoint_of_a_plain_trainer(tmp_path):
     data = MNISTDataModule(dataset="digits", batch_size=128)
     module = MNISTClassifier(lr=0.01)
     fit = quiet_trainer(max_epochs=4)
@@ -319,7 +319,7 @@ def test_wrong_settings_are_rejected_at_once(options, message):
         MNISTClassifier(**options)
 
 
-def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monkeypatch):
+def test_auto_precision_is_bf16_only_where_hardware_is_fast(monkeypatch):
     for amx, avx512, expected in ((0, 1, "bf16-mixed"), (0, 0, "32-true"), (1, 0, "bf16-mixed")):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx512=avx512: avx512)
@@ -331,7 +331,7 @@ def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monke
         resolve_precision("16-mixed", "cpu")
 
 
-def test_the_learning_rate_follows_the_batch_linearly_for_sgd_and_by_its_root_for_adam():
+def test_the_learning_rate_follows_the_batch_by_the_optimizer():
     assert learning_rate_scale("auto", "SGD") == "linear"
     assert learning_rate_scale("auto", "adamw") == "sqrt"
     assert learning_rate_scale("none", "sgd") is None

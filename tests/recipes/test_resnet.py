@@ -100,7 +100,7 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 # He et al., 2016, table 6, in millions; exactly, as `akamaster/pytorch_resnet_cifar10` counts them.
 @pytest.mark.parametrize(("depth", "parameters"), [(20, 269722), (110, 1727962)])
-def test_resnets_for_small_images_have_the_papers_number_of_parameters(depth, parameters):
+def test_small_resnets_have_the_papers_number_of_parameters(depth, parameters):
     network = build_network(f"resnet{depth}", num_classes=10)
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
@@ -145,7 +145,7 @@ def _by_functions(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch
     return F.linear(x.mean((2, 3)), state["linear.weight"], state["linear.bias"])
 
 
-def test_published_weights_of_resnets_for_small_images_load_by_name(tmp_path):
+def test_published_weights_of_small_resnets_load_by_name(tmp_path):
     torch.manual_seed(1)
     state, images = _published("module."), torch.randn(2, 3, 32, 32)
     torch.save({"state_dict": state, "best_prec1": 91.7}, tmp_path / "published.th")
@@ -156,7 +156,7 @@ def test_published_weights_of_resnets_for_small_images_load_by_name(tmp_path):
     torch.testing.assert_close(network(images), _by_functions(bare, images), rtol=1e-4, atol=1e-4)
 
 
-def test_cifarnet_begins_with_uncorrelated_filters_identities_and_small_logits():
+def test_cifarnet_begins_with_uncorrelated_filters():
     network = build_network("cifarnet", num_classes=10).eval()
     filters = network.conv1.weight.detach().flatten(1)
     assert torch.equal(filters[:12], -filters[12:])
@@ -172,14 +172,14 @@ def test_cifarnet_begins_with_uncorrelated_filters_identities_and_small_logits()
     assert network(images).abs().max() < 1
 
 
-def test_freezing_and_rates_follow_from_the_weights():
+def test_freezing_follows_from_the_weights():
     new, tuned = ResNetFineTuner(num_classes=2, weights="none"), ResNetFineTuner(num_classes=2, weights="some.pt")
     assert (new.hparams.freeze_until, new.hparams.lr, new.hparams.head_lr_factor) == (None, 0.001, 1.0)
     assert (tuned.hparams.freeze_until, tuned.hparams.lr, tuned.hparams.head_lr_factor) == ("layer4", 0.0003, 10.0)
     assert ResNetFineTuner(num_classes=2, weights="some.pt", freeze_until="none").hparams.freeze_until is None
 
 
-def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
+def test_groups_hold_every_parameter_once():
     recipe = ResNetFineTuner(num_classes=2, weights="some.pt", lr=1.0, layer_lr_decay=0.5, head_lr_factor=10)
     groups = recipe.configure_optimizers()["optimizer"].param_groups
     held = [id(p) for group in groups for p in group["params"]]
@@ -189,7 +189,7 @@ def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
     assert {g["weight_decay"] for g in groups if g["name"].endswith(".no_decay")} == {0.0}
 
 
-def test_features_stay_only_where_batchnorm_before_the_head_is_in_evaluation_too():
+def test_features_stay_only_with_batch_norm_in_evaluation():
     network = build_resnet("resnet18", num_classes=2).eval()
     for layer in list(network.children())[:-1]:
         layer.requires_grad_(False)
@@ -224,7 +224,7 @@ def test_cached_features_change_nothing_but_rounding(runs, kind):
     assert cached["cached_head"] == ""
 
 
-def test_the_trunk_is_the_file_to_the_bit_and_the_head_has_learnt(runs, pretrained):
+def test_the_frozen_trunk_is_the_file_to_the_bit(runs, pretrained):
     given = torch.load(pretrained, weights_only=True)["state_dict"]
     for name, value in runs["head"]["weights"].items():
         if not name.startswith("fc."):
@@ -240,7 +240,7 @@ def _on_two(folder: str, weights: str) -> dict[str, Any]:
     return fit(folder, weights, 2, freeze_until="fc", unfreeze=phases, bn="eval", cache_features=True)
 
 
-def test_two_ranks_share_the_features_and_end_as_one(stripes, pretrained):
+def test_two_ranks_with_shared_features_end_as_one(stripes, pretrained):
     ranks = run_ranks(_on_two, 2, str(stripes), str(pretrained))
     assert distance(*ranks) == 0
     alone = fit(str(stripes), str(pretrained), freeze_until="fc", unfreeze={"layer4": "1 epochs"}, bn="eval")
@@ -272,7 +272,7 @@ def _resumed(folder: str, weights: str, root: str) -> dict[str, Any]:
     return {"gaps": [distance(whole, each) for each in resumed], "cached": [each.cached for each in inputs]}
 
 
-def test_a_run_that_resumes_on_features_or_behind_them_ends_the_same(stripes, pretrained, tmp_path):
+def test_a_run_that_resumes_on_features_ends_the_same(stripes, pretrained, tmp_path):
     found = run_ranks(_resumed, 1, str(stripes), str(pretrained), str(tmp_path))[0]
     assert found["gaps"] == [0, 0]
     whole, *resumed = found["cached"]
@@ -288,7 +288,7 @@ def test_features_need_phases_in_whole_epochs(stripes, pretrained):
             fit(str(stripes), str(pretrained), freeze_until="fc", cache_features=True, unfreeze={"layer4": when})
 
 
-def test_where_layers_before_the_head_train_images_are_read_and_that_is_said(stripes, pretrained, caplog):
+def test_images_are_read_where_layers_before_the_head_train(stripes, pretrained, caplog):
     inputs = Inputs()
     fit(str(stripes), str(pretrained), freeze_until="layer4", cache_features=True, max_epochs=1, callbacks=[inputs])
     assert not any(inputs.cached)
@@ -330,7 +330,7 @@ def test_predictions_carry_the_names_of_classes_without_the_data(stripes, pretra
     assert right >= 9
 
 
-def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(stripes, tmp_path):
+def test_small_photographs_train_a_small_network_from_scratch(stripes, tmp_path):
     folder = tmp_path / "small"
     for file in stripes.rglob("*.png"):
         place = folder / file.relative_to(stripes)

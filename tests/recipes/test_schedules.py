@@ -96,9 +96,7 @@ def test_the_table_has_every_schedule() -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), ROWS)
-def test_a_run_stopped_within_an_epoch_resumes_to_the_bit_and_another_split_has_the_same_rates(
-    name: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_stopped_within_an_epoch_resumes_to_the_bit(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     def run(*callbacks: pl.Callback, **options: Any) -> Line:
         return fit(Line(name, schedule_args=settings), WarmupLR("4 steps"), *callbacks, **options)
 
@@ -154,13 +152,13 @@ def test_the_rates_are_those_of_torchs_schedulers(name: str, settings: dict[str,
     assert [*fit(Line(name, schedule_args=settings)).rates.values()] == pytest.approx(rates_of(make), abs=1e-15)
 
 
-def test_plateau_lowers_the_rate_after_validations_without_a_better_score_and_stops_at_min_lr() -> None:
+def test_plateau_lowers_the_rate_until_min_lr() -> None:
     rates = fit(Line("plateau", schedule_args={"gamma": 0.5, "patience": 0, "min_lr": 0.03})).rates
     assert [rates[epoch * UPDATES] for epoch in range(EPOCHS)] == pytest.approx([0.1, 0.1, 0.05, 0.03])
     assert set(fit(Line("plateau")).rates.values()) == {LR}, "it waits for two by default, and lowers at the third"
 
 
-def test_plateau_looks_at_the_epochs_that_are_validated_and_is_rejected_without_any() -> None:
+def test_plateau_looks_only_at_validated_epochs() -> None:
     rates = fit(
         Line("plateau", schedule_args={"gamma": 0.5, "patience": 0}), check_val_every_n_epoch=2, max_epochs=7
     ).rates
@@ -176,7 +174,7 @@ def test_plateau_looks_at_the_epochs_that_are_validated_and_is_rejected_without_
         ("multistep", {"milestones": "1 epochs"}, "", {0.1, 0.01}),
     ],
 )
-def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(name, settings, note, rates, caplog):
+def test_a_run_without_an_end_has_a_rate_for_every_update(name, settings, note, rates, caplog):
     module = fit(Line(name, schedule_args=settings), Stop(), max_epochs=-1)
     assert len(module.rates) == STOP
     assert rates is None or {round(rate, 9) for rate in module.rates.values()} == rates
@@ -186,7 +184,7 @@ def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(name, 
     assert (ours[-1:] or [""])[0] == note
 
 
-def test_milestones_in_per_cent_of_a_run_without_an_end_are_rejected_before_it_begins() -> None:
+def test_milestones_in_per_cent_need_a_run_with_an_end() -> None:
     module = Line("multistep")
     with pytest.raises(UserError, match=r'"50%" is unknown because the run has no end: write the duration in steps'):
         fit(module, max_epochs=-1)
@@ -221,7 +219,7 @@ def build(name: str, weight_decay: float = 0.0, **options: Any) -> torch.optim.O
     return optimizer_by_name(name, parameter_groups(nn.Linear(2, 2).parameters(), weight_decay), lr=0.1, **options)
 
 
-def test_arguments_go_to_an_optimizer_of_torch_or_of_an_imported_module() -> None:
+def test_arguments_go_to_an_optimizer_of_any_imported_module() -> None:
     assert tuple(build("adamw", arguments={"betas": [0.8, 0.9]}).defaults["betas"]) == (0.8, 0.9)
     assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False
     by_default = build("SGD").defaults
@@ -231,7 +229,7 @@ def test_arguments_go_to_an_optimizer_of_torch_or_of_an_imported_module() -> Non
     assert [(group["scale"], group["weight_decay"]) for group in own.param_groups] == [(3.0, 0.2), (3.0, 0.0)]
 
 
-def test_a_recipes_optimizer_has_its_rate_momentum_and_arguments_in_every_group() -> None:
+def test_every_group_of_an_optimizer_has_the_recipes_arguments() -> None:
     recipe = Line("constant", momentum=0.5, weight_decay=0.2, optimizer_args={"nesterov": False})
     weight, bias = recipe.parameters()
     split = build_optimizer([weight, bias], recipe)
@@ -253,7 +251,7 @@ def test_lbfgs_has_one_group_of_contiguous_weights_with_one_rate() -> None:
         optimizer_by_name("lbfgs", layers, lr=0.1)
 
 
-def test_a_recipe_without_configure_optimizers_is_told_what_to_write() -> None:
+def test_a_missing_configure_optimizers_says_what_to_write() -> None:
     class Forgetful(Line):
         configure_optimizers = Recipe.configure_optimizers
 
@@ -282,7 +280,7 @@ def test_an_optimizer_or_argument_that_does_not_fit_is_rejected(name, arguments,
         build(name, arguments=arguments)
 
 
-def test_a_recipe_rejects_at_once_and_imports_nothing() -> None:
+def test_a_recipe_rejects_its_optimizer_without_an_import() -> None:
     with pytest.raises(UserError, match="AdamW has no beta"):
         MNISTClassifier(optimizer_args={"beta": 1})
     # A checkpoint may name it, and inference needs none.

@@ -29,7 +29,7 @@ TRANSLATOR = {"recipe": "recipes:Seq2SeqTranslator", "data": "datamodules:Transl
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_layers": 2}, ONE_HEAD], ids=["rnn", "two layers", "transformer"])
-def test_attention_is_what_the_decoder_takes_means_with_step_by_step(settings: dict[str, Any]) -> None:
+def test_attention_is_what_the_decoder_takes_means_with(settings: dict[str, Any]) -> None:
     net = network(**settings).eval()
     source, source_lengths, target, _ = batch([0, 1, 2, 3], padding=2)
     found = net.attention(source, source_lengths, target[:, :-1])
@@ -58,7 +58,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return recipe
 
 
-def test_translations_are_the_same_with_and_without_attention(trained: Seq2SeqTranslator) -> None:
+def test_attention_changes_no_translation(trained: Seq2SeqTranslator) -> None:
     sentences = ["je vois le chat", "tu veux cela", "elle mange du pain noir et la grande maison"]
     texts = translate(trained, sentences)
     with_attention = translate(trained, sentences, return_attention=True)

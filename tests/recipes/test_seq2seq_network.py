@@ -71,7 +71,7 @@ def loss_and_gradients(
 
 
 @pytest.mark.parametrize("settings", EVERY_KIND, ids=str)
-def test_sentences_alone_have_the_loss_and_the_gradients_that_they_have_in_a_batch(settings):
+def test_sentences_have_the_same_gradients_alone_as_in_a_batch(settings):
     net = network(**settings)
     alone = [loss_and_gradients(net, *batch([i])) for i in range(len(LENGTHS))]
     for padding in (0, 3):
@@ -84,7 +84,7 @@ def test_sentences_alone_have_the_loss_and_the_gradients_that_they_have_in_a_bat
 
 
 @pytest.mark.parametrize("settings", EVERY_KIND, ids=str)
-def test_the_whole_sequence_at_once_gives_what_step_by_step_gives(settings):
+def test_a_whole_sequence_gives_what_step_by_step_gives(settings):
     net, sentences = network(**settings), batch(list(range(len(LENGTHS))))
     whole, steps = loss_and_gradients(net, *sentences), loss_and_gradients(net, *sentences, step_by_step)
     torch.testing.assert_close(whole[0], steps[0], atol=1e-10, rtol=0)
@@ -92,7 +92,7 @@ def test_the_whole_sequence_at_once_gives_what_step_by_step_gives(settings):
         torch.testing.assert_close(gradient, steps[1][name], atol=1e-10, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_positions_are_the_sinusoids_of_vaswani_et_al_wherever_decoding_has_come_to():
+def test_positions_are_the_sinusoids_of_vaswani_et_al():
     like = torch.zeros(1, 6, dtype=torch.float64)
     found = sinusoids(0, 40, like)
     for position in (0, 1, 17, 39):
@@ -103,7 +103,7 @@ def test_positions_are_the_sinusoids_of_vaswani_et_al_wherever_decoding_has_come
     assert sinusoids(0, 2, torch.zeros(1, 5)).shape == (2, 5)
 
 
-def test_explicit_attention_in_bf16_gives_what_torch_gives_which_computes_that_of_long_sentences(monkeypatch):
+def test_explicit_attention_in_bf16_gives_what_torch_gives(monkeypatch):
     heads = network(**TRANSFORMER).encoder[0].heads
     generator = torch.Generator().manual_seed(3)
     x = [torch.randn(3, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -118,7 +118,7 @@ def test_explicit_attention_in_bf16_gives_what_torch_gives_which_computes_that_o
     assert heads.attend(long, long, long, causal=True).shape == long.shape
 
 
-def test_dropout_acts_between_the_layers_of_the_encoder_and_not_before_the_first():
+def test_dropout_acts_only_between_the_layers_of_the_encoder():
     inputs, lengths = torch.randn(2, 5, 4), torch.tensor([5, 3])
     for layers in (1, 2):
         encoder = Encoder(4, 8, layers, dropout=0.5)
@@ -156,7 +156,7 @@ def log_probability(net: TranslationNetwork, source: Tensor, tokens: tuple[int, 
 
 @pytest.mark.parametrize("settings", EVERY_KIND)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_beam_with_a_place_for_every_sentence_finds_what_exhaustive_search_finds(settings, alpha):
+def test_a_full_beam_finds_what_exhaustive_search_finds(settings, alpha):
     net, (source, lengths) = searched(7, **settings), sources(5)
     limits = torch.tensor([4, 3, 1, 4, 2])
     found = beam_search(net, source, lengths, beam=50, nbest=50, alpha=alpha, limits=limits)

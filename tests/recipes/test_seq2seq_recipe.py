@@ -82,7 +82,7 @@ def trained(
     [({}, {}), ({"num_layers": 2}, SUBWORDS), ({"network": "transformer"}, SUBWORDS)],
     ids=["words", "subwords", "transformer"],
 )
-def test_two_processes_and_accumulation_learn_what_one_process_learns(options, data_options, tmp_path):
+def test_two_processes_learn_what_one_process_learns(options, data_options, tmp_path):
     file = corpus(tmp_path)
     expected = trained(file, 1, 1, options, data_options)
     assert expected["updates"] == 15
@@ -120,7 +120,7 @@ def exact_run(
     [("rnn", {"max_tokens": 60}), ("transformer", SUBWORDS)],
     ids=["batches of tokens", "transformer"],
 )
-def test_a_run_resumed_within_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(network, options, tmp_path):
+def test_a_run_resumed_within_an_epoch_ends_with_the_same_bits(network, options, tmp_path):
     file = corpus(tmp_path)
     expected = exact_run(file, tmp_path / "whole", network, options)
     with pytest.raises(RuntimeError, match="stopped"):
@@ -145,13 +145,13 @@ def learned(tmp_path_factory) -> tuple[str, Path, dict[str, float]]:
     return file, folder, run.test(recipe, module, verbose=False)[0]
 
 
-def test_the_rate_is_that_of_the_updates_that_the_epochs_or_the_steps_make(tmp_path):
+def test_the_rate_follows_the_number_of_updates(tmp_path):
     lengths = {"max_epochs": 64_000}, {"max_epochs": -1, "max_steps": 49_000}  # There are 49 pairs to train on.
     pairs = data(corpus(tmp_path))
     assert [Seq2SeqTranslator.settings_from_data(pairs, **length)["lr"] for length in lengths] == [0.0009] * 2
 
 
-def test_it_learns_a_small_grammar_and_translates_sentences_that_it_has_not_seen(learned):
+def test_it_translates_unseen_sentences_of_a_small_grammar(learned):
     _, _, scores = learned
     assert scores["test/bleu"] > 70
     assert scores["test/chrf"] > 70
@@ -167,7 +167,7 @@ def evaluated(file: str, checkpoint: str, world_size: int) -> list[dict[str, flo
     return [evaluate(recipe, module, **options)[0] for evaluate in (run.validate, run.test)]
 
 
-def test_scores_are_equal_on_one_and_three_processes_to_the_last_digit(learned):
+def test_scores_are_equal_on_three_processes_to_the_last_digit(learned):
     file, folder, _ = learned
     free = folder / "free.tsv"
     # References that it cannot hit, some of them with words that it does not know.
@@ -209,7 +209,7 @@ def test_a_bare_checkpoint_translates_typed_sentences(learned):
     assert recipe.training, "translating leaves the mode of the network as it was"
 
 
-def test_predict_gives_translations_in_order_and_marks_unknown_words(learned, tmp_path):
+def test_predict_gives_translations_in_order(learned, tmp_path):
     file, folder, _ = learned
     long = "je vois le chat " * 40
     sentences = [long, "elle mange du pain noir", "je vois le chien", "nous mange la grande maison", "tu veux cela"]
@@ -225,7 +225,7 @@ def test_predict_gives_translations_in_order_and_marks_unknown_words(learned, tm
     assert "has 120,000 bytes, more than 100,000" in rows[5]["note"]
 
 
-def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
+def test_subwords_translate_any_text_line_by_line(tmp_path):
     pairs = [("Ein Hund läuft.", "A dog doesn't sleep."), ("Zwei Hunde laufen, ja!", "Two dogs run, yes!")]
     file = tmp_path / "pairs.tsv"
     file.write_text("".join(f"{a}\t{b}\n" for a, b in pairs * 6), encoding="utf-8")
@@ -262,7 +262,7 @@ def test_unknown_words_of_a_reference_are_matched_by_nothing():
     assert sentences_of(batch, vocabularies, None) == (["a"], ["b \ufffd"])
 
 
-def test_a_batch_without_sentences_reaches_every_parameter_with_zero():
+def test_a_batch_without_sentences_has_gradients_of_zero():
     recipe = Seq2SeqTranslator(source_vocab_size=5, target_vocab_size=5, **TINY)
     empty, none = torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     out = recipe.training_step(TranslationBatch(empty, none, empty, none, none), 0)
@@ -335,7 +335,7 @@ REFERENCES = [
 ]
 
 
-def test_standard_scores_are_those_of_sacrebleu_with_their_signatures():
+def test_standard_scores_are_the_scores_of_sacrebleu():
     found = standard_scores(HYPOTHESES, REFERENCES)
     for name, metric in (("", BLEU()), ("_lower", BLEU(lowercase=True)), ("_chrf", CHRF())):
         assert found[f"sacrebleu{name}"].score == metric.corpus_score(HYPOTHESES, [REFERENCES]).score
@@ -356,7 +356,7 @@ def test_other_tokenizers_are_those_of_sacrebleu(name):
     assert f"tok:{name}" in found.signature
 
 
-def test_scores_of_tokens_are_not_smoothed_and_do_not_depend_on_the_order():
+def test_scores_of_tokens_do_not_depend_on_the_order():
     found = token_scores(HYPOTHESES, REFERENCES)
     assert found["bleu"] == BLEU(tokenize="none", smooth_method="none").corpus_score(HYPOTHESES, [REFERENCES]).score
     assert found["chrf"] == CHRF().corpus_score(HYPOTHESES, [REFERENCES]).score

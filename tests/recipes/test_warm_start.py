@@ -58,7 +58,7 @@ def test_a_resumed_run_does_not_read_the_file_again(tmp_path: Path):
     assert "loaded" not in resumed.err
 
 
-def test_weights_without_a_checkpoint_are_scored_as_with_it_and_never_in_part(tmp_path: Path):
+def test_exported_weights_are_scored_as_their_checkpoint(tmp_path: Path):
     best = "runs/mnist/run/checkpoints/best.ckpt"
     *runs, both, other, neither = typed(
         tmp_path,

@@ -64,7 +64,7 @@ def _copy(module: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("save", [save_file, torch.save])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".bin"])
-def test_a_state_dict_comes_back_as_it_was_saved_whatever_the_suffix(tmp_path: Path, suffix: str, save: Any):
+def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path, suffix: str, save: Any):
     path = tmp_path / f"net{suffix}"
     save(_state(), path)
     _assert_equal(read_weights(path), _state())
@@ -85,7 +85,7 @@ def test_the_tensors_are_found_under_any_key(tmp_path: Path, wrap: Any):
     _assert_equal(read_weights(tmp_path / "a.pt"), _state())
 
 
-def test_of_several_state_dicts_a_checkpoints_own_is_taken_and_others_are_rejected(tmp_path: Path):
+def test_of_several_state_dicts_only_a_checkpoints_own_is_taken(tmp_path: Path):
     file, several = tmp_path / "a.pt", {"state_dict": _state(), "current_model_state": _state(seed=1)}
     torch.save(several | {"pytorch-lightning_version": "2.6.6"}, file)
     _assert_equal(read_weights(file), _state())
@@ -95,7 +95,7 @@ def test_of_several_state_dicts_a_checkpoints_own_is_taken_and_others_are_reject
 
 
 @pytest.mark.parametrize("save", [save_file, torch.save, partial(torch.save, _use_new_zipfile_serialization=False)])
-def test_half_a_file_is_rejected_as_is_any_other_and_a_folder(tmp_path: Path, save: Any):
+def test_what_is_no_complete_file_is_rejected(tmp_path: Path, save: Any):
     save({"a": torch.rand(9_000)}, tmp_path / "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
     for content in (whole[: len(whole) // 2], b"<html>Sign in</html>", b""):
@@ -124,7 +124,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_file_that_would_run_code_is_rejected_and_runs_none(tmp_path: Path, zipped: bool):
+def test_a_file_that_would_run_code_is_rejected(tmp_path: Path, zipped: bool):
     options = {"_use_new_zipfile_serialization": zipped}
     torch.save({"state_dict": _state(), "x": Runs(tmp_path / "ran")}, tmp_path / "a.pt", **options)
     with pytest.raises(UserError, match=r"a\.pt holds code \((\S*Path\S*|getattr)\) and not only weights"):
@@ -159,7 +159,7 @@ def _layers(*layers: nn.Module) -> nn.Module:
         (dict(Net().named_parameters()), Net(), "bn1.running_mean is not in the file", "bn1"),
     ],
 )
-def test_tensors_beyond_a_head_that_only_one_side_has_are_rejected_and_can_be_left_out(file, module, foreign, skip):
+def test_tensors_beyond_a_head_are_rejected_unless_left_out(file, module, foreign, skip):
     before, state = _copy(module), file if isinstance(file, dict) else file.state_dict()
     with pytest.raises(UserError, match=rf"another network: .*{foreign}.* as in weights_skip="):
         load_weights(module, state, "a.pt")
@@ -175,7 +175,7 @@ def test_a_head_of_another_name_or_of_several_layers_is_left_out(head: dict[str,
     assert load_weights(Net(), trunk | head, "a.pt").new == ["fc.weight", "fc.bias"]
 
 
-def test_another_head_is_skipped_with_both_shapes_and_keeps_its_values():
+def test_another_head_keeps_its_values():
     network = Net(classes=2)
     before = _copy(network)
     report = load_weights(network, _state(classes=1000), "big.pt")
@@ -215,7 +215,7 @@ def test_floats_are_converted_to_the_modules_precision(dtype: torch.dtype):
         ({"conv1.weight": torch.ones(4, 1, 3, 3, dtype=torch.int8)}, "int8 instead of float32"),
     ],
 )
-def test_too_few_matches_are_rejected_and_nothing_is_touched(state: dict[str, Tensor], message: str):
+def test_too_few_matches_are_rejected_without_a_change(state: dict[str, Tensor], message: str):
     network = Net()
     before = _copy(network)
     with pytest.raises(UserError, match=message):
@@ -224,7 +224,7 @@ def test_too_few_matches_are_rejected_and_nothing_is_touched(state: dict[str, Te
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_rejected_by_name_and_nothing_is_touched(value: float):
+def test_values_that_are_not_finite_are_rejected_by_name(value: float):
     state = _state()
     state["bn1.running_var"][1] = value
     state["fc.weight"][0, 0] = value
@@ -242,7 +242,7 @@ class _NetRecipe(TrainedRecipe):
         return Net()
 
 
-def test_a_file_is_loaded_and_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_loaded_file_is_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     torch.save({"state_dict": {f"network.{k}": v for k, v in _state(3).items()}}, tmp_path / "a.ckpt")
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         report = load_initial_weights(_NetRecipe(weights=str(tmp_path / "a.ckpt")))
@@ -278,7 +278,7 @@ def _published(state: dict[str, Tensor], folder: Path) -> Path:
     return (folder / "net.pth").rename(folder / f"net-{digest}.pth")
 
 
-def test_weights_are_downloaded_once_checked_and_then_come_from_the_cache(cache, tmp_path, capfd):
+def test_weights_are_downloaded_once(cache, tmp_path, capfd):
     published = _published(_state(1000), tmp_path)
     path = download_weights(published.as_uri())
     _assert_equal(read_weights(path), _state(1000))
@@ -292,14 +292,14 @@ def test_weights_are_downloaded_once_checked_and_then_come_from_the_cache(cache,
         download_weights(published.as_uri())
 
 
-def test_a_failed_download_says_why_and_what_to_pass(cache: Path, tmp_path: Path):
+def test_a_failed_download_says_what_to_pass(cache: Path, tmp_path: Path):
     (tmp_path / "net-00000000.pth").write_bytes(b"?")
     message = rf"could not download net-0+\.pth .*its SHA256 is .*, expected 0+\); download it .*{cache}.*, or pass "
     with pytest.raises(UserError, match=message):
         download_weights((tmp_path / "net-00000000.pth").as_uri())
 
 
-def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(cache, tmp_path, monkeypatch, caplog):
+def test_imagenet_is_torchvisions_newest_weights(cache, tmp_path, monkeypatch, caplog):
     from torchvision.models import ResNet18_Weights, resnet18
 
     source = _random(resnet18())

@@ -135,7 +135,7 @@ def stopped_and_resumed(folder: Path, world_size: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_stop_waits_for_the_updates_end_and_its_resume_is_exact(name: str, tmp_path: Path) -> None:
+def test_a_run_stopped_in_an_update_resumes_exactly(name: str, tmp_path: Path) -> None:
     whole, resumed = stopped_and_resumed(tmp_path, 1, name)
     assert resumed == whole
 
@@ -156,7 +156,7 @@ def test_two_ranks_stop_after_the_same_update(tmp_path: Path) -> None:
         assert all(resumed == whole for whole, resumed in rank)
 
 
-def test_a_trainer_that_is_called_again_goes_on_with_the_validation_in_which_it_was_interrupted(tmp_path: Path) -> None:
+def test_a_second_fit_continues_an_interrupted_validation(tmp_path: Path) -> None:
     fit(tmp_path / "whole", 1, whole := Model(), max_epochs=3)
     with pytest.raises(Preempted):
         fit(tmp_path / "cut", 1, model := Model(), Preemption(), Signal(), max_epochs=3)
@@ -164,7 +164,7 @@ def test_a_trainer_that_is_called_again_goes_on_with_the_validation_in_which_it_
     assert hash_of(model) == hash_of(whole)
 
 
-def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Path) -> None:
+def test_an_early_stop_leaves_its_last_update_in_last_ckpt(tmp_path: Path) -> None:
     for name in ("a callback", "the module"):
         model, callbacks, options = STOPS[name]()
         last = ExactCheckpoint(tmp_path / name, save_top_k=0, last_every="500 steps")
@@ -174,7 +174,7 @@ def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Pa
         assert equal(saved["state_dict"], model.state_dict())
 
 
-def test_a_resume_with_nothing_left_to_train_leaves_the_last_update_in_last_ckpt(tmp_path: Path) -> None:
+def test_a_resume_with_nothing_left_to_train_keeps_last_ckpt(tmp_path: Path) -> None:
     for folder in ("killed", "resumed"):
         model = Model()
         last = ExactCheckpoint(tmp_path / folder, save_top_k=0, last_every="500 steps")
@@ -184,7 +184,7 @@ def test_a_resume_with_nothing_left_to_train_leaves_the_last_update_in_last_ckpt
     assert str(saved) == str(again)
 
 
-def test_one_callback_keeps_the_best_and_the_last_where_max_steps_cuts_an_epoch(tmp_path: Path) -> None:
+def test_one_callback_saves_best_with_last_after_max_steps(tmp_path: Path) -> None:
     """The save of the last one, after the update, is none of the best, which is saved at the epoch's end."""
     fit(tmp_path, 1, Model(), ExactCheckpoint(tmp_path, "best", last_every="1 steps"), max_steps=3)
     steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in tmp_path.glob("[bl]*.ckpt")}

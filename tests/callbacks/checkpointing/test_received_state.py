@@ -60,7 +60,7 @@ def claim(path: str, dirpath: str) -> dict[str, Any]:
     return {"dirpath": dirpath, "best_k_models": {path: score}, "best_model_score": score, "kth_value": score, **paths}
 
 
-def test_only_checkpoints_in_the_folder_are_remembered_and_removed(tmp_path: Path) -> None:
+def test_only_checkpoints_in_the_folder_are_removed(tmp_path: Path) -> None:
     home, outside = tmp_path / "checkpoints", tmp_path / "outside"
     outside.mkdir()
     victims = [outside / "thesis.tex", outside / "model.ckpt"]
@@ -92,7 +92,7 @@ def test_only_checkpoints_in_the_folder_are_remembered_and_removed(tmp_path: Pat
         assert all(Path(kept).parent == home.resolve() for kept in checkpoint.best_k_models)
 
 
-def test_the_runs_own_checkpoints_are_replaced_as_before_in_a_folder_that_was_moved_too(tmp_path: Path) -> None:
+def test_a_moved_run_still_replaces_its_own_checkpoints(tmp_path: Path) -> None:
     fit(tmp_path / "old", 2)
     (tmp_path / "old").rename(tmp_path / "new")
     assert files(tmp_path / "new") == ["epoch=1.ckpt", "last.ckpt"]
@@ -101,7 +101,7 @@ def test_the_runs_own_checkpoints_are_replaced_as_before_in_a_folder_that_was_mo
     assert checkpoint.best_model_path == str(tmp_path / "new" / "epoch=3.ckpt")
 
 
-def test_names_of_metrics_with_slashes_make_folders_that_are_remembered(tmp_path: Path) -> None:
+def test_checkpoints_named_by_metrics_with_slashes_are_found(tmp_path: Path) -> None:
     options = {"filename": "{epoch}-{val/score}", "monitor": "val/score", "save_top_k": 2}
     fit(tmp_path, 3, **options)
     kept = files(tmp_path)

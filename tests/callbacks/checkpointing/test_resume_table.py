@@ -327,7 +327,7 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_rejected(name: str, number
     assert list(tmp_path.glob("whole/best/*.ckpt")), "there was a score"
 
 
-def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_path: Path) -> None:
+def test_a_stale_score_saves_nothing_until_the_next_validation(tmp_path: Path) -> None:
     _, decided = fit(Row((0,), options=EVERY_3, monitor="weight", best_every=2), tmp_path)
     score, name, _ = decided[5]
     assert score == torch.load(tmp_path / "best" / name)["state_dict"]["weight"]

@@ -57,7 +57,7 @@ def test_values_of_any_kind_load_back_in_their_plain_form(value, plain, tmp_path
     assert torch.load(tmp_path / "value.pt", weights_only=True) == plain
 
 
-def test_arrays_become_tensors_and_what_is_plain_already_stays_the_same_object():
+def test_arrays_become_tensors():
     array = np.arange(6.0).reshape(2, 3)
     assert torch.equal(as_loadable({"a": array})["a"], torch.arange(6.0).reshape(2, 3).double())
     state = image_network().state_dict()
@@ -79,7 +79,7 @@ class Hoarder(Tiny):
         self.save_hyperparameters()
 
 
-def test_a_module_with_hyper_parameters_of_any_kind_leaves_a_checkpoint_that_loads(tmp_path):
+def test_hyper_parameters_of_any_kind_leave_a_valid_checkpoint(tmp_path):
     loader = torch.utils.data.DataLoader(list(zip(*noisy_images(8))), batch_size=4)
     trainer = quiet_trainer(ExactCheckpoint(tmp_path, filename="best"), plugins=[VerifiedCheckpointIO()])
     with warnings.catch_warnings():
@@ -89,7 +89,7 @@ def test_a_module_with_hyper_parameters_of_any_kind_leaves_a_checkpoint_that_loa
     assert loaded == {"shape": {"width": 3, "folder": "x"}, "act": "torch.nn.functional.relu", "rate": 0.5}
 
 
-def test_a_flipped_bit_anywhere_is_found_or_harmless_and_never_changes_what_is_loaded(tmp_path):
+def test_a_flipped_bit_never_changes_what_is_loaded(tmp_path):
     path = tmp_path / "last.ckpt"
     write_checkpoint(checkpoint(1, 200), path)
     good, expected = path.read_bytes(), torch.load(path, weights_only=True)
@@ -107,9 +107,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless_and_never_changes_what_is_l
     assert missed < len(good) / 11 / 2
 
 
-def test_what_the_disk_changes_is_found_when_it_is_read_back_and_the_old_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bit_flipped_by_the_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     write_checkpoint(checkpoint(1), path)
     old, flush = path.read_bytes(), os.fsync
@@ -128,7 +126,7 @@ def test_what_the_disk_changes_is_found_when_it_is_read_back_and_the_old_checkpo
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_damage_is_named_and_a_damaged_checkpoint_is_not_loaded(tmp_path):
+def test_a_damaged_checkpoint_is_rejected_with_its_damage(tmp_path):
     path = tmp_path / "last.ckpt"
     assert describe_damage(path) == "it does not exist"
     write_checkpoint(checkpoint(1), path)
@@ -159,7 +157,7 @@ def _save_for_ever(folder: str, saves: int) -> None:
         write_checkpoint(checkpoint(seed, 200_000), Path(folder) / "last.ckpt")
 
 
-def test_a_kill_while_saving_leaves_a_valid_checkpoint_and_the_next_save_removes_the_part(tmp_path):
+def test_a_kill_while_saving_leaves_a_valid_checkpoint(tmp_path):
     leftovers = 0
     for number in range(3):
         with pytest.raises(AssertionError, match="exit status -9"):
@@ -197,7 +195,7 @@ def _save_on_a_full_disk(folder: str) -> dict:
     return {"failed": failed, "kept": kept, "files": files, "after": dict(io.failures)}
 
 
-def test_only_checkpoints_are_removed_and_none_by_a_path_that_leads_out_of_its_folder(tmp_path):
+def test_only_checkpoints_of_the_folder_are_removed(tmp_path):
     # What Lightning's `ModelCheckpoint` asks for after a resume from a checkpoint that names these.
     (tmp_path / "checkpoints").mkdir()
     names = ("thesis.tex", "checkpoints/thesis.tex", "other.ckpt", "checkpoints/best.ckpt")
@@ -208,7 +206,7 @@ def test_only_checkpoints_are_removed_and_none_by_a_path_that_leads_out_of_its_f
     assert [name for name in names if (tmp_path / name).exists()] == list(names[:3])
 
 
-def test_where_nothing_can_be_written_the_old_checkpoint_stays_and_is_not_removed(tmp_path):
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
     (answer,) = run_ranks(_save_on_a_full_disk, 1, str(tmp_path))
     assert answer["failed"] == {str(tmp_path / "last.ckpt"): "File too large"}
     assert (answer["kept"], answer["files"], answer["after"]) == (1, ["last.ckpt"], {})

@@ -17,7 +17,7 @@ def _fail(what: str = "") -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_failure_is_a_warning_once_and_remembered(caplog, monkeypatch):
+def test_a_failed_write_warns_once(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning_recipes"), "propagate", True)
     for _ in range(3):
         with best_effort("metrics.csv"):
@@ -31,13 +31,13 @@ def test_a_failure_is_a_warning_once_and_remembered(caplog, monkeypatch):
     assert unsaved() == {}
 
 
-def test_a_function_that_may_fail_returns_what_it_returns_and_else_none():
+def test_a_function_that_may_fail_returns_none_on_failure():
     assert best_effort("length")(len)([1, 2]) == 2
     assert best_effort("length")(_fail)() is None
     assert unsaved() == {"length": "No space left on device"}
 
 
-def test_only_the_given_errors_are_left_out_and_never_the_end_of_the_program():
+def test_best_effort_suppresses_only_the_given_errors():
     with pytest.raises(ValueError, match="mine"), best_effort("x", OSError):
         raise ValueError("mine")
     with pytest.raises(SystemExit), best_effort("x"):

@@ -56,7 +56,7 @@ def test_a_micro_batch_that_is_not_collected_counts_for_nothing() -> None:
     torch.testing.assert_close(layer.state_dict(), other.state_dict())
 
 
-def test_layers_that_do_not_train_or_are_synchronized_are_left_alone() -> None:
+def test_synchronized_or_frozen_layers_are_left_alone() -> None:
     frozen, synchronized = nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3)
     sync_batchnorm(synchronized)
     network = nn.Sequential(frozen, nn.BatchNorm1d(3, track_running_stats=False), synchronized)
@@ -82,7 +82,7 @@ def test_activation_checkpointing_counts_a_micro_batch_once() -> None:
     assert equal(found, expected)
 
 
-def test_a_layer_that_is_used_twice_counts_its_last_call_and_is_told() -> None:
+def test_a_layer_used_twice_counts_its_last_call() -> None:
     layer, once, (first, second) = nn.BatchNorm1d(3), nn.BatchNorm1d(3), micro_batches(2)
     statistics = OrderedStatistics(layer)
     statistics.begin()
@@ -99,7 +99,7 @@ def test_a_layer_that_is_used_twice_counts_its_last_call_and_is_told() -> None:
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_the_statistics_of_updates_are_those_of_their_micro_batches_in_turn(momentum, dtype, bound) -> None:
+def test_statistics_of_an_update_equal_micro_batches_in_turn(momentum, dtype, bound) -> None:
     torch.manual_seed(1)
     layer = nn.BatchNorm1d(3, momentum=momentum, dtype=dtype)
     plain, statistics = copy.deepcopy(layer), OrderedStatistics(layer)

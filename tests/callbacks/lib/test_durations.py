@@ -32,12 +32,12 @@ def test_a_duration_is_a_number_with_a_unit_or_an_int_of_steps(text: int | str, 
 @pytest.mark.parametrize(
     "text", ["", "steps", "-1 steps", "5 minutes", "5 %%", "1e3", 2.5, -1, True, None, "nan epochs"]
 )
-def test_what_is_no_duration_is_rejected_with_examples_of_what_is(text: object) -> None:
+def test_what_is_no_duration_is_rejected_with_examples(text: object) -> None:
     with pytest.raises(ValueError, match=r'write "500 steps", "2 epochs", "5%" or 500 \(steps\)'):
         Duration.parse(text)  # type: ignore[arg-type]
 
 
-def test_parts_of_a_step_and_more_than_the_whole_run_are_rejected() -> None:
+def test_a_part_of_a_step_is_rejected() -> None:
     with pytest.raises(ValueError, match='write "3 steps"'):
         Duration.parse("2.5 steps")
     with pytest.raises(ValueError, match="longer than the run"):
@@ -45,12 +45,12 @@ def test_parts_of_a_step_and_more_than_the_whole_run_are_rejected() -> None:
 
 
 @given(st.integers(0, 100), st.integers(0, 100_000))
-def test_a_percentage_is_rounded_up_and_free_of_float_error(percent: int, total: int) -> None:
+def test_a_percentage_is_rounded_up_without_float_error(percent: int, total: int) -> None:
     assert Duration.parse(f"{percent}%").to_steps(math.inf, total) == -(-percent * total // 100)
 
 
 @given(st.integers(0, 1000), st.integers(1, 10_000))
-def test_epochs_and_steps_are_counted_exactly(number: int, per_epoch: int) -> None:
+def test_a_number_of_epochs_or_steps_is_exact(number: int, per_epoch: int) -> None:
     assert Duration.parse(f"{number} epochs").to_steps(per_epoch, math.inf) == number * per_epoch
     assert Duration.parse(f"{number} steps").to_steps(math.inf, math.inf) == number
 

@@ -72,7 +72,7 @@ def test_a_parameter_that_a_step_moves_is_noted() -> None:
 
 
 @pytest.mark.parametrize(("place", "is_noted"), [("on_train_batch_start", True), ("on_train_batch_end", False)])
-def test_a_parameter_that_a_hook_moves_is_noted_if_micro_batches_call_it(place: str, is_noted: bool) -> None:
+def test_a_hook_of_micro_batches_that_moves_weights_is_noted(place: str, is_noted: bool) -> None:
     assert (MOVED in _notes(1, Teaching("lerp", place))) == is_noted
 
 
@@ -92,7 +92,7 @@ def _unseeded(world_size: int, *callbacks: Any, **options: Any) -> Any:
     return "\n".join(records)
 
 
-def test_numbers_that_nothing_seeds_are_noted_where_they_have_to_repeat(tmp_path: Path) -> None:
+def test_unseeded_random_numbers_are_noted_if_they_must_repeat(tmp_path: Path) -> None:
     assert UNSEEDED not in _unseeded(1)
     train(Line(), ExactCheckpoint(tmp_path, save_last=True))
     resume: dict[str, Any] = {"resume": tmp_path / "last.ckpt", "max_epochs": 2}
@@ -121,7 +121,7 @@ def _centered(samples_of_update: int) -> str:
     return ""
 
 
-def test_a_collective_in_an_uneven_update_ends_the_run_before_it_waits() -> None:
+def test_a_collective_in_an_uneven_update_ends_the_run() -> None:
     message = "Centered.training_step calls torch.distributed.all_reduce, which waits for all devices"
     first, second = run_ranks(_centered, 2, 6, timeout=300)  # Updates of 3 and 1 micro-batches of 2 samples.
     assert first.startswith(message)

@@ -181,7 +181,7 @@ def plain(case: Case) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_mean_over_all_targets_to_the_bit_on_any_number_of_ranks(name: str, found: Any) -> None:
+def test_a_gradient_is_bit_equal_on_any_number_of_ranks(name: str, found: Any) -> None:
     case, alone = CASES[name], found[1][0][name]
     for rank in (*found[2], *found[3]):
         for one, other in zip(alone, rank[name], strict=True):
@@ -211,7 +211,7 @@ def test_a_sum_in_half_precision_is_rounded_once(found: Any) -> None:
     assert (found[1][0]["bf16"][0].float() - expected).abs().max() <= 2**-8 * expected.abs().max()
 
 
-def test_micro_batches_without_numbers_give_the_mean_within_rounding(found: Any) -> None:
+def test_unnumbered_micro_batches_give_the_mean_within_rounding(found: Any) -> None:
     expected = plain(Case(count=4))
     for rank in found[2]:
         for one, other in zip(rank["without numbers"], expected, strict=True):

@@ -69,7 +69,7 @@ def test_a_value_is_logged_as_in_the_running_hook() -> None:
 
 
 @pytest.mark.parametrize(("reduce_fx", "ends"), [("mean", 3.0), ("sum", 21.0), ("max", 6.0), ("min", 1.0)])
-def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_fx: str, ends: float) -> None:
+def test_epoch_sums_continue_from_the_sums_of_all_ranks(reduce_fx: str, ends: float) -> None:
     found: list[Any] = []
 
     def go_on(trainer: pl.Trainer, _: Any) -> None:
@@ -173,7 +173,7 @@ def test_the_step_of_this_lightning_is_the_one_that_is_replaced(owner: Any, name
     )
 
 
-def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
+def test_signal_handlers_are_kept_until_that_is_undone() -> None:
     seen: list[Any] = []
     note = LambdaCallback(on_train_start=lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
     before = signal.getsignal(signal.SIGTERM)
@@ -187,7 +187,7 @@ def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
     assert seen[1] != before
 
 
-def test_a_strategys_timeout_is_read_and_set() -> None:
+def test_a_strategys_timeout_is_set() -> None:
     strategy = DDPStrategy(timeout=timedelta(seconds=7))
     assert internals.collective_timeout(strategy) == timedelta(seconds=7)
     internals.set_collective_timeout(strategy, timedelta(seconds=9))
@@ -213,7 +213,7 @@ def test_a_loggers_writer_can_be_replaced(tmp_path: Path) -> None:
         ({"train_time_interval": timedelta(minutes=1)}, True),
     ],
 )
-def test_a_checkpoint_callback_says_whether_it_saves_within_epochs(settings: dict[str, Any], within: bool) -> None:
+def test_a_checkpoint_callback_says_if_it_saves_within_epochs(settings: dict[str, Any], within: bool) -> None:
     assert internals.saves_within_epochs(ModelCheckpoint(**settings)) is within
     assert internals.saves_by_time(ModelCheckpoint(**settings)) == ("train_time_interval" in settings)
 

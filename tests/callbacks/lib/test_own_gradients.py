@@ -84,7 +84,7 @@ class Inspects(Line):
         self.found = [parameter.grad for parameter in self.parameters()]
 
 
-def test_gradients_of_the_last_update_are_there_before_they_are_zeroed() -> None:
+def test_gradients_of_the_last_update_exist_before_zeroing() -> None:
     model = train(Inspects(), GradientAccumulation(2))
     first = Line()
     inputs, targets = samples(8)
@@ -117,7 +117,7 @@ class Zeroes(Line):
         optimizer.zero_grad(set_to_none=False)
 
 
-def test_gradients_that_are_kept_from_another_update_are_rejected() -> None:
+def test_gradients_kept_from_another_update_are_rejected() -> None:
     with pytest.raises(UserError, match="Keeps.optimizer_zero_grad keeps gradients of another update"):
         train(Keeps(), GradientAccumulation(2))
     assert_close(weights(train(Zeroes(), GradientAccumulation(2))), by_hand([range(4), range(4, 8)]))

@@ -64,5 +64,5 @@ def test_a_maximum_is_that_of_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_an_all_reduce_of_flags_times_out_with_the_strategys_timeout() -> None:
+def test_a_flag_all_reduce_uses_the_strategys_timeout() -> None:
     assert "Timed out" in run_ranks(_wait_for_rank_1, 2)[0]

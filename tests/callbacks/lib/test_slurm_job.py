@@ -25,7 +25,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     slurm_job._slurm_says_batch.cache_clear()
 
 
-def test_a_batch_job_is_recognized_by_what_slurm_says_and_not_by_its_name(scontrol):
+def test_a_batch_job_is_recognized_by_slurm_not_by_its_name(scontrol):
     scontrol(RUNNING.replace("BatchFlag=1", "BatchFlag=0"))
     assert not is_batch_job({})
     assert is_batch_job(BATCH | {"SLURM_JOB_NAME": "interactive"})
@@ -51,7 +51,7 @@ def test_a_request_that_a_signal_ends_is_made_again(scontrol):
         requeue(BATCH)
 
 
-def test_a_request_that_another_rank_was_quicker_with_has_succeeded(scontrol):
+def test_a_requeue_request_made_by_another_rank_succeeds(scontrol):
     scontrol(status=1, after=RUNNING.replace("Restarts=0", "Restarts=1"))
     assert requeue(BATCH) == "71"
 
@@ -64,7 +64,7 @@ def test_a_request_that_another_rank_was_quicker_with_has_succeeded(scontrol):
         (RUNNING, 1, "scontrol requeue 71 ended with 1"),
     ],
 )
-def test_a_job_that_cannot_or_must_not_be_requeued_is_not_and_the_reason_is_told(show, status, why, scontrol):
+def test_a_job_that_cannot_be_requeued_gives_the_reason(show, status, why, scontrol):
     scontrol(show, status=status)
     with pytest.raises(NotRequeued, match=why):
         requeue(BATCH)

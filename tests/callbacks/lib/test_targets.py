@@ -37,7 +37,7 @@ def test_what_is_no_number_of_targets_is_rejected(value: Any) -> None:
         TargetCounter().count({"loss": torch.zeros(()), "count": value}, None, samples=8)
 
 
-def test_a_function_wins_over_the_step_which_wins_over_the_loader() -> None:
+def test_a_count_is_taken_from_function_then_step_then_loader() -> None:
     output = {"loss": torch.zeros(()), "count": 5}
     assert TargetCounter(len).count(output, [1, 2, 3], samples=8) == 3
     assert TargetCounter().count(output, [1, 2, 3], samples=8) == 5

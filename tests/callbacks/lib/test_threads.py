@@ -111,7 +111,7 @@ def _noticed(number: int | None) -> int | None:
     return threads_of_program()
 
 
-def test_a_number_that_equals_the_default_counts_as_set_if_it_was() -> None:
+def test_a_number_set_to_the_default_counts_as_set() -> None:
     default = run_ranks(torch.get_num_threads, 1, sets_threads=False)[0]
     noticed = [run_ranks(_noticed, 1, number, sets_threads=False)[0] for number in (None, default, MORE)]
     assert noticed == [None, default, MORE]
@@ -125,7 +125,7 @@ def _noticed_after_a_run(number: int | None) -> int | None:
     return threads_of_program()
 
 
-def test_a_default_that_a_run_has_restored_counts_as_set_by_nobody() -> None:
+def test_a_default_restored_by_a_run_counts_as_not_set() -> None:
     noticed = [run_ranks(_noticed_after_a_run, 1, number, sets_threads=False)[0] for number in (None, 1)]
     assert noticed == [None, 1]
 
@@ -146,7 +146,7 @@ def test_a_number_in_the_environment_holds_in_each_process() -> None:
     assert (two.threads, two.lines) == (MORE, [])
 
 
-def test_the_default_of_several_processes_says_what_one_would_set() -> None:
+def test_the_default_of_several_processes_says_what_to_set() -> None:
     alone, two = _trained(1), _trained(2)
     assert alone.lines == []
     assert 2 * two.threads <= max(2, available_cores())
@@ -167,7 +167,7 @@ def test_a_resume_on_other_devices_keeps_the_threads(tmp_path: Path) -> None:
     assert f"torch.set_num_threads({resumed.after})" in line
 
 
-def test_a_resume_with_threads_of_its_own_says_that_bits_may_differ(tmp_path: Path) -> None:
+def test_a_resume_with_other_threads_says_that_bits_may_differ(tmp_path: Path) -> None:
     _trained(1, MORE, folder=tmp_path)
     resumed = _trained(1, 1, folder=tmp_path, resumes=True, epochs=2)
     assert resumed.threads == 1

@@ -24,7 +24,7 @@ def test_warp_is_torchs_own_affine_map(side):
     assert torch.allclose(warp(images, matrices), F.grid_sample(images, grid, align_corners=False), atol=2e-2)
 
 
-def test_shift_rotation_and_scale_use_their_whole_range_and_no_more():
+def test_affine_parameters_use_exactly_their_range():
     index = torch.arange(20_000)
     a, _, dx, d, _, dy = affine_matrices(1, 0, index, shift=2, rotation=10, scale=0.1, size=28).double().unbind(1)
     ranges = {
@@ -43,7 +43,7 @@ def test_shift_rotation_and_scale_use_their_whole_range_and_no_more():
     assert float(off_diagonal.abs().max()) < 5 / math.sqrt(20_000)
 
 
-def test_flips_mirror_half_of_the_images_and_the_others_in_the_next_epoch():
+def test_flips_mirror_the_other_half_in_the_next_epoch():
     images, index = _images(500), torch.arange(500)
     even, odd, later = (RandomAffine(1, 0, 0, 0, flip=True)(images, index, epoch) for epoch in (0, 1, 2))
     mirrored = torch.tensor([torch.allclose(a, b.flip(2), atol=0.1) for a, b in zip(even, images)])

@@ -58,7 +58,7 @@ def _set_up(data: MNISTDataModule) -> dict[str, set[tuple[bytes, int]]]:
     return held
 
 
-def test_a_folder_an_archive_and_arrays_of_the_same_images_are_the_same_set(tmp_path: Path, digits: Digits):
+def test_the_same_images_from_any_source_are_the_same_set(tmp_path: Path, digits: Digits):
     images, labels = digits
     order = np.argsort(labels, kind="stable")  # That of a folder of class folders.
     images, labels = images[order], labels[order]
@@ -89,7 +89,7 @@ def test_a_folder_an_archive_and_arrays_of_the_same_images_are_the_same_set(tmp_
     assert set.union(*held.values()) == expected, "light on dark at 28 x 28, the images stay as they are"
 
 
-def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(tmp_path: Path, digits: Digits):
+def test_only_missing_parts_are_held_out(tmp_path: Path, digits: Digits):
     images, labels = digits
     write_tree(tmp_path / "train", images[:60], labels[:60])
     write_tree(tmp_path / "test", images[60:], labels[60:])
@@ -206,12 +206,12 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
         (IMAGES, LABELS * 0 + 1, "the train labels are all 1; expected two classes or more"),
     ],
 )
-def test_arrays_of_other_types_shapes_and_ranges_are_rejected(images: Any, labels: Any, reason: str):
+def test_arrays_of_unexpected_type_shape_or_range_are_rejected(images: Any, labels: Any, reason: str):
     with pytest.raises(UserError, match=reason):
         _given(images, labels)
 
 
-def test_labels_are_checked_by_row_and_unlabeled_rows_left_out():
+def test_unlabeled_rows_are_left_out():
     data = _given(IMAGES, np.array([0, 1, -100, 1, 0, 1]), test=(IMAGES, LABELS), **PLAIN)
     data.setup("fit")
     assert data.left_out == {"without a label": 1}
@@ -229,7 +229,7 @@ def _npz(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def test_damaged_and_other_archives_are_rejected_by_name(tmp_path: Path):
+def test_an_unusable_archive_is_rejected_by_name(tmp_path: Path):
     good = _npz(tmp_path / "good.npz", images=IMAGES, labels=LABELS)
     (tmp_path / "cut.npz").write_bytes(good.read_bytes()[:-100])
     flipped = bytearray(good.read_bytes())
@@ -252,7 +252,7 @@ def test_damaged_and_other_archives_are_rejected_by_name(tmp_path: Path):
         find_images(tmp_path)
 
 
-def test_unreadable_and_blank_images_are_counted_and_named(tmp_path: Path, digits: Digits, caplog: Any):
+def test_unusable_images_are_counted(tmp_path: Path, digits: Digits, caplog: Any):
     images, labels = digits
     write_tree(tmp_path, images[:40], labels[:40])
     Image.new("L", (50, 50), 255).save(tmp_path / "0" / "blank.png")
@@ -270,7 +270,7 @@ def test_unreadable_and_blank_images_are_counted_and_named(tmp_path: Path, digit
         MNISTDataModule(data_dir=str(tmp_path), **PLAIN).setup("fit")
 
 
-def test_a_checkpoint_knows_the_classes_of_your_own_and_rejects_others(tmp_path: Path, digits: Digits):
+def test_a_checkpoint_rejects_data_with_other_classes(tmp_path: Path, digits: Digits):
     images, labels = digits
     names = np.array(["ma", "mu"])[labels % 2]
     state = _given(images, names).state_dict()

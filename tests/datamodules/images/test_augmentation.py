@@ -47,7 +47,7 @@ def _augmented(name: str, rows: list[int], epoch: int = 0, seed: int = 1, size: 
 
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("name", RANDOM)
-def test_an_image_is_a_function_of_seed_epoch_and_sample_to_the_bit(name, size):
+def test_batch_mates_change_no_bit_of_an_augmented_image(name, size):
     together = _augmented(name, [3, 5, 7], size=size)
     assert together.shape == (3, 3, size, size)
     assert torch.equal(_augmented(name, [7, 3], size=size)[[1, 0]], together[[0, 2]])
@@ -82,7 +82,7 @@ def test_an_image_of_any_shape_is_scaled_to_the_size(name, shape, size):
 
 
 @pytest.mark.parametrize(("height", "width"), [(300, 500), (100, 80)])
-def test_the_center_is_what_resizing_and_cropping_keep(height, width):
+def test_the_center_is_what_a_center_crop_keeps(height, width):
     image = _image(height, width)
     usual = F.center_crop(F.resize(image, [256], antialias=True), [224])
     assert (center_square(image, 224).float() - usual.float()).abs().max() < 6
@@ -93,7 +93,7 @@ def test_evaluation_of_small_images_keeps_every_pixel():
     assert torch.equal(center_square(image, 32), image)
 
 
-def test_crops_have_the_areas_and_ratios_of_random_resized_crop():
+def test_crop_boxes_are_distributed_as_random_resized_crop():
     draws = torch.rand(4000, 22, generator=torch.Generator().manual_seed(1)).tolist()
     boxes = torch.tensor([crop_box(375, 500, 0.25, one) for one in draws]).double()
     top, left, height, width = boxes.unbind(1)
@@ -110,7 +110,7 @@ def test_crops_have_the_areas_and_ratios_of_random_resized_crop():
     assert float((top / (375 - height).clamp(min=1)).mean()) == pytest.approx(0.5, abs=0.03)
 
 
-def test_shifts_fill_with_black_and_reach_all_places():
+def test_shifts_fill_the_border_with_black():
     images = torch.arange(1, 10, dtype=torch.uint8).view(1, 1, 3, 3).expand(25, 3, 3, 3)
     shifts = torch.cartesian_prod(torch.arange(5), torch.arange(5))
     moved = shift_and_flip(images, shifts, None, most=2)
@@ -123,7 +123,7 @@ def test_shifts_fill_with_black_and_reach_all_places():
 
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("size", [32, 96])
-def test_two_epochs_show_an_image_and_its_mirror_image_unless_flipping_is_off(name, size):
+def test_an_image_is_mirrored_in_one_of_two_epochs(name, size):
     ramp = torch.linspace(0, 255, size).to(torch.uint8).expand(40, 3, size, size)
 
     def mirrored(epoch: int, flip: bool) -> Tensor:
@@ -153,7 +153,7 @@ def test_colors_are_those_of_torchvisions_operations_normalized():
 
 
 @given(top=st.integers(0, 20), height=st.integers(1, 60), width=st.integers(1, 90), size=st.integers(1, 70))
-def test_scaling_gives_the_same_bits_however_the_pixels_lie_in_memory(top: int, height: int, width: int, size: int):
+def test_scaling_ignores_the_memory_layout(top: int, height: int, width: int, size: int):
     decoded = torch.randint(0, 256, (90, 100, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
     part = decoded.permute(2, 0, 1)[:, top : top + height, 5 : 5 + width]
     planes = part.contiguous()
@@ -190,7 +190,7 @@ def test_soft_targets_are_the_shares_of_both_images(mixup, cutmix, number, epoch
     assert torch.equal(alone[1][0], target)
 
 
-def test_mixup_blends_everywhere_and_cutmix_pastes_a_rectangle():
+def test_mixup_blends_everywhere():
     blended, _ = _mixed(1.0, 0.0, [*range(20)])
     assert all(len(image.unique()) == 1 for image in blended)
     pasted, _ = _mixed(0.0, 1.0, [*range(20)])
@@ -218,7 +218,7 @@ def test_quantiles_are_those_of_scipy(alpha):
     assert torch.equal(found.float(), expected.float())
 
 
-def test_an_empty_request_gives_an_empty_batch_of_the_right_shape():
+def test_an_empty_request_gives_an_empty_batch():
     for name in AUGMENTATIONS:
         batch = BatchReader(IMAGES, TARGETS, Crop(name, 64, 1))[BatchRequest(0, [])]
         assert (batch.inputs.shape, batch.targets.shape) == ((0, 3, 64, 64), (0,))
@@ -227,7 +227,7 @@ def test_an_empty_request_gives_an_empty_batch_of_the_right_shape():
         assert (mixed.shape, soft.shape) == ((0, 3, 64, 64), (0, 3))
 
 
-def test_shifts_reach_an_eighth_of_the_side_in_every_direction_equally_often():
+def test_shifts_reach_an_eighth_of_the_side_in_all_directions():
     point = torch.zeros(4000, 3, 32, 32, dtype=torch.uint8)
     point[:, :, 16, 16] = 1
     moved = BatchAugmentation("light", 32, 1, False, lambda _: PLAIN)(point, torch.arange(4000), 0)

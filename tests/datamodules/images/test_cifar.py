@@ -83,7 +83,7 @@ def test_an_archive_is_known_by_its_published_name(tmp_path, monkeypatch):
     assert sorted(data.class_names) == list(data.class_names)
 
 
-def test_another_file_than_the_published_one_is_rejected_before_it_is_read(tmp_path, monkeypatch):
+def test_an_unpublished_file_is_rejected_before_it_is_read(tmp_path, monkeypatch):
     _write(tmp_path, "cifar10", monkeypatch)
     monkeypatch.undo()
     with pytest.raises(

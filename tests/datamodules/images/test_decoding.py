@@ -55,7 +55,7 @@ def _tiff(pixels: np.ndarray, path: Path, **tags: int) -> Path:
 RAMP = np.tile(np.arange(64, dtype=np.uint16) * 1000, (3, 48, 1))
 
 
-def test_pixels_of_more_than_8_bits_are_known_by_the_files_header(tmp_path: Path):
+def test_pixels_deeper_than_8_bits_are_found_in_the_header(tmp_path: Path):
     deep = "its pixels have more than 8 bits"
     files = {_tiff(RAMP, tmp_path / "planar.tif"): deep}
     files[_tiff(RAMP[:1].astype(np.int8), tmp_path / "signed.tif")] = "its pixels are signed"
@@ -92,7 +92,7 @@ def test_what_a_file_is_instead_of_an_image_is_told(tmp_path: Path):
             load_image(tmp_path / name, 8)
 
 
-def test_telephones_photographs_are_read_where_the_library_is_installed(tmp_path: Path):
+def test_heic_photographs_are_read_if_the_library_is_installed(tmp_path: Path):
     pillow_heif = pytest.importorskip("pillow_heif")
     image = Image.new("RGB", (64, 64), (200, 40, 40))
     pillow_heif.from_pillow(image).save(tmp_path / "x.heic")

@@ -358,7 +358,7 @@ def test_wrong_rows_are_named_with_their_lines(tmp_path: Path):
     assert any("left out 6 of 8 lines" in note for note in source.notes)
 
 
-def test_labels_keep_their_commas_and_paths_their_blanks(tmp_path: Path):
+def test_a_tables_fields_are_read_unchanged(tmp_path: Path):
     for number, name in enumerate(("0 .png", "0.png", " 1.png", "1.png")):
         _image(tmp_path / name, number)
     (tmp_path / "x.csv").write_text('path,label\n0 .png,"a, x"\n0.png,b\n 1.png,"a, x"\n1.png,b\n')

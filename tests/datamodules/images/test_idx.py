@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path: Path, compress):
         (PACKED[:100] + bytes([PACKED[100] ^ 0xFF]) + PACKED[101:], "is damaged"),
     ],
 )
-def test_a_damaged_file_is_rejected_with_its_name_and_the_reason(tmp_path: Path, content: bytes, reason: str):
+def test_a_damaged_file_is_rejected_by_name(tmp_path: Path, content: bytes, reason: str):
     path = tmp_path / "train-images"
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"^{re.escape(str(path))} .*{reason}"):
@@ -55,7 +55,7 @@ def test_a_damaged_file_is_rejected_with_its_name_and_the_reason(tmp_path: Path,
         (IMAGES[:, :27], LABELS, "^images holds images of 27 x 28, expected 28 x 28$"),
     ],
 )
-def test_images_and_labels_that_contradict_are_rejected(images, labels, reason: str):
+def test_images_that_contradict_their_labels_are_rejected(images, labels, reason: str):
     check_pair(IMAGES, LABELS, "images", "labels")
     with pytest.raises(UserError, match=reason):
         check_pair(images, labels, "images", "labels")

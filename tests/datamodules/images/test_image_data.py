@@ -103,7 +103,7 @@ def test_evaluation_is_a_function_of_one_picture(size: int):
     assert torch.equal(data.preprocessing()(pixels), images)
 
 
-def test_the_classes_of_a_folder_are_known_before_auto_is_decided(tmp_path: Path):
+def test_a_folders_classes_are_known_before_auto_is_resolved(tmp_path: Path):
     for number in range(6):
         (tmp_path / f"{number % 3}").mkdir(exist_ok=True)
         Image.fromarray(GRAY[number]).save(tmp_path / f"{number % 3}" / f"{number}.png")

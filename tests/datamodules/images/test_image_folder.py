@@ -80,7 +80,7 @@ def notes(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0}])
-def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tree, options):
+def test_workers_or_caches_change_no_bit_of_a_batch(tree, options):
     expected = _batches(_data(tree, cache_gb=0, **options))
     assert len(expected) == 10
     for num_workers, cache_gb in ((0, 1), (1, 0), (2, 1)):
@@ -89,7 +89,7 @@ def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tre
 
 
 @pytest.mark.parametrize("size", [64, 32])
-def test_an_image_that_is_drawn_twice_in_an_epoch_is_augmented_differently(tree, size):
+def test_an_image_drawn_twice_is_augmented_differently(tree, size):
     options: dict[str, Any] = {"balance": "sampler", "cache_gb": 0, "image_size": size}
     plain, augmented = (
         torch.cat([images for images, _ in _batches(_data(tree, augment=augment, **options), epochs=1)])
@@ -111,7 +111,7 @@ def test_an_exception_ends_the_workers(tree):
     assert loader._loader is None
 
 
-def test_predict_sees_the_images_of_a_test_in_the_order_of_the_files(tree):
+def test_predict_reads_the_images_of_a_test_in_file_order(tree):
     write_class(tree / "test" / "bee", 2, 500)
     write_class(tree / "test" / "ant", 1, 600)
     data = _data(tree, "test", predict_inputs=[str(tree / "test")])
@@ -122,7 +122,7 @@ def test_predict_sees_the_images_of_a_test_in_the_order_of_the_files(tree):
     assert [Path(data.prediction_names[number]).name for number in numbers] == ["600.jpg", "500.png", "501.jpg"]
 
 
-def test_numbered_batches_are_the_images_of_evaluation_with_their_numbers(tree):
+def test_numbered_batches_are_the_images_of_evaluation(tree):
     data = _data(tree, augment="none")
     parts = [list(data.numbered_batches("train", rank, 2)) for rank in (0, 1)]
     images, targets, numbers = (torch.cat(pieces) for pieces in zip(*parts[0], *parts[1], strict=True))
@@ -139,7 +139,7 @@ def test_numbered_batches_are_the_images_of_evaluation_with_their_numbers(tree):
     assert data.on_after_batch_transfer(features[0], 0)[0] is features[0][0]
 
 
-def test_a_run_goes_on_with_the_same_files_wherever_they_lie_and_with_no_others(tree, tmp_path_factory):
+def test_a_run_goes_on_only_with_the_same_files(tree, tmp_path_factory):
     state = _data(tree).train_dataloader().state_dict()
     elsewhere = shutil.copytree(tree, tmp_path_factory.mktemp("elsewhere") / "photographs")
     for folder in (elsewhere, shutil.make_archive(str(elsewhere), "zip", elsewhere)):
@@ -155,7 +155,7 @@ def test_a_run_goes_on_with_the_same_files_wherever_they_lie_and_with_no_others(
 # Folders
 
 
-def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
+def test_class_folders_are_split_by_class(tree, tmp_path):
     folder = tmp_path / "flat"
     for start, name in enumerate(CLASSES):
         write_class(folder / name, 10, 100 * start)
@@ -197,7 +197,7 @@ def test_splits_are_those_of_earlier_versions_sample_by_sample():
     assert hashes == ["486045a78134100e", "d6083b20ce8fabed", "8cf07f080ea5313c"]
 
 
-def test_what_is_left_out_is_counted_and_hidden_files_are_not_looked_at(tree, notes):
+def test_each_kind_of_unused_file_has_a_note(tree, notes):
     (tree / "train" / "readme.md").write_text("x")
     (tree / "train" / "bee" / ".hidden.jpg").write_text("x")
     write_class(tree / "train" / ".cache", 2)
@@ -217,7 +217,7 @@ def test_what_is_left_out_is_counted_and_hidden_files_are_not_looked_at(tree, no
     ]
 
 
-def test_a_missing_folder_and_a_file_are_rejected(tmp_path):
+def test_a_path_that_is_no_folder_is_rejected(tmp_path):
     with pytest.raises(UserError, match="nowhere' does not exist; pass a folder"):
         _data(tmp_path / "nowhere")
     (tmp_path / "x.bin").touch()
@@ -239,7 +239,7 @@ def _damage(tree: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{"cache_gb": 0}, {"num_workers": 2, "cache_gb": 1}, {"image_size": 32}])
-def test_unreadable_images_are_rejected_or_skipped_alike_cached_in_memory_or_not(tree, options, notes):
+def test_a_cache_changes_nothing_about_unreadable_images(tree, options, notes):
     whole = [len(targets) for _, targets in _batches(_data(tree))]
     assert notes.messages == [f"{tree.name}: training on 3 classes: ant (5), bee (4), cow (4)"]
     bad = _damage(tree)
@@ -328,7 +328,7 @@ def test_images_are_turned_upright(tmp_path, orientation):
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
-def test_the_short_side_is_reduced_and_the_content_is_kept(tmp_path, suffix):
+def test_a_reduced_image_keeps_its_content(tmp_path, suffix):
     image = _noise(1, 6, 4).resize((900, 600), Image.Resampling.BICUBIC)
     image.save(tmp_path / f"x.{suffix}", quality=95)
     small = load_image(tmp_path / f"x.{suffix}", 80)
@@ -359,7 +359,7 @@ def test_a_cache_that_validation_filled_serves_training(tree):
 # Sets known by name
 
 
-def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
+def test_without_a_folder_the_bundled_digits_are_used(notes):
     data = ImageFolderDataModule(batch_size=100)
     assert data.num_classes == 10
     data.setup("fit")
@@ -389,7 +389,7 @@ def test_what_was_left_open_is_resolved_to_what_is_used(tmp_path: Path, tree, no
     assert ImageFolderDataModule(**data.resolve()).resolve() == {}
 
 
-def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_augmentation_and_statistics(tree, notes):
+def test_the_image_size_follows_a_folders_files(tree, notes):
     # The files' short sides are 28 to 36 pixels.
     data = _data(tree, image_size=None)
     assert data.image_size == 32
@@ -404,7 +404,7 @@ def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_au
     assert _data(tree, image_size=None).image_size == 32
 
 
-def test_statistics_that_are_given_are_used_and_a_checkpoint_keeps_those_of_its_run(tree):
+def test_given_pixel_statistics_are_kept_by_a_checkpoint(tree):
     mine = _data(tree, image_size=32)
     assert mine.pipeline.statistics[0] != (0.5, 0.5, 0.5), "they were looked at before"
     mine.hparams.update(pixel_mean=[0.5, 0.5, 0.5], pixel_std=[0.25, 0.25, 0.25])
@@ -430,7 +430,7 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
 # Checkpoints and settings
 
 
-def test_a_checkpoint_of_other_classes_is_rejected_and_prediction_takes_its_names(tree):
+def test_a_checkpoint_of_other_classes_is_rejected(tree):
     state = _data(tree).state_dict()
     assert pickle.loads(pickle.dumps(state)) == state
     _data(tree).load_state_dict(state)

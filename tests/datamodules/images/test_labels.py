@@ -8,7 +8,7 @@ from datamodules.images.labels import check_labels
 LABELS = torch.tensor([0, 2, -100, 1, 2, 0])
 
 
-def test_labels_that_are_classes_or_minus_100_pass_and_those_are_counted():
+def test_labels_of_minus_100_are_counted():
     assert check_labels(LABELS, 3, "the training set") == 1
     assert check_labels(LABELS[:0], 3, "the training set") == 0
 
@@ -20,7 +20,7 @@ OUTSIDE = {
 }
 
 
-def test_a_label_that_is_no_class_is_named_with_its_row_in_the_data_set_and_what_to_type():
+def test_a_label_that_is_no_class_is_named_with_its_row():
     for message, labels in OUTSIDE.items():
         with pytest.raises(UserError, match=message):
             check_labels(torch.tensor(labels), 3, "the set")
@@ -36,6 +36,6 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("message", OTHERS)
-def test_labels_of_another_type_or_shape_are_rejected_with_the_conversion(message: str):
+def test_labels_of_another_type_or_shape_name_the_conversion(message: str):
     with pytest.raises(UserError, match=f"^the labels of the set {message}"):
         check_labels(OTHERS[message], 3, "the set")

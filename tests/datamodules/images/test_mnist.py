@@ -94,7 +94,7 @@ PLAIN = {"shift": 0, "rotation": 0, "scale": 0}
 
 @pytest.mark.parametrize("layout", [".", "MNIST/raw"])
 @pytest.mark.parametrize("compress", [True, False])
-def test_files_are_found_flat_and_in_torchvisions_layout(tmp_path: Path, layout: str, compress: bool):
+def test_files_are_found_in_both_layouts(tmp_path: Path, layout: str, compress: bool):
     write_set(tmp_path / layout, compress=compress)
     data = _data(tmp_path)
     data.setup("fit")
@@ -144,14 +144,14 @@ def test_the_other_sets_have_their_own_folders(tmp_path: Path):
         (".", "lacks t10k-labels-idx1-ubyte of the four MNIST files"),
     ],
 )
-def test_a_folder_without_all_files_is_rejected_with_what_to_pass(tiny: Path, folder: str, reason: str):
+def test_an_incomplete_folder_is_rejected_with_what_to_pass(tiny: Path, folder: str, reason: str):
     (tiny / f"{FILES[3]}.gz").unlink()
     (tiny / "empty").mkdir()
     with pytest.raises(UserError, match=reason):
         _data(tiny / folder).setup("fit")
 
 
-def test_a_label_that_is_no_class_is_rejected_with_file_and_row(tiny: Path):
+def test_a_label_that_is_no_class_is_rejected_with_its_row(tiny: Path):
     labels = torch.arange(50, dtype=torch.uint8) % 10
     labels[17] = 11
     (tiny / f"{FILES[1]}.gz").write_bytes(gzip.compress(idx(labels)))
@@ -191,7 +191,7 @@ def test_a_path_as_folder_leaves_the_checkpoint_loadable(tiny: Path):
     assert checkpoint["MNISTDataModule"] == {"dataset": "mnist", "invert": False, "borders": [0.0, 49.0]}
 
 
-def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
+def test_a_validation_share_above_0_holds_at_least_one_sample(tiny: Path):
     for fraction, expected in ((0.001, 1), (0.2, 10), (0.0, 0)):
         data = _data(tiny, val_fraction=fraction)
         data.setup("fit")
@@ -201,7 +201,7 @@ def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
 # Batches
 
 
-def test_training_and_validation_share_no_sample_and_together_hold_all(tiny: Path):
+def test_training_shares_no_sample_with_validation(tiny: Path):
     module, data = Watcher(), _data(tiny, seed=3, **PLAIN)
     quiet_trainer().fit(module, datamodule=data)
     train, val = split_indices(50, 10, seed=3)
@@ -209,7 +209,7 @@ def test_training_and_validation_share_no_sample_and_together_hold_all(tiny: Pat
     assert sum(module.seen["val"], []) == val.tolist()
 
 
-def test_only_training_batches_are_augmented_and_anew_in_each_epoch(tiny: Path):
+def test_only_training_batches_are_augmented(tiny: Path):
     data = _data(tiny)
     data.setup("fit")
     plain = _data(tiny, **PLAIN)
@@ -226,7 +226,7 @@ def test_only_training_batches_are_augmented_and_anew_in_each_epoch(tiny: Path):
         assert torch.equal(a[0], b[0])
 
 
-def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny: Path, caplog):
+def test_clothing_is_mirrored(tiny: Path, caplog):
     caplog.set_level("INFO", "lightning_recipes")
     images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
     clothing = _data(tiny, dataset="fashion-mnist", shift=0)
@@ -260,7 +260,7 @@ def test_augmentation_fills_with_background(tiny: Path):
 # In Trainers
 
 
-def test_each_entry_point_works_alone_and_after_another(tiny: Path):
+def test_each_entry_point_works_after_any_other(tiny: Path):
     data = _data(tiny, **PLAIN)
     stages = ("validate", "val", 10), ("test", "test", 20), ("fit", "train", 40), ("test", "test", 20)
     for entry, part, count in stages:
@@ -278,7 +278,7 @@ def test_over_fitting_repeats_the_same_batches_in_every_epoch(tiny: Path):
     assert module.seen["train"] == module.seen["train"][:2] * 3
 
 
-def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path):
+def test_images_are_predicted_in_order_without_a_data_set(tmp_path: Path):
     files = []
     for number in range(9):
         files.append(str(tmp_path / f"{number}.png"))
@@ -296,7 +296,7 @@ def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path
 # "auto", the bundled digits, checkpoints
 
 
-def test_the_bundled_digits_are_in_mnists_form_and_their_statistics_are_true():
+def test_the_bundled_digits_are_in_mnists_form():
     parts = load_digits()
     assert {name: len(labels) for name, (_, labels) in parts.items()} == {"train": 1437, "test": 360}
     images, labels = parts["train"]
@@ -325,7 +325,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, caplog: pytest.LogCaptureFixture):
+def test_auto_falls_back_to_the_digits_with_one_line(here: Path, caplog: pytest.LogCaptureFixture):
     (here / "data").mkdir()
     data = _default()
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
@@ -340,7 +340,7 @@ def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, capl
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_auto_rejects_a_given_folder_without_usable_files_and_downloads_nothing_into_it(tmp_path: Path):
+def test_auto_rejects_a_given_folder_without_usable_files(tmp_path: Path):
     with pytest.raises(UserError, match="nowhere does not exist.*pass a folder with them, .*dataset='digits'"):
         _data(tmp_path / "nowhere", dataset="auto").setup("fit")
     (tmp_path / "a.pdf").touch()
@@ -362,7 +362,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_a_failed_download_is_the_reason_of_auto_and_the_error_of_mnist(here: Path, caplog: pytest.LogCaptureFixture):
+def test_a_failed_download_is_the_reason_why_auto_falls_back(here: Path, caplog: pytest.LogCaptureFixture):
     data = _default(download=True)
     quiet_trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
     ours = [record for record in caplog.records if record.name == "lightning_recipes"]
@@ -435,7 +435,7 @@ def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, here: Pa
         quiet_trainer().test(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
 
 
-def test_a_checkpoint_of_another_set_than_the_one_named_is_rejected(tiny: Path, tmp_path: Path):
+def test_a_checkpoint_of_another_data_set_is_rejected(tiny: Path, tmp_path: Path):
     mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
     with pytest.raises(UserError, match="dataset='kmnist': expected one of mnist, fashion-mnist"):
         MNISTDataModule().load_state_dict({"dataset": "kmnist"})

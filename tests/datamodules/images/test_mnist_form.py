@@ -40,7 +40,7 @@ def _likeness(image: Image.Image | np.ndarray, invert: bool = False) -> float:
     return max(float(torch.corrcoef(torch.stack((one.flatten(), EXPECTED.flatten())))[0, 1]) for one in shifted)
 
 
-def test_a_digit_fills_20_pixels_and_its_mass_is_centered():
+def test_a_digit_fills_20_pixels():
     ink = EXPECTED > 0
     rows, columns = ink.any(1).nonzero().flatten(), ink.any(0).nonzero().flatten()
     assert EXPECTED.shape == (28, 28)
@@ -90,7 +90,7 @@ def test_an_image_of_mnists_own_form_is_left_alone():
 
 @pytest.mark.parametrize("size", [(1, 1), (28, 28), (400, 5), (1, 90)])
 @pytest.mark.parametrize("shade", [0, 128, 255])
-def test_a_blank_image_is_called_that_and_a_line_is_not(size: tuple[int, int], shade: int):
+def test_only_an_image_without_a_line_is_blank(size: tuple[int, int], shade: int):
     image = Image.new("L", size, shade)
     assert _read([image]).blank.tolist() == [True]
     if max(size) > 28:
@@ -100,7 +100,7 @@ def test_a_blank_image_is_called_that_and_a_line_is_not(size: tuple[int, int], s
         assert _read([image]).blank.tolist() == [False]
 
 
-def test_files_come_in_their_order_and_each_that_cannot_be_read_is_named(tmp_path: Path):
+def test_each_file_that_cannot_be_read_is_named(tmp_path: Path):
     good = tmp_path / "good.png"
     Image.fromarray(_seven()).save(good)
     (tmp_path / "text.png").write_text("no image")

@@ -42,7 +42,7 @@ def _count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return decoded
 
 
-def test_what_is_kept_is_the_decoded_image_also_of_a_part_and_in_a_pickled_copy(files, tmp_path, monkeypatch):
+def test_a_pickled_part_reads_the_cached_images(files, tmp_path, monkeypatch):
     decoded = _count_decoded(monkeypatch)
     plain = ImageFiles(files, 20)
     cached = ImageFiles(files, 20, _cache(tmp_path))
@@ -68,7 +68,7 @@ def test_a_file_that_has_changed_is_decoded_again(files, tmp_path):
         assert not torch.equal(images[3], before)
 
 
-def test_a_replaced_file_of_equal_size_and_time_is_decoded_again(tmp_path):
+def test_a_replaced_file_of_equal_size_is_decoded_again(tmp_path):
     path = tmp_path / "x.bmp"
     images = []
     for shade in (10, 200):
@@ -79,7 +79,7 @@ def test_a_replaced_file_of_equal_size_and_time_is_decoded_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pixels", "index"])
-def test_damaged_and_shortened_caches_are_noticed(files, tmp_path, name):
+def test_a_damaged_cache_is_noticed(files, tmp_path, name):
     first = ImageFiles(files, 20, _cache(tmp_path))
     expected = [first[row].clone() for row in range(COUNT)]
     for damage in ("flip", "cut"):
@@ -123,14 +123,14 @@ def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path):
     assert cache.get(0, 1) is None
 
 
-def test_the_disk_has_room_for_the_index_before_it_is_written_through_memory(tmp_path):
+def test_the_index_has_room_on_disk_before_it_is_mapped(tmp_path):
     cache = PixelCache(tmp_path / "one", 10_000, 1 << 20)
     assert cache.get(0, 1) is None
     status = (tmp_path / "one" / "index").stat()
     assert status.st_blocks * 512 >= status.st_size >= 10_000 * 30
 
 
-def test_a_full_disk_ends_the_caching_and_nothing_else(tmp_path, monkeypatch):
+def test_a_full_disk_ends_only_the_caching(tmp_path, monkeypatch):
     cache = _cache(tmp_path)
     cache.put(0, 1, _image(0))
 
@@ -146,7 +146,7 @@ def test_a_full_disk_ends_the_caching_and_nothing_else(tmp_path, monkeypatch):
     assert cache.get(2, 1) is None
 
 
-def test_caches_that_nobody_has_opened_for_long_are_deleted_and_nothing_else(tmp_path):
+def test_only_caches_unopened_for_long_are_deleted(tmp_path):
     old, new, link = (f"{number:024x}-64" for number in range(3))
     for name in (old, new):
         PixelCache(tmp_path / name, 1, 1000).put(0, 1, _image(0))

@@ -71,13 +71,13 @@ def test_quantized_tensors_are_rejected_with_what_to_pass():
         (LABELS[:, None], 12),
     ],
 )
-def test_missing_labels_are_left_out_and_counted(labels: Any, kept: int):
+def test_missing_labels_are_counted_as_left_out(labels: Any, kept: int):
     source = from_samples((IMAGES, labels))
     assert len(source.parts["train"].labels) == kept
     assert source.left_out == ({"without a label": 12 - kept} if kept < 12 else {})
 
 
-def test_two_images_and_their_labels_are_no_pair_of_pairs():
+def test_two_images_with_two_labels_are_one_set():
     assert len(from_samples(([IMAGES[0], IMAGES[1]], [0, 1])).parts["train"].labels) == 2
 
 

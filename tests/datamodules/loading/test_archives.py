@@ -68,7 +68,7 @@ def _found(tree: Source, root: Path) -> dict[str, list[tuple[str, int, bytes]]]:
 @pytest.mark.parametrize(
     ("name", "top", "compression"), [("x.zip", "", zipfile.ZIP_DEFLATED), ("x.ZIP", "photos/", zipfile.ZIP_STORED)]
 )
-def test_an_archive_holds_what_its_folder_holds_in_the_same_order(photos, tmp_path, name, top, compression):
+def test_an_archive_holds_its_folders_files_in_the_same_order(photos, tmp_path, name, top, compression):
     archive = _zip(photos, tmp_path / name, top, compression)
     expected, found = find_images(photos), find_images(archive)
     assert len(expected.parts["train"][0]) == 20
@@ -81,7 +81,7 @@ def test_an_archive_holds_what_its_folder_holds_in_the_same_order(photos, tmp_pa
     assert [again.read(row) for row in range(20)] == [content for _, _, content in _found(found, archive)["train"]]
 
 
-def test_decoded_images_that_are_kept_are_those_of_the_archive_as_it_is(photos, tmp_path, monkeypatch):
+def test_cached_images_follow_a_changed_archive(photos, tmp_path, monkeypatch):
     archive = _zip(photos, tmp_path / "x.zip", compression=zipfile.ZIP_STORED)
     files = find_images(archive).parts["train"][0]
     cache = PixelCache(tmp_path / "cache", len(files.whole()), 1 << 20)
@@ -100,7 +100,7 @@ def test_decoded_images_that_are_kept_are_those_of_the_archive_as_it_is(photos, 
     assert torch.equal(again[1], before[0])
 
 
-def test_later_files_replace_earlier_ones_and_links_and_paths_out_of_the_archive_are_left_out(tmp_path: Path):
+def test_later_files_of_an_archive_replace_earlier_ones(tmp_path: Path):
     for number, name in enumerate(("ant", "bee")):
         _image(tmp_path / f"{name}.png", number)
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
@@ -116,7 +116,7 @@ def test_later_files_replace_earlier_ones_and_links_and_paths_out_of_the_archive
     assert {files.read(row) for row in range(2)} == {(tmp_path / "bee.png").read_bytes()}
 
 
-def test_names_in_a_zip_that_does_not_say_its_encoding_are_utf_8_or_those_of_dos(tmp_path: Path):
+def test_names_in_a_zip_are_read_as_utf_8_or_dos(tmp_path: Path):
     for encoding in ("utf-8", "cp437"):
         with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
             for number, name in enumerate(("Amsel", "Dohle")):
@@ -155,7 +155,7 @@ def test_an_archive_that_cannot_be_read_is_named_in_one_line(photos, tmp_path, d
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_damaged_file_in_a_zip_is_named_and_can_be_skipped(photos, tmp_path, caplog, compression):
+def test_a_damaged_file_in_a_zip_is_rejected_or_skipped_by_name(photos, tmp_path, caplog, compression):
     archive = _zip(photos, tmp_path / "x.zip", compression=compression)
     with zipfile.ZipFile(archive) as opened:
         at = opened.getinfo("train/ant/3.png").header_offset + 200
@@ -174,7 +174,7 @@ def test_a_damaged_file_in_a_zip_is_named_and_can_be_skipped(photos, tmp_path, c
     assert "x.zip/train/ant/3.png cannot be read as an image" in caplog.text
 
 
-def test_an_archive_that_was_replaced_after_it_was_listed_is_an_error(photos: Path, tmp_path: Path):
+def test_an_archive_replaced_after_listing_is_an_error(photos: Path, tmp_path: Path):
     files = find_images(_zip(photos, tmp_path / "x.zip")).parts["train"][0]
     _zip(photos, tmp_path / "x.zip", compression=zipfile.ZIP_STORED)
     with pytest.raises(OSError, match=r"x\.zip has changed since it was listed; start the run again"):

@@ -23,7 +23,7 @@ def test_names_come_back_whatever_letters_they_have():
     assert list(FileTable()) == []
 
 
-def test_selections_share_the_names_and_survive_pickling():
+def test_selections_share_the_names():
     table = FileTable(NAMES)
     chosen = table.select(torch.tensor([4, 0, 0])).select(torch.tensor([1, 0]))
     assert list(chosen) == [NAMES[0], NAMES[4]]
@@ -32,7 +32,7 @@ def test_selections_share_the_names_and_survive_pickling():
         assert list(again) == list(chosen)
 
 
-def test_equal_tables_have_the_same_digest_and_others_do_not():
+def test_only_equal_tables_have_the_same_digest():
     table = FileTable(["1", "2", "3"], root="a/")
     assert (
         table.digest()
@@ -45,7 +45,7 @@ def test_equal_tables_have_the_same_digest_and_others_do_not():
     assert len({other.digest() for other in others}) == 7
 
 
-def test_files_are_read_and_stamped_as_they_are_now(tmp_path: Path):
+def test_files_are_read_as_they_are_now(tmp_path: Path):
     table = FileTable(["1", "2"], root=f"{tmp_path}/")
     (tmp_path / "1").write_bytes(b"one")
     before = table.stamp(0)

@@ -66,7 +66,7 @@ loaders_of_an_order = st.sampled_from([_loader, partial(_loader, weights=torch.a
 
 
 @given(cut=cuts, loader=loaders_of_an_order)
-def test_micro_batches_and_their_numbers_are_those_of_one_device(cut, loader):
+def test_numbered_micro_batches_equal_one_devices(cut, loader):
     batch_size, update_size, *worlds = cut
     make = partial(loader, batch_size)
     for world_size in worlds:
@@ -123,7 +123,7 @@ def test_an_update_of_more_than_an_epoch_is_noted_once(caplog):
     assert len(loader) == 1
 
 
-def test_a_place_within_an_epoch_of_other_updates_is_rejected_and_an_epochs_end_is_not():
+def test_a_position_within_an_epoch_needs_equal_updates():
     loader = _loader(world_size=2)
     loader.divide_updates(10)
     reason = "within an epoch, after 16 of 23, and updates now have 10: resume with the run"
@@ -135,7 +135,7 @@ def test_a_place_within_an_epoch_of_other_updates_is_rejected_and_an_epochs_end_
         loader.divide_updates(4)
 
 
-def test_a_rank_without_a_micro_batch_repeats_the_first_of_the_update():
+def test_a_rank_without_a_micro_batch_repeats_the_first():
     loaders = [TrainLoader(INPUTS, TARGETS, torch.arange(5), 2, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
     *_, first = _targets(loaders[0])
     *_, stand_in = _targets(loaders[1])
@@ -156,7 +156,7 @@ def test_only_the_resumed_epoch_starts_in_its_middle():
     assert sum(_targets(loader), []) == ROWS[epoch_order(N, 1, 1)].tolist()
 
 
-def test_the_transform_gets_whole_batches_their_rows_and_the_epoch():
+def test_a_transform_gets_whole_batches_with_their_rows():
     calls = []
 
     def transform(inputs: Tensor, rows: Tensor, epoch: int) -> Tensor:
@@ -180,7 +180,7 @@ def test_an_empty_set_or_batch_is_rejected(rows, batch_size, reason):
 
 
 @given(n=st.integers(0, 30), batch_size=st.integers(1, 9), world_size=st.integers(1, 6))
-def test_evaluation_gives_every_row_once_in_order_on_any_number_of_ranks(n, batch_size, world_size):
+def test_evaluation_gives_every_row_once_on_any_rank_count(n, batch_size, world_size):
     def batches(rank: int, world_size: int) -> list[list[int]]:
         loader = EvaluationLoader(INPUTS, TARGETS, ROWS[:n], batch_size, rank=rank, world_size=world_size)
         found = _targets(loader)
@@ -212,7 +212,7 @@ def test_a_position_in_other_data_is_rejected():
         loader(rows=torch.arange(5)).load_state_dict(state)
 
 
-def test_data_that_another_machine_computes_with_other_rounding_are_the_same():
+def test_data_rounded_by_another_machine_are_the_same():
     state = TrainLoader(torch.rand(6), torch.rand(6), torch.arange(6), 2, seed=1).state_dict()
     TrainLoader(torch.rand(6), torch.rand(6), torch.arange(6), 2, seed=1).load_state_dict(state)
 

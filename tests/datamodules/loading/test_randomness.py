@@ -63,7 +63,7 @@ def test_a_seed_is_the_same_for_equal_integers_of_any_type():
     assert derive_seed(1, "dropout", "3") != expected
 
 
-def test_seeds_are_legal_for_every_generator_and_do_not_collide():
+def test_derived_seeds_do_not_collide():
     seeds = {
         derive_seed(s, "p", *address) for s in range(40) for address in ((i, j) for i in range(40) for j in (0, 1))
     }
@@ -76,7 +76,7 @@ def test_seeds_are_legal_for_every_generator_and_do_not_collide():
 
 @settings(max_examples=30)
 @given(n=st.integers(0, 500), seed=st.integers(0, 2**40), epoch=st.integers(0, 1_000))
-def test_a_permutation_holds_every_number_once_and_is_a_pure_function(n, seed, epoch):
+def test_a_permutation_holds_every_number_once(n, seed, epoch):
     order = permutation(n, seed, "order", epoch)
     assert sorted(order.tolist()) == list(range(n))
     assert torch.equal(order, permutation(n, seed, "order", epoch))

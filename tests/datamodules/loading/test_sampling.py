@@ -35,7 +35,7 @@ def _micro_batches(division):
 
 
 @given(cut=divisions())
-def test_any_number_of_ranks_computes_the_same_numbered_micro_batches_in_ranges(cut):
+def test_ranks_compute_ranges_of_the_same_micro_batches(cut):
     alone, ranks = cut
     expected = _micro_batches(alone)
     assert sum(stop - start for start, stop in expected.values()) == alone.items
@@ -59,7 +59,7 @@ def test_any_number_of_ranks_computes_the_same_numbered_micro_batches_in_ranges(
 
 
 @given(n=st.integers(1, 300), seed=st.integers(0, 2**31), data=st.data())
-def test_a_split_is_disjoint_complete_sorted_and_a_function_of_the_seed(n, seed, data):
+def test_a_split_divides_the_samples_by_the_seed(n, seed, data):
     held_out = data.draw(st.integers(0, n - 1))
     train, val = split_indices(n, held_out, seed)
     assert len(val) == held_out
@@ -73,12 +73,12 @@ def test_a_split_is_disjoint_complete_sorted_and_a_function_of_the_seed(n, seed,
 
 
 @pytest.mark.parametrize("held_out", [10, 11, -1])
-def test_holding_out_everything_is_rejected_with_the_parameter_to_change(held_out):
+def test_holding_out_everything_names_the_parameter_to_change(held_out):
     with pytest.raises(UserError, match=rf"cannot hold {held_out} of 10 samples out.*0 to 9.*`val_fraction`"):
         split_indices(10, held_out, seed=1)
 
 
-def test_an_epochs_order_is_a_pure_function_of_seed_and_epoch():
+def test_an_order_is_a_pure_function_of_its_arguments():
     orders = {(seed, epoch): tuple(epoch_order(50, seed, epoch).tolist()) for seed in (1, 2) for epoch in range(5)}
     assert len(set(orders.values())) == 10
     torch.manual_seed(99)
@@ -93,7 +93,7 @@ def test_weighted_draws_have_the_frequencies_of_the_weights():
     assert torch.allclose(frequencies, torch.tensor([0.1, 0.0, 0.3, 0.0, 0.6]), rtol=0, atol=4 * 0.5 / 100_000**0.5)
 
 
-def test_weighted_draws_are_a_pure_function_of_seed_and_epoch():
+def test_weighted_draws_are_a_pure_function_of_their_arguments():
     weights = torch.rand(50, generator=torch.Generator().manual_seed(1))
     orders = {(seed, epoch): weighted_order(weights, seed, epoch).tolist() for seed in (1, 2) for epoch in range(5)}
     assert len(set(map(tuple, orders.values()))) == 10

@@ -68,7 +68,7 @@ def _position(loader: WorkerTrainLoader | TrainLoader) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("num_workers", "world_size"), [(0, 1), (1, 3), (2, 1), (2, 2)])
-def test_batches_numbers_and_positions_are_those_of_the_loader_over_tensors_also_resumed(num_workers, world_size):
+def test_workers_give_the_batches_of_the_loader_over_tensors(num_workers, world_size):
     rank = world_size - 1
     loaders = [
         _loader(rank=rank, world_size=world_size, num_workers=num_workers),
@@ -112,7 +112,7 @@ def test_an_epoch_cut_short_leaves_nothing_of_it_in_the_next():
     loader.close()
 
 
-def test_the_same_workers_serve_all_epochs_and_end_when_the_loader_is_closed():
+def test_the_same_workers_serve_all_epochs():
     loader = _loader(num_workers=2)
     first = _workers(loader)
     assert len(first) == 2
@@ -169,7 +169,7 @@ while True:
 
 
 @pytest.mark.parametrize("tensors", [0, 20])
-def test_ctrl_c_ends_at_once_and_no_worker_complains(tensors):
+def test_ctrl_c_ends_without_a_complaint_of_a_worker(tensors):
     """At any time, or while a tensor is fetched from a worker, whose thread waits to be told which."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", _ENDLESS, str(tensors)],
@@ -220,7 +220,7 @@ class _NoRoom(Numbers):
         return batch._replace(inputs=batch.inputs.as_subclass(_Unsendable)) if request.rows[0] == self.at else batch
 
 
-def test_a_batch_that_shared_memory_has_no_room_for_is_an_error_and_no_wait():
+def test_a_batch_too_large_for_shared_memory_is_an_error():
     reader = _NoRoom()
     reader.at = epoch_order(N, 1, 0)[4 * 2].item()
     with pytest.raises(UserError, match=r"no room for the batches of 2 workers; pass num_workers=0, .*--shm-size"):
@@ -237,7 +237,7 @@ def test_batches_use_no_random_generator():
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_partners_are_those_of_the_epochs_order_however_it_is_split():
+def test_partners_follow_the_epochs_order_however_it_is_split():
     def partners(batch_size: int, world_size: int = 1, consumed: int = 0, num_workers: int = 0) -> dict[int, int]:
         found: dict[int, int] = {}
 
@@ -270,7 +270,7 @@ def test_partners_are_those_of_the_epochs_order_however_it_is_split():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_skipped_samples_leave_their_batches_smaller_and_the_order_identity(num_workers, caplog):
+def test_skipped_samples_leave_their_batches_smaller(num_workers, caplog):
     loader = _loader(reader=Numbers(unreadable=(7, 11)), num_workers=num_workers, skip_unreadable=True)
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         found = [_targets(loader) for _ in range(2)]
@@ -303,7 +303,7 @@ def test_evaluation_batches_are_those_of_the_loader_over_tensors(num_workers, wo
 FEATURES = torch.arange(N * 2.0).view(N, 2)
 
 
-def test_features_take_the_place_of_reading_from_the_next_epoch_on():
+def test_features_replace_reading_from_the_next_epoch_on():
     loader, plain = _loader(num_workers=1), _plain()
     pids = _workers(loader)
     _targets(plain)
@@ -330,7 +330,7 @@ def test_samples_without_features_are_left_out_of_their_batches():
     assert all(torch.equal(features, FEATURES[targets]) for features, targets in batches)
 
 
-def test_evaluation_takes_features_too_and_still_reads_for_others():
+def test_evaluation_takes_features():
     loader = WorkerEvaluationLoader(Numbers(), ROWS, 6)
     loader.use_features(FEATURES, ROWS)
     assert torch.equal(torch.cat([features for features, _ in loader]), FEATURES)

@@ -92,7 +92,7 @@ def test_sentences_are_packed_as_numbers_of_their_own_tokens() -> None:
     assert tokens[4:] == ["a", "b", "c", "<eos>"]
 
 
-def test_a_batch_holds_the_sentences_of_its_rows_and_zeros() -> None:
+def test_a_batch_pads_the_sentences_of_its_rows_with_zeros() -> None:
     rows = torch.tensor([7, 0, 2 * N - 1, 7])
     batch = PAIRS.batch(rows)
     sides = zip(
@@ -114,7 +114,7 @@ def test_an_empty_batch_has_the_shape_of_a_batch() -> None:
 
 
 @given(n=st.integers(0, 40), unit=st.integers(1, 12), epoch=st.integers(0, 3))
-def test_units_are_neighbors_and_the_short_one_comes_last(n: int, unit: int, epoch: int) -> None:
+def test_shuffled_units_keep_the_short_one_last(n: int, unit: int, epoch: int) -> None:
     numbers = shuffle_units(n, unit, 1, epoch).tolist()
     assert sorted(numbers) == list(range(n))
     units = [numbers[i : i + unit] for i in range(0, n, unit)]
@@ -133,7 +133,7 @@ RANKS = st.integers(1, 4)
 
 
 @given(cut=CUTS, world_size=RANKS)
-def test_micro_batches_and_their_numbers_are_those_of_one_device(cut: tuple[int, dict], world_size: int) -> None:
+def test_numbered_micro_batches_equal_one_devices(cut: tuple[int, dict], world_size: int) -> None:
     items, options = cut
     loaders, epochs = _on_ranks(world_size, items, **options), _alone(items, **options)[:2]
     assert [_numbered(loaders) for _ in epochs] == epochs
@@ -144,7 +144,7 @@ def test_micro_batches_and_their_numbers_are_those_of_one_device(cut: tuple[int,
 
 
 @given(batch_size=st.integers(1, 24))
-def test_an_update_has_the_same_sentences_in_micro_batches_of_any_size(batch_size: int) -> None:
+def test_an_update_has_the_same_sentences_at_any_batch_size(batch_size: int) -> None:
     def updates(batch_size: int) -> list[list[int]]:
         loaders = _on_ranks(1, 24, batch_size=batch_size)
         found: dict[int, list[int]] = {}
@@ -156,7 +156,7 @@ def test_an_update_has_the_same_sentences_in_micro_batches_of_any_size(batch_siz
 
 
 @given(max_tokens=st.integers(23, 300), world_size=st.integers(1, 4))
-def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentence(max_tokens, world_size):
+def test_a_batch_by_tokens_never_exceeds_them(max_tokens, world_size):
     loaders = [_loader(max_tokens=max_tokens, rank=rank, world_size=world_size) for rank in range(world_size)]
     lengths = []
     for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentenc
 
 
 @given(unit=st.sampled_from([1, 3, 5, 12]), epoch=st.integers(0, 2))
-def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbors_by_length(unit: int, epoch: int) -> None:
+def test_updates_of_a_pool_are_neighbors_by_length(unit: int, epoch: int) -> None:
     loader, pool = _loader(unit), 8
     updates = [_numbers(loader) for _ in range(epoch + 1)][epoch]
     order = ROWS[epoch_order(len(ROWS), 1, epoch)].tolist()
@@ -235,7 +235,7 @@ def test_what_cannot_be_trained_on_is_rejected_with_what_to_type() -> None:
         _loader(max_tokens=10)
 
 
-def test_the_size_of_an_update_by_tokens_is_known_on_the_mean_and_none_is_asked_for_in_sentences() -> None:
+def test_an_update_by_tokens_knows_its_size_on_the_mean() -> None:
     loader = _loader(max_tokens=100)
     loader.divide_updates(loader.items_of(4))
     mean = float((PAIRS.source.lengths + PAIRS.target.lengths)[ROWS].double().mean())
@@ -246,7 +246,7 @@ def test_the_size_of_an_update_by_tokens_is_known_on_the_mean_and_none_is_asked_
 
 @settings(max_examples=60)
 @given(n=st.integers(0, N), batch_size=st.integers(1, 9), world_size=st.integers(1, 6), bucket=st.booleans())
-def test_evaluation_gives_every_row_once_in_the_same_batches_on_any_number_of_ranks(n, batch_size, world_size, bucket):
+def test_evaluation_has_the_same_batches_on_any_rank_count(n, batch_size, world_size, bucket):
     def batches(rank: int, world_size: int) -> list[list[int]]:
         loader = SentenceEvaluationLoader(PAIRS, ROWS[:n], batch_size, rank, world_size, bucket)
         found = _numbers(loader)
@@ -262,7 +262,7 @@ def test_evaluation_gives_every_row_once_in_the_same_batches_on_any_number_of_ra
 
 
 @given(lengths=st.lists(st.sampled_from([2, 100, 128, 129, 300, 8000]), max_size=40), batch_size=st.integers(1, 20))
-def test_long_sentences_are_evaluated_apart_and_batches_of_others_stay_as_they_are(lengths, batch_size):
+def test_long_sentences_are_evaluated_apart(lengths, batch_size):
     batches = [batch.tolist() for batch in batches_within_memory(torch.tensor(lengths), batch_size)]
     neighbors = [batch.tolist() for batch in torch.arange(len(lengths)).split(batch_size)]
     neighbors = neighbors if lengths else []
@@ -275,14 +275,14 @@ def test_long_sentences_are_evaluated_apart_and_batches_of_others_stay_as_they_a
     assert all(any(set(batch) <= set(of) for of in neighbors) for batch in batches)
 
 
-def test_the_first_batches_of_an_evaluation_are_not_the_shortest_sentences() -> None:
+def test_the_first_evaluation_batches_are_not_the_shortest() -> None:
     loader = SentenceEvaluationLoader(PAIRS, ROWS, 4)
     lengths: list[Tensor] = [batch.source_lengths.double().mean() for batch in loader]
     middle = float(torch.stack(lengths).mean())
     assert abs(float(torch.stack(lengths[:6]).mean()) - middle) < 2
 
 
-def test_a_loader_that_keeps_the_order_repeats_the_batches_of_its_first_epoch():
+def test_a_loader_that_keeps_the_order_repeats_its_first_epoch():
     loader = SentenceTrainLoader(PAIRS, ROWS, 4, 1)
     first = [batch.source.tolist() for batch in loader]
     loader.set_epoch(1)

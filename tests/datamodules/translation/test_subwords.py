@@ -42,14 +42,14 @@ def encode(text: str) -> list[int]:
     return [number for word in text.split() for number in VOCABULARY.spell(word)]
 
 
-def test_any_text_comes_back_and_no_word_is_unknown() -> None:
+def test_any_text_comes_back_without_unknown_words() -> None:
     for text in TEXTS:
         ids = encode(text)
         assert UNK not in ids
         assert VOCABULARY.decode([*ids, EOS, *ids]) == VOCABULARY.mark_unknown(text) == text
 
 
-def test_bytes_of_a_line_feed_do_not_end_the_line_of_a_translation() -> None:
+def test_a_line_feed_in_bytes_does_not_end_a_translation() -> None:
     line_feed = VOCABULARY.tokens.index("<0x0A>")
     man, dont = VOCABULARY.spell("Mann,"), VOCABULARY.spell("don't")
     assert VOCABULARY.decode([*man, line_feed, line_feed, *dont, line_feed]) == "Mann, don't"
@@ -62,7 +62,7 @@ def test_any_normalized_text_comes_back(text: str) -> None:
     assert VOCABULARY.decode(encode(sentence)) == sentence
 
 
-def test_a_model_is_the_same_bytes_each_time_and_in_any_order_of_the_words() -> None:
+def test_a_model_is_the_same_bytes_in_any_order_of_the_words() -> None:
     again = train_subwords(dict(reversed(WORDS.items())), 400)
     assert again.model == VOCABULARY.model
 
@@ -88,7 +88,7 @@ def test_spelling_packed_sentences_is_spelling_each_word(draw: st.DataObject) ->
     assert packed.lengths.tolist() == widths.tolist() == list(map(len, expected))
 
 
-def test_subwords_come_from_the_training_part_only_and_batches_are_their_numbers(tmp_path: Path) -> None:
+def test_subwords_come_from_the_training_part_only(tmp_path: Path) -> None:
     module = data(corpus(tmp_path))
     module.setup("fit")
     source, target = module.vocabularies()
@@ -111,7 +111,7 @@ def test_a_data_modules_state_holds_the_models(tmp_path: Path) -> None:
     assert new.vocabularies() == old.vocabularies()
 
 
-def test_files_as_published_are_learnt_in_subwords_and_settings_of_words_ask_for_words(tmp_path: Path) -> None:
+def test_files_as_published_are_learned_in_subwords(tmp_path: Path) -> None:
     file = corpus(tmp_path)
     found = TranslationDataModule(file)
     assert (found.hparams.subwords, found.hparams.vocab_size, found.normalization) == ("bpe", 8000, "none")

@@ -31,12 +31,12 @@ def _as_the_tutorial_does(sentence: str) -> str:
 
 
 @given(st.lists(LINES, min_size=1))
-def test_the_tutorials_normalization_is_that_of_its_own_functions(lines: list[str]) -> None:
+def test_the_tutorials_normalization_equals_its_functions(lines: list[str]) -> None:
     assert normalize_lines(lines, "tutorial") == [_as_the_tutorial_does(line) for line in lines]
 
 
 @given(st.lists(LINES, min_size=1))
-def test_whole_files_are_normalized_as_sentence_by_sentence_and_twice_changes_nothing(lines: list[str]) -> None:
+def test_whole_files_are_normalized_as_single_sentences(lines: list[str]) -> None:
     for how in ("unicode", "none", "tutorial"):
         once = normalize_lines(lines, how)
         assert once == [normalize(line, how) for line in lines] == [normalize(line, how) for line in once]
@@ -61,17 +61,17 @@ def test_whole_files_are_normalized_as_sentence_by_sentence_and_twice_changes_no
         ("  ", ""),
     ],
 )
-def test_unicode_keeps_all_scripts_and_makes_tokens_of_punctuation(text: str, tokens: str) -> None:
+def test_unicode_makes_tokens_of_punctuation(text: str, tokens: str) -> None:
     assert normalize(text) == tokens
 
 
-def test_none_only_splits_at_spaces_and_no_normalized_sentence_holds_a_control_character() -> None:
+def test_none_only_splits_at_spaces() -> None:
     assert normalize(" Don't  split\u00a0me, please.\x03", "none") == "Don't split me, please."
     for how in ("unicode", "none", "tutorial"):  # `pack` marks the ends of sentences with them.
         assert normalize("a\x02b\x03c\x00", how) == "a b c"
 
 
-def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() -> None:
+def test_a_vocabulary_numbers_the_special_tokens_first() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<eos>"])
     assert vocabulary.tokens == [*SPECIAL_TOKENS, "le", "chat"]
     assert (len(vocabulary), PAD, SOS, EOS, UNK) == (6, 0, 1, 2, 3)

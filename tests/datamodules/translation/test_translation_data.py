@@ -128,7 +128,7 @@ def test_a_file_is_read_however_it_is_written(tmp_path: Path, form: str) -> None
     assert set(data.left_out) <= {"blank"}
 
 
-def test_two_aligned_files_are_the_same_as_one_of_pairs_and_reverse_swaps_the_sides(tmp_path: Path) -> None:
+def test_two_aligned_files_equal_one_of_pairs(tmp_path: Path) -> None:
     whole = _data(tmp_path)
     assert whole.validates
     assert _everything(_words(**_aligned(tmp_path, _lines()))) == _everything(whole)
@@ -138,7 +138,7 @@ def test_two_aligned_files_are_the_same_as_one_of_pairs_and_reverse_swaps_the_si
     assert "one" not in whole.source_vocabulary
 
 
-def test_without_a_file_the_bundled_sentences_are_used_and_one_line_is_logged(caplog: Any) -> None:
+def test_without_a_file_the_bundled_sentences_are_used(caplog: Any) -> None:
     data = TranslationDataModule()
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         data.setup("fit")
@@ -167,7 +167,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD)
-def test_a_faulty_line_is_named_and_rejected_or_skipped(tmp_path: Path, line: str, reason: str, caplog: Any) -> None:
+def test_a_faulty_line_is_rejected_or_skipped_by_its_number(
+    tmp_path: Path, line: str, reason: str, caplog: Any
+) -> None:
     lines = [*_lines()[:9], line, *_lines()[9:]]
     rejection = rf"pairs.tsv: 1 of 61 lines cannot be used: {reason} \(line 10\).*pass on_bad_lines=.skip."
     with pytest.raises(UserError, match=rejection):
@@ -178,7 +180,7 @@ def test_a_faulty_line_is_named_and_rejected_or_skipped(tmp_path: Path, line: st
     assert (skipping.info.read, skipping.info.kept) == (61, 60)
 
 
-def test_lines_in_another_encoding_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
+def test_lines_in_another_encoding_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "latin.tsv"
     path.write_bytes(TEXT.encode() + 7 * "été\tsummer\n".encode("latin-1"))
     reason = r"7 of 67 .*: 7 not in UTF-8 \(lines 61, 62, 63, 64, 65, \.\.\.\); save the file"
@@ -243,7 +245,7 @@ def test_a_part_without_files_is_held_out_of_the_training_files(tmp_path: Path) 
     assert whole.rows["test"].tolist() == data.rows["test"].tolist()
 
 
-def test_the_counts_of_each_part_add_up_and_name_it(tmp_path: Path, caplog: Any) -> None:
+def test_the_counts_of_each_part_add_up(tmp_path: Path, caplog: Any) -> None:
     files = _write_parts(tmp_path)
     Path(files["val_file"]).write_text("un\tone\n\nun\n", newline="\n")
     data = _words(**files, on_bad_lines="skip", max_length=3)
@@ -294,7 +296,7 @@ def test_sentences_over_the_limit_are_skipped_with_a_count(tmp_path: Path, caplo
     assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) <= 3
 
 
-def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path) -> None:
+def test_the_limit_counts_words_not_subwords(tmp_path: Path) -> None:
     words = ["abcdefghij", "klmnopqrst", "uvwxyzabcd", "zyxwvutsrq", "ponmlkjihg"]
     kept = [f"{a} {b} {a[:n]}\t{b} {a}\n" for n in range(1, 9) for a in words for b in words]
     data = _data(tmp_path, *kept, "a b c d\te\n", subwords="bpe", vocab_size=290, max_length=4)
@@ -358,7 +360,7 @@ def test_wrong_settings_are_rejected_with_what_to_type(options: dict[str, Any], 
 # Filters, split and vocabularies
 
 
-def test_prefixes_choose_pairs_by_either_side_and_a_space_ends_a_word(tmp_path: Path) -> None:
+def test_a_prefix_chooses_pairs_by_either_side(tmp_path: Path) -> None:
     lines = ["Il est là.\tHe’s here.\n", "Elle\tHer\n", "Hé\tHi\n", "I m a\tx\n", "ça va\tyou aren't\n", "a\tI’m\n"]
     held = _file(tmp_path, "un\tone\n", name="val.tsv")  # Used whole.
     data = _words(_file(tmp_path, *lines), val_file=held, prefixes="tutorial")
@@ -369,7 +371,7 @@ def test_prefixes_choose_pairs_by_either_side_and_a_space_ends_a_word(tmp_path: 
 
 
 @given(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40), st.integers(0, 5))
-def test_the_split_is_a_function_of_seed_and_sentence_and_keeps_equal_sources_together(sources, seed):
+def test_equal_sources_stay_in_one_part_of_the_split(sources, seed):
     def parts(order: list[str]) -> dict[str, list[str]]:
         found = split_by_source(hash_sources(order, seed), val=0.2, test=0.3)
         assert sorted(torch.cat(list(found.values())).tolist()) == list(range(len(order)))
@@ -380,7 +382,7 @@ def test_the_split_is_a_function_of_seed_and_sentence_and_keeps_equal_sources_to
     assert sum(map(len, sets)) == len(set(sources))
 
 
-def test_held_out_shares_are_exact_and_another_seed_holds_out_others() -> None:
+def test_held_out_shares_are_exact() -> None:
     sources = [f"s{i}" for i in range(1000)]
     first, second = (split_by_source(hash_sources(sources, seed), 0.05, 0.1) for seed in (1, 2))
     assert [len(rows) for rows in first.values()] == [850, 50, 100]
@@ -409,7 +411,7 @@ def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
 # Predicting with what the checkpoint knows
 
 
-def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(tmp_path, monkeypatch, caplog):
+def test_inputs_of_any_kind_are_predicted_in_order(tmp_path, monkeypatch, caplog):
     state = _data(tmp_path).state_dict()
     listed = _file(tmp_path, "trois\r\n\r\n", "cinq zut", name="in.txt")
     other = _file(tmp_path, "six\n", name="in.list")
@@ -456,7 +458,7 @@ def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: p
     assert (error.subject, error.problem) == ("line 2 of standard input", "is not in UTF-8; save the file as UTF-8")
 
 
-def test_a_checkpoints_vocabularies_and_normalization_replace_those_of_the_corpus(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_replaces_the_vocabularies(tmp_path: Path) -> None:
     old = _data(tmp_path, normalization="tutorial")
     other = ["Un neuf!\tone nine\n", "deux.\ttwo\n", "six\tsix\n"]
     new = _words(_file(tmp_path, *other), test_fraction=1)
@@ -553,7 +555,7 @@ def test_wrong_lines_of_csv_are_named(tmp_path: Path, name: str, text: str, reas
 
 
 @pytest.mark.parametrize("line", ["{i}\t{a}\t{b}\n", "{a}\thttp://a/{i}\t{b}\n"])
-def test_a_table_whose_first_two_columns_are_not_sentences_is_rejected(tmp_path: Path, line: str) -> None:
+def test_a_table_without_two_columns_of_sentences_is_rejected(tmp_path: Path, line: str) -> None:
     lines = [line.format(i=i, a=a, b=b) for i, (a, b) in enumerate(ROWS, 1)]
     with pytest.raises(
         UserError, match="has the columns '1', '2', '3'; expected two; pass columns='source=[12],target=3'"

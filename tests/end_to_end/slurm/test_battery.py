@@ -116,7 +116,7 @@ INTERRUPTIONS: dict[str, tuple[Callable[[Slurm, str], object], str]] = {
 
 
 @pytest.mark.parametrize("how", INTERRUPTIONS)
-def test_a_job_that_is_interrupted_is_requeued_and_ends_as_an_undisturbed_one(how, cluster, undisturbed) -> None:
+def test_an_interrupted_job_ends_as_an_undisturbed_one(how, cluster, undisturbed) -> None:
     interrupt, logged = INTERRUPTIONS[how]
     job = cluster.sbatch()
     cluster.trains(job)
@@ -208,7 +208,7 @@ def test_the_tasks_of_an_array_are_requeued_each_for_itself(cluster: Cluster, un
     assert {weights_of(cluster.last(number)) for number in numbers.values()} == {undisturbed}
 
 
-def test_a_canceled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cluster, undisturbed: str) -> None:
+def test_a_canceled_job_prints_the_flag_that_resumes_it(cluster: Cluster, undisturbed: str) -> None:
     job = cluster.sbatch()
     cluster.trains(job)
     cluster.slurm.call("scancel", job)
@@ -232,7 +232,7 @@ def test_a_node_that_is_lost_takes_no_update_with_it(cluster: Cluster, undisturb
     assert weights_of(cluster.last(job)) == undisturbed
 
 
-def test_one_process_in_an_allocation_of_several_is_rejected_with_the_srun_line(cluster: Cluster) -> None:
+def test_one_process_in_an_allocation_of_several_is_rejected(cluster: Cluster) -> None:
     program = [sys.executable, "-m", "recipes.mnist", *FLAGS]
     env = cluster.slurm.env | cluster.env
     started = [

@@ -137,7 +137,7 @@ def metadata_of(path: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "state-dict", "onnx", "pt2"])
-def test_an_export_carries_preprocessing_class_names_and_what_rebuilds_the_network(kind: str, saved):
+def test_an_export_carries_what_rebuilds_the_network(kind: str, saved):
     recipe = MNISTClassifier(label_smoothing=0.25)
     metadata = metadata_of(export(recipe, str(saved[1]), kind).path, kind)
     assert metadata["class_names"] == [f"digit {i}" for i in range(10)]
@@ -171,7 +171,7 @@ def test_an_export_that_computes_something_else_is_not_written(saved):
     assert [file.name for file in checkpoint.parent.iterdir()] == ["best.ckpt"]
 
 
-def test_the_input_of_a_network_without_known_preprocessing_is_what_it_takes(tmp_path: Path):
+def test_without_preprocessing_the_network_takes_its_own_input(tmp_path: Path):
     torch.save({"state_dict": Plain().state_dict()}, tmp_path / "best.ckpt")
     exported = export(Plain(), str(tmp_path / "best.ckpt"), "onnx")
     assert exported.inputs == {"inputs": "float32 of shape (batch, 1, 28, 28), as the network takes it"}
@@ -190,7 +190,7 @@ def test_outputs_that_cannot_be_written_are_rejected(saved, tmp_path: Path, monk
             export(MNISTClassifier(), str(saved[1]), "state-dict", output)
 
 
-def test_a_translator_is_exported_as_weights_with_its_vocabularies_and_not_as_onnx(tmp_path: Path):
+def test_a_translator_is_exported_with_its_vocabularies(tmp_path: Path):
     sizes = {"source_vocab_size": 5, "target_vocab_size": 6, "hidden_size": 8}
     recipe = Seq2SeqTranslator(**sizes)
     recipe.vocabularies, recipe.normalization = (Vocabulary.of(["le"]), Vocabulary.of(["the", "a"])), "tutorial"
@@ -275,7 +275,7 @@ def test_the_program_gives_the_class_of_predict_for_any_picture(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("size", [48, 96])
-def test_the_graph_crops_and_resizes_to_the_pixels_of_evaluation(size: int):
+def test_the_graph_computes_the_pixels_of_evaluation(size: int):
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     image = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.UINT8, ["batch", 3, size, size])

@@ -32,12 +32,12 @@ def test_a_wrong_order_of_channels_is_seen() -> None:
         assert all(abs(a - b) < 40 for a, b in zip(found, color, strict=True))
 
 
-def test_large_images_are_reduced_and_keep_their_shape() -> None:
+def test_large_images_are_reduced_without_distortion() -> None:
     assert displayed(torch.zeros(2, 3, 300, 600)).shape == (2, 3, 56, 112)
     assert displayed(torch.zeros(2, 1, 1, 2000)).shape == (2, 1, 1, 112)
 
 
-def test_soft_and_missing_labels_are_named() -> None:
+def test_a_soft_label_is_named_by_its_largest_shares() -> None:
     names = ["cat", "dog", "owl"]
     soft = training_grid(torch.zeros(1, 1, 4, 4), torch.tensor([[0.3, 0.7, 0.0]]), names)
     assert list(soft.captions) == [("dog 70 %", "cat 30 %")]

@@ -45,7 +45,7 @@ def test_a_loss_that_falls_far_has_a_logarithmic_axis() -> None:
     assert "logarithmic" not in linear.html()
 
 
-def test_a_confusion_matrix_has_the_classes_in_the_order_of_the_data() -> None:
+def test_a_confusion_matrix_keeps_the_order_of_the_classes() -> None:
     figure = confusion_plot([[9, 0, 1], [0, 5, 0], [4, 0, 6]], ["owl", "cat", "dog"], "test")
     texts = [shape.text for shape in figure.shapes if isinstance(shape, Text)]
     assert texts[2:8] == ["owl", "cat", "dog", "owl", "9", "1"]
@@ -71,7 +71,7 @@ def test_long_sentences_have_a_map_of_their_beginning() -> None:
     assert "first 40 tokens" in figure.note
 
 
-def test_an_image_has_the_colors_and_the_shapes_of_the_figure() -> None:
+def test_an_image_shows_the_shapes_of_its_figure() -> None:
     figure = Figure("boxes", 40, 20, [Box(0, 0, 20, 20, "train"), Box(20, 0, 20, 20, "val", 0.0)])
     image: Image.Image = figure.image()
     assert image.size == (60, 30)
@@ -92,7 +92,7 @@ def test_the_labels_of_an_axis_have_room_beside_it(values: tuple[float, float]) 
     assert all(label.x - 0.55 * label.size * len(label.text) >= 0 for label in labels), [each.text for each in labels]
 
 
-def test_the_axes_of_one_epoch_begin_with_the_run_and_show_nearly_equal_values_as_such() -> None:
+def test_a_curve_of_one_epoch_begins_with_the_run() -> None:
     figure = curve_plot("loss", {"training": [(6, 1.480)], "validation": [(6, 1.483)]})
     assert figure is not None
     texts = {shape.text for shape in figure.shapes if isinstance(shape, Text)}

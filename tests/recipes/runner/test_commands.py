@@ -93,7 +93,7 @@ def _type(kind: str, folder: str, *commands: list[str]) -> None:
         pytest.param("stochastic", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_with_averaged_weights_has_the_scores_of_its_checkpoint(kind: str, world_size: int, tmp_path: Path):
+def test_averaged_weights_have_the_scores_of_their_checkpoint(kind: str, world_size: int, tmp_path: Path):
     best = tmp_path / "runs" / "mnist" / "run" / "checkpoints" / "best.ckpt"
     flags = kind.split() if kind.startswith("--") else []
     commands = [[*QUICK, "--name", "run", "--batch-size", str(128 // world_size), *flags]]
@@ -137,7 +137,7 @@ class Exhausted(Quadrants):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Path):
+def test_a_run_out_of_memory_says_what_to_pass(tmp_path: Path):
     quick = "--max-epochs 1 --logger none"
     recipe = f"{__name__}:Exhausted"
     plain, given = typed(
@@ -165,7 +165,7 @@ class Scored(Line):
     def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
 
-def test_the_scores_of_all_loaders_are_kept_and_an_evaluation_that_logs_none_says_so(tmp_path: Path):
+def test_the_scores_of_all_loaders_are_kept(tmp_path: Path):
     ckpt = "--ckpt runs/line/one/checkpoints/last.ckpt"
     commands = ("--name one --max-epochs 1 --logger none", f"validate {ckpt} --output scores.json", f"test {ckpt}")
     *_, tested = typed(tmp_path, *commands, recipe=f"{__name__}:Scored", data=f"{__name__}:TwoParts")
@@ -183,7 +183,7 @@ class Untested(TwoParts):
         return []
 
 
-def test_a_part_that_the_data_lack_is_named_with_the_command_that_works(tmp_path: Path):
+def test_a_part_that_the_data_lack_names_the_working_command(tmp_path: Path):
     ckpt = "--ckpt runs/line/one/checkpoints/last.ckpt"
     commands = ("--name one --max-epochs 1 --logger none", f"test {ckpt}")
     _, tested = typed(tmp_path, *commands, recipe=f"{__name__}:Scored", data=f"{__name__}:Untested")

@@ -105,7 +105,7 @@ def test_parameters_are_inherited_as_the_parser_inherits_them(
         ("passed_elsewhere", "", "lr=rate_of(**kwargs), "),
     ],
 )
-def test_a_parameter_that_the_source_does_not_show_is_left_to_the_parser(
+def test_a_parameter_hidden_in_the_source_is_left_to_the_parser(
     package: Callable[..., str], name: str, own: str, passed: str
 ) -> None:
     assert read_help(package(name, MAIN.format(docstring="'''Mine.'''", own=own, passed=passed))) is None

@@ -11,7 +11,7 @@ from recipes.runner.experiment import PatientStopping, why_stopped
 from tests.support.command_lines import MNIST, typed
 
 
-def test_a_checkpoint_brings_the_count_and_the_best_score_but_not_the_patience():
+def test_a_checkpoint_brings_the_count_but_not_the_patience():
     saved = EarlyStopping("val/loss", patience=2)
     saved.wait_count, saved.best_score = 2, torch.tensor(0.5)
     resumed = PatientStopping("val/loss", patience=7)
@@ -19,7 +19,7 @@ def test_a_checkpoint_brings_the_count_and_the_best_score_but_not_the_patience()
     assert (resumed.wait_count, resumed.best_score, resumed.patience) == (2, torch.tensor(0.5), 7)
 
 
-def test_a_monitor_that_is_no_score_of_the_run_is_named_with_the_scores_that_it_has():
+def test_a_monitor_that_is_no_score_is_named_with_the_scores():
     class Scored(BoringModel):
         def validation_step(self, batch, batch_idx):
             self.log("val/loss", batch.mean())

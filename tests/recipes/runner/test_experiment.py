@@ -121,7 +121,7 @@ def _typed_with(own: list[int], args: list[str], folder: str) -> tuple[int, set[
     return status, _Threads.seen
 
 
-def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_use_it(tmp_path: Path) -> None:
+def test_what_recipe_shares_with_the_data_is_saved_as_found(tmp_path: Path) -> None:
     assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path)) == [(0, 1)], "the data module is built once"
     settings = yaml.safe_load((tmp_path / "runs/points/run/config.yaml").read_text())
     assert (settings["num_classes"], settings["shade"]) == (3, "gray")
@@ -135,7 +135,7 @@ def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_
         assert run_ranks(_typed, 1, [*line, "--config", "open.yaml"], str(tmp_path))[0][0] == 0
 
 
-def test_what_the_recipe_wants_of_the_data_is_set_in_a_data_module_that_is_passed(tmp_path: Path, monkeypatch) -> None:
+def test_the_recipes_wishes_are_set_in_a_passed_data_module(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Points3, "settings_for_data", lambda _: {"shade": "white"})
     passed = [Points(shade=shade) for shade in ("auto", "black")]
     for data in passed:
@@ -143,7 +143,7 @@ def test_what_the_recipe_wants_of_the_data_is_set_in_a_data_module_that_is_passe
     assert [data.hparams.shade for data in passed] == ["white", "black"]
 
 
-def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_resume_keeps_it(tmp_path: Path) -> None:
+def test_the_rate_follows_the_length_of_the_run(tmp_path: Path) -> None:
     def rate(name: str, *args: str) -> float:
         assert run_ranks(_typed, 1, ["--name", name, *args], str(tmp_path))[0][0] == 0
         checkpoint = torch.load(tmp_path / f"runs/points/{name}/checkpoints/last.ckpt", weights_only=True)
@@ -160,7 +160,7 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
     assert (saved["global_step"], saved["config"]["lr"]) == (7, 0.004)
 
 
-def test_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_path: Path) -> None:
+def test_all_ranks_take_the_threads_of_rank_0(tmp_path: Path) -> None:
     line = ["--name", "run", "--resume", "auto"]
 
     def typed(own: list[int], args: list[str]) -> list[tuple[int, set[int]]]:
@@ -195,7 +195,7 @@ def test_threads_of_the_flag_hold_in_each_process(tmp_path: Path) -> None:
         (20, "global batch 64 = 4 micro-batches of 20, the last of 4, on 4 devices of 1 node, "),
     ],
 )
-def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(batch_size, line, tmp_path, capsys):
+def test_the_updates_of_a_checkpoint_count_on_other_devices(batch_size, line, tmp_path, capsys):
     from recipes.runner.command import Command
     from recipes.runner.experiment import _global_batch_text, build_experiment
     from recipes.runner.flags import Classes, Given, Request

@@ -13,7 +13,7 @@ from recipes.runner.errors import Failure, failures_reported, first_cause
 LOST = RuntimeError("[gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2")
 
 
-def test_a_lost_rank_is_told_before_the_job_is_requeued_and_signals_work_afterwards(capfd, monkeypatch):
+def test_a_lost_rank_is_reported_before_the_job_is_requeued(capfd, monkeypatch):
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
 
     def requeue() -> str:

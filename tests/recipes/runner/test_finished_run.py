@@ -20,7 +20,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(trained: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_never_rewritten(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "runs" / "quadrants" / "one"
     auto = "--name one --resume auto"
@@ -45,7 +45,7 @@ def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(train
         assert "this run has finished its 2 epochs and 14 updates; pass --max-epochs 4 to train longer" in ended.err
 
 
-def test_settings_of_a_checkpoint_that_the_recipe_lacks_are_named(trained: Path, tmp_path: Path) -> None:
+def test_settings_that_the_recipe_lacks_are_named(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     last = tmp_path / "runs" / "quadrants" / "one" / "checkpoints" / "last.ckpt"
     saved = torch.load(last, weights_only=True)

@@ -43,7 +43,7 @@ def _fitted_and_typed(folder: str) -> tuple[bool, list[str]]:
     return same(weights("runs/mnist/called"), weights("runs/mnist/typed")), sorted(result.scores)
 
 
-def test_the_weights_and_settings_are_those_of_the_command_line(tmp_path: Path) -> None:
+def test_fit_trains_as_the_command_line_does(tmp_path: Path) -> None:
     (found,) = run_ranks(_fitted_and_typed, 1, str(tmp_path))
     assert found[0]
     assert {"val/accuracy", "test/accuracy"} <= set(found[1])
@@ -103,7 +103,7 @@ def _named(folder: str) -> None:
         fit("mnist", (digits.images, names), **FEW)
 
 
-def test_classes_come_from_the_labels_and_settings_go_where_they_belong(tmp_path: Path) -> None:
+def test_fit_takes_the_classes_from_the_labels(tmp_path: Path) -> None:
     run_ranks(_named, 1, str(tmp_path))
 
 
@@ -114,7 +114,7 @@ def _folds(folder: str) -> list[tuple[str, float]]:
     return [(run.folder.name, run.scores["val/loss"]) for run in [fit("mnist", fold, **FEW) for fold in folds]]
 
 
-def test_the_runs_of_a_job_are_each_trained_and_found_again_in_their_order(tmp_path: Path) -> None:
+def test_the_runs_of_a_job_are_found_again_in_their_order(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
     (runs,), (again,) = (run_ranks(_folds, 1, str(tmp_path), env=job) for _ in range(2))
     assert [name for name, _ in runs] == ["slurm-7", "slurm-7-2"]
@@ -179,7 +179,7 @@ def _interrupted(folder: str) -> list[bool]:
     ]
 
 
-def test_an_interrupted_run_raises_and_resumes_and_a_finished_one_is_returned(tmp_path: Path) -> None:
+def test_an_interrupted_fit_raises_then_resumes(tmp_path: Path) -> None:
     assert run_ranks(_interrupted, 1, str(tmp_path)) == [[True] * 5]
 
 
@@ -194,7 +194,7 @@ def _on_ranks(folder: str) -> dict[str, torch.Tensor]:
     return first.model.state_dict()
 
 
-def test_processes_that_a_launcher_started_train_together_and_twice(tmp_path: Path) -> None:
+def test_processes_of_a_launcher_train_together(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (alone,) = run_ranks(_on_ranks, 1, str(tmp_path / "one"))
     both = run_ranks(_on_ranks, 2, str(tmp_path))

@@ -59,7 +59,7 @@ def test_classes_share_one_flag_where_they_share_a_name(parser):
 
 
 @pytest.mark.parametrize("flag", ["--spare-wheels", "--spare_wheels"])
-def test_dashes_and_underscores_mean_the_same(parser, flag):
+def test_dashes_mean_the_same_as_underscores(parser, flag):
     assert given(parser, [flag, "2"]).spare_wheels == 2
     assert given(parser, [f"{flag}=3"]).spare_wheels == 3
 
@@ -121,7 +121,7 @@ def test_a_mistake_is_answered_in_one_line(parser, args, message):
         ("plan:\n  1: 2\n  3: many\n", ": plan: {1: 2, 3: 'many'}: expected INT|DICT"),
     ],
 )
-def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, text, message):
+def test_a_mistake_in_the_file_is_named_with_its_place(tmp_path, text, message):
     @dataclass
     class Run:
         """A run.
@@ -157,7 +157,7 @@ def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, 
         ("--config one --kind gas --config one", (7, "gas", 4)),
     ],
 )
-def test_the_last_file_wins_over_the_others_and_the_command_line_over_all(parser, tmp_path, monkeypatch, args, found):
+def test_the_command_line_wins_over_the_last_file(parser, tmp_path, monkeypatch, args, found):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one").write_text("power: 7\nkind: oil\nspare_wheels: 4\n")
     (tmp_path / "two").write_text("power: 8\nspare_wheels: null\n")
@@ -165,7 +165,7 @@ def test_the_last_file_wins_over_the_others_and_the_command_line_over_all(parser
     assert (config.power, config.kind, config.spare_wheels) == found
 
 
-def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser):
+def test_the_help_has_a_line_per_flag(parser):
     lines = flags_text(parser.help_groups()).splitlines()
     assert "  --power FLOAT                   in watts (2.5)" in lines
     assert "  --kind gas|oil                  what burns (gas)" in lines

@@ -29,7 +29,7 @@ def settings_in(cell: str) -> list[str]:
     return [(flag or argument).replace("-", "_") for flag, argument in found]
 
 
-def test_a_flag_of_another_program_leads_to_what_the_page_names_beside_it():
+def test_a_flag_of_another_program_leads_to_ours():
     tried = 0
     for theirs, ours in rows():
         wanted = settings_in(ours)
@@ -79,7 +79,7 @@ def test_what_other_names_stand_for_are_flags():
         ("cuda", "there is no flag --cuda; did you mean --accelerator cuda?"),
     ],
 )
-def test_a_flag_of_another_recipe_or_of_none_is_answered_with_the_reason(name: str, error: str):
+def test_a_flag_of_another_recipe_is_answered_with_the_reason(name: str, error: str):
     flags = Classes(MNISTClassifier, MNISTClassifier.data_class).parser().flags  # type: ignore[arg-type]
     assert unknown_flag(name.replace("_", "-"), name, flags, []) == error
     no_cuda = "there is no flag --no-cuda; did you mean --accelerator cpu?"

@@ -22,7 +22,7 @@ def _opened_by_a_step() -> tuple[list[str], str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to look for")
-def test_without_a_gpu_adam_no_longer_searches_for_one_in_each_step() -> None:
+def test_without_a_gpu_adam_does_not_search_for_one() -> None:
     env = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_VISIBLE_DEVICES": "0"}
     assert run_ranks(_opened_by_a_step, 1, env=env) == [([], "0")]
 

@@ -11,7 +11,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="interfa
 
 
 @linux
-def test_towards_the_loopback_address_it_is_the_loopback_interface():
+def test_the_loopback_address_has_the_loopback_interface():
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("localhost") == "lo"
 
@@ -21,6 +21,6 @@ def test_where_an_address_cannot_be_reached_there_is_none():
 
 
 @linux
-def test_it_is_one_of_this_machines_interfaces_wherever_the_address_lies():
+def test_any_address_has_an_interface_of_this_machine():
     names = {name for _, name in socket.if_nameindex()}
     assert interface_towards("192.0.2.1") in names | {None}

@@ -35,7 +35,7 @@ def _join(port: int, of_rank: dict[int, str], seconds: float = 600.0) -> tuple[s
     return joined.describe(), share(lambda: f"of rank {rank}")
 
 
-def test_ranks_join_at_the_port_that_they_were_told_and_share_what_rank_0_says():
+def test_ranks_that_join_share_what_rank_0_says():
     port = free_port()
     answers = run_ranks(_join, 2, port, {0: "a", 1: "a"})
     assert answers == [(f"started manually, 1 node x 2 devices, 127.0.0.1:{port}", "of rank 0")] * 2
@@ -47,7 +47,7 @@ def test_a_process_with_other_code_is_named_on_both():
         assert f"{where}: the code is b, on rank 0 a. Start all with one command" in answer
 
 
-def test_where_a_rank_is_missing_the_others_say_how_many_have_come():
+def test_a_missing_rank_is_counted_by_the_others():
     for answer, _ in run_ranks(_join, 3, free_port(), {0: "a", 1: "a"}, 3.0)[:2]:
         assert "the processes did not meet at 127.0.0.1:" in answer
         assert "within 3 s: " in answer
@@ -112,7 +112,7 @@ def test_a_taken_port_is_an_error(address: str):
 
 
 @pytest.mark.parametrize(("address", "serves"), [("192.0.2.1", True), ("127.0.0.1", False)])
-def test_where_node_0_does_not_answer_the_line_says_what_to_check(address: str, serves: bool):
+def test_a_silent_node_0_leads_to_what_to_check(address: str, serves: bool):
     """On another machine than node 0, and on node 0 with an address that is none of its own."""
     launch = Launch("manual", 2, 1, address=address, port=free_port())
     line = "within 1 s: .*start all of them, check firewalls and that `master_addr` is an address of node 0"

@@ -21,14 +21,14 @@ def plan(env: dict[str, str], devices: Any = "auto", nodes: int | str = 1, here:
     return plan_launch(env, LaunchSettings(num_nodes=nodes, **flags), devices, here, Command("python -m r", typed))
 
 
-def test_one_process_and_local_processes_need_no_address():
+def test_local_processes_need_no_address():
     assert plan({}) == Launch("local", 1, 1)
     assert plan({}, devices="auto", here=GPUS) == Launch("local", 1, 2, address="127.0.0.1", starts_agent=True)
     alone = plan({}, max_restarts=2)
     assert (alone.starts_agent, alone.world_size, alone.max_restarts) == (True, 1, 2), "one that is started again"
 
 
-def test_flags_and_variables_both_serve_on_nodes_started_by_hand_and_flags_win():
+def test_flags_win_over_variables_on_nodes_started_manually():
     env = {"MASTER_ADDR": "head", "MASTER_PORT": "1234", "NODE_RANK": "1"}
     expected = Launch("manual", 4, 8, 1, 0, "head", 1234, starts_agent=True, min_nodes=4)
     assert plan(env, 8, 4) == expected
@@ -38,7 +38,7 @@ def test_flags_and_variables_both_serve_on_nodes_started_by_hand_and_flags_win()
     assert (elastic.num_nodes, elastic.min_nodes, elastic.is_elastic) == (4, 1, True)
 
 
-def test_torchrun_and_slurm_settle_nodes_and_devices():
+def test_torchrun_decides_the_number_of_devices():
     ranks = [plan(env).rank for env in by_torchrun(1234, nodes=2, devices=2)]
     assert ranks == [0, 1, 2, 3]
     launch = plan(by_torchrun(1234, nodes=2, devices=2)[3], 2, 2)
@@ -47,7 +47,7 @@ def test_torchrun_and_slurm_settle_nodes_and_devices():
     assert launch == Launch("slurm", 2, 2, 1, 1, "localhost", 15000 + 7007)
 
 
-def test_devices_that_were_named_are_kept_where_another_starts_the_processes():
+def test_named_devices_are_kept_under_another_launcher():
     gpus = Machine("cuda", 8)
     for asked in ("4,5", "4, 5,", [4, 5], (4, 5)):
         launch = plan(by_torchrun(1234)[0], asked, here=gpus)
@@ -56,13 +56,13 @@ def test_devices_that_were_named_are_kept_where_another_starts_the_processes():
     assert devices_of(2, "auto", gpus) == devices_of(2, 2, gpus) == devices_of(2, "4,5", CPU) == 2
 
 
-def test_one_process_of_torchrun_trains_on_one_device_whatever_was_typed():
+def test_one_process_of_torchrun_trains_on_one_device():
     launch = plan(by_torchrun(0, nodes=1, devices=1)[0] | {"TORCHELASTIC_MAX_RESTARTS": "1"}, 2)
     for asked in ("auto", 2):
         assert on_devices_of(launch, TrainerSettings(accelerator="cpu", devices=asked)).devices == 1
 
 
-def test_a_world_that_has_shrunk_wins_over_the_flags_of_the_first_start():
+def test_a_world_that_has_shrunk_wins_over_the_flags():
     env = by_torchrun(1234, nodes=1, devices=2)[0] | {"TORCHELASTIC_MAX_RESTARTS": "3"}
     assert plan(env, 2, 4).world_size == 2
     with pytest.raises(UserError, match="torchrun has started 1 x 2, and decides"):
@@ -87,7 +87,7 @@ SHELL_STEP = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"
         (SHELL_STEP, "auto", "2 x 4 tasks", "srun --nodes=2 --ntasks-per-node=4"),
     ],
 )
-def test_one_process_in_a_slurm_job_with_more_is_rejected_with_the_srun_line(env, devices, what, srun):
+def test_one_process_in_a_larger_slurm_job_is_rejected(env, devices, what, srun):
     with pytest.raises(UserError) as rejected:
         plan(env, devices)
     line = f"this Slurm job has {what}, and the program was started once, without srun; type the first of these,"
@@ -117,7 +117,7 @@ def test_a_program_typed_in_a_shell_of_srun_is_none_of_its_tasks(monkeypatch):
     assert plan(shell | {"SLURM_TASK_PID": str(os.getpid())}).launcher == "slurm", "srun --pty python"
 
 
-def test_flags_and_variables_say_where_slurms_processes_meet_and_flags_win():
+def test_flags_win_over_slurms_variables_for_the_address():
     env = by_slurm(7, nodes=2, devices=2)[3]
     assert (plan(env).address, plan(env).port) == ("localhost", 15049)
     env |= {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
@@ -146,7 +146,7 @@ def test_torchrun_within_a_step_of_slurm_decides():
     assert plan(by_torchrun(1234)[1] | by_slurm(7, nodes=1, devices=2)[0]).launcher == "torchrun"
 
 
-def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
+def test_a_worker_takes_its_place_from_torchs_agent():
     agent = Launch("manual", 4, 2, address="a", port=1234, starts_agent=True, min_nodes=1, max_restarts=3)
     env = by_torchrun(9, nodes=2, devices=2)[3] | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1"}
     expected = Launch("manual", 2, 2, 1, 1, "127.0.0.1", 9, max_restarts=3, restarts=True, store_prefix="b")
@@ -195,13 +195,13 @@ def test_a_worker_takes_its_place_from_torchs_agent_and_the_rest_from_ours():
         (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on 2 nodes"),
     ],
 )
-def test_what_cannot_succeed_is_rejected_with_the_command_to_type(env, arguments, message):
+def test_what_cannot_succeed_names_the_command_to_type(env, arguments, message):
     with pytest.raises(UserError) as rejected:
         plan(env, **arguments)
     assert message in str(rejected.value)
 
 
-def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
+def test_ranks_in_the_environment_give_the_number_of_devices():
     env = BY_HAND | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     assert plan(env) == Launch("manual", 1, 2, 0, 1, "head", 9)
     env = BY_HAND | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -209,12 +209,12 @@ def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
     assert plan(BY_HAND | {"WORLD_SIZE": "1"}) == Launch("local", 1, 1)
 
 
-def test_slurms_lists_of_hosts_and_steps():
+def test_the_first_host_is_read_from_slurms_list():
     assert first_host("rack[07-12,15]-n[3],login") == "rack07-n3"
     assert plan({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).launcher == "local", "no step"
 
 
-def test_an_update_that_the_devices_cannot_share_is_rejected_before_they_start():
+def test_an_update_that_the_devices_cannot_share_is_rejected():
     for samples, batch_size, devices in ((None, 256, 8), (512, 256, 2), (100, "auto", 8)):
         check_shared_update(Launch("local", 1, devices), samples, batch_size)
     with pytest.raises(UserError, match="of 100 has 1 micro-batches of 256, and there are 2 devices: .* of 50 or less"):

@@ -28,7 +28,7 @@ from tests.support.tables import QUIET, silence
         (1, 64, None, None),
     ],
 )
-def test_the_micro_batches_of_an_update_follow_from_what_is_known_of_it(accumulate, items, batch_size, micro_batches):
+def test_the_micro_batches_of_an_update_follow_its_settings(accumulate, items, batch_size, micro_batches):
     assert micro_batches_of_update(accumulate, items, batch_size, 2) == micro_batches
 
 
@@ -55,7 +55,7 @@ def test_a_number_of_batches_is_whole_or_a_share(value: float, is_right: bool):
             TrainerSettings(**settings)
 
 
-def test_shares_and_what_was_not_given_stay_as_they_are():
+def test_shares_stay_as_they_are():
     options = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "limit_val_batches": 0, "other": 3}
     assert limits_per_device(options | {"limit_test_batches": None}, 0, 2) == {}
 
@@ -122,9 +122,7 @@ def test_an_epoch_that_is_resumed_is_validated_at_its_end(tmp_path):
 
 
 @pytest.mark.parametrize("check_epochs", [1, 2, None])
-def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_saved_there(
-    tmp_path, check_epochs, monkeypatch
-):
+def test_an_interval_of_time_validates_after_whole_updates(tmp_path, check_epochs, monkeypatch):
     options = {"max_epochs": 2, "enable_checkpointing": True, "check_val_every_n_epoch": check_epochs}
 
     def validated(interval: timedelta, name: str = "best", **more: Any) -> list[int]:
@@ -142,7 +140,7 @@ def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_save
     assert validated(timedelta(microseconds=1), "other") == []
 
 
-def test_a_run_resumes_between_two_validations_by_time_and_in_one(tmp_path):
+def test_a_run_resumes_between_two_validations_by_time(tmp_path):
     path = tmp_path / "cut.ckpt"
     save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 6 and trainer.save_checkpoint(path))
     options: dict[str, Any] = {"val_check_interval": "00:01:00:00", "enable_checkpointing": True}
@@ -156,7 +154,7 @@ def test_a_run_resumes_between_two_validations_by_time_and_in_one(tmp_path):
     assert (resumed.global_step, module.validated) == (8, [7])
 
 
-def test_a_schedule_that_follows_the_score_of_each_epoch_needs_validations_by_updates():
+def test_a_plateau_schedule_needs_validations_by_updates():
     class Plateau(Scored):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters())

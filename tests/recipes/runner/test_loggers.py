@@ -37,7 +37,7 @@ def _rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def test_logs_that_cannot_be_written_end_no_training_and_are_reported_at_the_end(tmp_path: Path) -> None:
+def test_logs_that_cannot_be_written_end_no_training(tmp_path: Path) -> None:
     command = "--name one --max-epochs 4 --precision 32-true --save-every '9 epochs' --log-every-n-steps 1"
     (done,) = typed(tmp_path, command, callbacks=[f"{__name__}:FillsTheDisk"])
     folder = tmp_path / "runs" / "quadrants" / "one"
@@ -71,7 +71,7 @@ def _save_on_a_full_disk(folder: str) -> list[Any]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="this system does not limit the size of files")
-def test_metrics_csv_is_as_before_where_there_is_no_room_and_gets_all_rows_later(tmp_path: Path) -> None:
+def test_metrics_csv_gets_all_rows_once_there_is_room(tmp_path: Path) -> None:
     ((first, second, third, last),) = run_ranks(_save_on_a_full_disk, 1, str(tmp_path))
     assert first == second == third
     assert [(row["a"], row["b"]) for row in csv.DictReader(last.splitlines())] == [
@@ -95,7 +95,7 @@ def _log_after_a_resume(folder: str) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="this system does not limit the size of files")
-def test_what_was_logged_before_a_resume_stays_and_no_moment_is_without_it(tmp_path: Path) -> None:
+def test_what_was_logged_before_a_resume_stays(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("a,step\n1.0,0\n2.0,1\n3.0,2\n4.0")  # The last row is cut.
     ((first, full, last),) = run_ranks(_log_after_a_resume, 1, str(tmp_path))
     assert first == full == "a,step\n1.0,0\n2.0,1\n"
@@ -103,13 +103,13 @@ def test_what_was_logged_before_a_resume_stays_and_no_moment_is_without_it(tmp_p
     assert rows == [("1.0", "", "0"), ("2.0", "", "1"), ("", "4.0", "3"), ("", "4.0", "4")]
 
 
-def test_only_rank_0_opens_the_metrics_of_a_folder_that_nodes_share(tmp_path: Path) -> None:
+def test_only_rank_0_opens_the_metrics_of_a_shared_folder(tmp_path: Path) -> None:
     # Reading this fails, as it did at times while rank 0 wrote the file.
     (tmp_path / "metrics.csv").write_bytes(b"\xff")
     assert run_ranks(_log_after_a_resume, 1, str(tmp_path), env={"NODE_RANK": "1"}) == [[]]
 
 
-def test_the_summary_has_a_row_for_each_epoch_without_empty_cells(tmp_path: Path) -> None:
+def test_the_summary_has_a_row_for_each_epoch(tmp_path: Path) -> None:
     options = "--name a --precision 32-true --log-every-n-steps 2 --check-val-every-n-epoch 2 --schedule constant"
     whole, first, more, short = typed(
         tmp_path,
@@ -135,7 +135,7 @@ def test_the_summary_has_a_row_for_each_epoch_without_empty_cells(tmp_path: Path
     assert [row["updates"] for row in _rows(tmp_path / "runs" / "quadrants" / "b" / "summary.csv")] == ["3"]
 
 
-def test_tensorboard_shows_scores_by_update_and_the_settings_that_differ_first(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_settings_that_differ_first(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.context import RequestContext
@@ -182,14 +182,14 @@ def test_a_summary_or_a_graph_changes_no_bit_of_the_weights(tmp_path: Path) -> N
     assert "--log-graph: the graph is for TensorBoard; pass --logger tensorboard,csv" in rejected.err
 
 
-def test_a_recipe_without_an_example_input_has_no_graph_and_no_flops(tmp_path: Path) -> None:
+def test_a_recipe_without_an_example_input_has_no_graph(tmp_path: Path) -> None:
     (done,) = typed(tmp_path, "--name one --max-steps 1 --summary --log-graph")
     assert done.status == 0
     assert "the graph of the network cannot be written (Quadrants has no example_input_array" in done.err
     assert read_results(tmp_path / "runs" / "quadrants" / "one")["flops"] is None
 
 
-def test_writing_a_graph_leaves_modes_and_random_numbers_as_they_are(tmp_path: Path) -> None:
+def test_writing_a_graph_changes_no_mode_or_random_number(tmp_path: Path) -> None:
     recipe = MNISTClassifier(network="classic")
     next(recipe.network.children()).eval()
     modes = [module.training for module in recipe.modules()]

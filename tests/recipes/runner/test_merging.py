@@ -29,7 +29,7 @@ def test_each_layer_replaces_those_before_it():
     assert merge(MARKS, DEFAULTS, {}, SAVED, keeps=("devices",)) == kept | {"devices": 2}
 
 
-def test_a_null_that_is_given_stands_for_what_the_run_has_resolved():
+def test_a_null_stands_for_what_the_run_has_resolved():
     given = {"dataset": "auto", "ema": None, "lr": None, "logger": None}
     merged = merge(MARKS, DEFAULTS, given, SAVED, typed=given)
     assert (merged["dataset"], merged["lr"]) == ("mnist", 0.2)
@@ -47,7 +47,7 @@ def test_further_parameters_of_the_trainer_are_merged_by_name():
     assert merged == {"trainer": {"benchmark": True, "min_epochs": 2}}
 
 
-def test_further_parameters_in_a_file_stay_beside_those_that_are_typed(tmp_path: Path):
+def test_parameters_in_a_file_stay_beside_typed_ones(tmp_path: Path):
     file = tmp_path / "settings.yaml"
     file.write_text("trainer: {benchmark: true, min_epochs: 1}\n")
     given = (
@@ -58,7 +58,7 @@ def test_further_parameters_in_a_file_stay_beside_those_that_are_typed(tmp_path:
     assert given.settings == {"trainer": {"benchmark": True, "min_epochs": 2, "detect_anomaly": True}}
 
 
-def test_a_length_in_steps_ends_a_run_without_the_epochs_of_the_recipe():
+def test_a_length_in_steps_replaces_the_recipes_epochs():
     defaults = {"max_epochs": 10, "max_steps": -1}
     assert with_length(defaults, {"max_steps": 5})["max_epochs"] == -1
     assert with_length(defaults, {"max_steps": 5, "max_epochs": 3})["max_epochs"] == 10

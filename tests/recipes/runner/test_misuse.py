@@ -63,7 +63,7 @@ def test_a_network_without_a_column_for_each_class_is_rejected(tmp_path: Path, n
     assert "\n" not in str(caught.value)
 
 
-def test_a_constructor_that_takes_nothing_of_what_the_data_decide_is_rejected(tmp_path: Path):
+def test_a_constructor_must_take_what_the_data_decide(tmp_path: Path):
     with pytest.raises(UserError, match=r"takes no `num_classes`, which is 10 .* 7 in Narrow: give it \*\*kwargs"):
         fit(Narrow, dataset="digits", max_epochs=1, verbose=False, run_dir=tmp_path)
 
@@ -108,7 +108,7 @@ def test_a_null_is_rejected_where_a_setting_takes_none():
         fit("mnist", lr=None)
 
 
-def test_what_is_no_class_and_no_data_is_named():
+def test_an_argument_of_the_wrong_kind_is_named():
     with pytest.raises(UserError, match="pass the class, MNISTClassifier, and its settings"):
         fit(MNISTClassifier())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="data=int: expected a LightningDataModule or its class"):
@@ -138,7 +138,7 @@ def test_what_fit_does_not_take_is_rejected_in_one_line(recipe: Any, options: An
         fit(recipe, max_steps=1, verbose=False, run_dir=tmp_path, **dataset, **options)
 
 
-def test_predict_takes_a_result_and_a_path_and_nothing_else(tmp_path: Path):
+def test_predict_takes_only_a_result_or_a_path(tmp_path: Path):
     result = fit("mnist", dataset="digits", max_steps=1, verbose=False, run_dir=tmp_path)
     images = [torch.zeros(28, 28, dtype=torch.uint8)]
     rows = predict(result.model, images)

@@ -34,7 +34,7 @@ def _executed(folder: Path) -> list[list[dict[str, Any]]]:
     return [list(cell.outputs) for cell in notebook.cells]
 
 
-def test_a_notebook_shows_one_bar_a_table_and_the_curves(tmp_path: Path) -> None:
+def test_a_notebook_shows_one_table_with_curves(tmp_path: Path) -> None:
     training, result, count, error = _executed(tmp_path)
     assert {output["name"] for output in training if output["output_type"] == "stream"} == {"stdout"}
     shown = [output["data"]["text/html"] for output in training if output["output_type"] == "display_data"]

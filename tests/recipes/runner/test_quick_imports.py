@@ -56,7 +56,7 @@ def _python(*args: str, env: dict[str, str] | None = None) -> "subprocess.Comple
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=600, env=env)
 
 
-def test_garbage_is_collected_after_the_imports_and_not_in_them() -> None:
+def test_garbage_is_collected_only_after_the_imports() -> None:
     done = _python("-c", textwrap.dedent(SCRIPT))
     assert done.returncode == 0, done.stderr
 
@@ -86,7 +86,7 @@ def test_a_run_says_at_once_that_it_has_started_on_rank_0(args: list[str], rank:
     assert (done.returncode, done.stdout, done.stderr) == (0, "loading PyTorch and Lightning ...\n" * says, "")
 
 
-def test_nothing_is_said_as_a_command_ends_but_of_a_broken_import() -> None:
+def test_only_a_broken_import_prints_as_a_command_ends() -> None:
     done = _python("-c", BLOCK + "import no_such_module")
     assert (done.returncode, "No module named 'no_such_module'" in done.stderr) == (1, True)
     done = _python("-W", "ignore", "-m", "recipes.mnist", "--helo")
@@ -140,7 +140,7 @@ run(MNISTClassifier, MNISTDataModule)
 """
 
 
-def test_a_signal_before_the_time_limit_is_kept_while_the_program_imports(tmp_path: Path) -> None:
+def test_a_signal_is_kept_while_the_program_imports(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SLOW_IMPORTS)
     command = [sys.executable, "program.py", "--dataset", "digits"]
     with subprocess.Popen(

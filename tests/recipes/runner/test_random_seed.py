@@ -12,7 +12,7 @@ def _hash(run: Path) -> str:
     return str(last["save"]["sha256"])
 
 
-def test_a_drawn_seed_is_named_kept_by_a_resume_and_repeats_the_run(tmp_path: Path) -> None:
+def test_a_drawn_seed_repeats_the_run(tmp_path: Path) -> None:
     first, *others = typed(
         tmp_path,
         f"{FIT} --name drawn --seed random --max-steps 3",

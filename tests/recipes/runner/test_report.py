@@ -37,7 +37,7 @@ def page_of(
     return read_page(write_page(folder / "report.html", results | more, headline, {"time": "8.5 s"}, pictures or {}))
 
 
-def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> None:
+def test_a_page_shows_what_the_run_has(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "test_per_class.csv").write_text("class,f1\ncat,0.125\n" + "dog,0.5\n" * 30)
@@ -133,7 +133,7 @@ def test_scores_stand_once_in_tiles_or_in_the_table() -> None:
     assert signatures == {"sacrebleu BLEU": signature}
 
 
-def test_a_classifier_shows_its_images_curves_and_confusions(tmp_path: Path) -> None:
+def test_a_classifiers_page_shows_its_mistakes(tmp_path: Path) -> None:
     commands = (
         "--dataset digits --max-epochs 1 --limit-train-batches 4 --log-every-n-steps 1 --name a",
         "--max-epochs 2 --name a --resume auto",

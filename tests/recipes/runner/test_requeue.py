@@ -22,7 +22,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return become
 
 
-def test_a_job_is_requeued_where_its_start_has_saved_something_new(job, tmp_path):
+def test_a_job_is_requeued_if_it_has_saved_something_new(job, tmp_path):
     last = make_run(tmp_path, "slurm-71", 4)
     run = str(last.parents[1])
     job(50)
@@ -33,14 +33,14 @@ def test_a_job_is_requeued_where_its_start_has_saved_something_new(job, tmp_path
     assert requeue_after_loss(run, 3) == ended
 
 
-def test_a_job_that_slurm_must_not_requeue_is_resumed_in_a_new_one(job, tmp_path):
+def test_a_job_that_may_not_requeue_resumes_in_a_new_one(job, tmp_path):
     job(0, RUNNING.replace("Requeue=1", "Requeue=0"))
     run = make_run(tmp_path, "slurm-71").parents[1]
     why = "not requeued, because the job was submitted without --requeue"
     assert requeue_after_loss(str(run), 0) == f"{why}; resume in a new job with --name slurm-71"
 
 
-def test_a_job_of_which_a_rank_has_failed_by_an_error_is_not_requeued(job, tmp_path, monkeypatch):
+def test_a_job_that_failed_by_an_error_is_not_requeued(job, tmp_path, monkeypatch):
     folder = str(make_run(tmp_path, "slurm-71").parents[1])
     job(0)
     record_failure(folder, 1, "ValueError: a bad pixel")
@@ -53,7 +53,7 @@ def test_a_job_of_which_a_rank_has_failed_by_an_error_is_not_requeued(job, tmp_p
     assert not (tmp_path / "other").exists()
 
 
-def test_torchrun_restarts_the_processes_itself_as_long_as_it_may(job, tmp_path, monkeypatch):
+def test_torchrun_restarts_as_long_as_it_may(job, tmp_path, monkeypatch):
     run = str(make_run(tmp_path, "slurm-71").parents[1])
     job(0)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")

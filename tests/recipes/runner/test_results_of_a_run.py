@@ -46,12 +46,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, 
     return folder, first.err + first.out, json.loads((folder / "results-before.json").read_text()), read_results(folder)
 
 
-def test_lightnings_summary_of_the_layers_is_printed_where_it_is_asked_for(run: Any) -> None:
+def test_lightnings_summary_of_the_layers_is_printed(run: Any) -> None:
     _, out, _, _ = run
     assert re.search(r"Name +\| Type +\| Params", out), out
 
 
-def test_seconds_agree_with_the_clock_and_with_the_epochs_on_the_console(run: Any) -> None:
+def test_seconds_agree_with_the_clock(run: Any) -> None:
     _, out, results, longer = run
     seconds = results["seconds"]
     assert 0 < seconds["train"] < seconds["start_up"] + seconds["train"] < seconds["total"]
@@ -66,7 +66,7 @@ def test_seconds_agree_with_the_clock_and_with_the_epochs_on_the_console(run: An
     assert longer["trainable_parameters"] == results["trainable_parameters"] == results["parameters"]
 
 
-def test_results_describe_the_best_checkpoint_and_where_it_comes_from(run: Any) -> None:
+def test_results_describe_the_best_checkpoint(run: Any) -> None:
     folder, _, results, _ = run
     best, saved = results["best"], read_run(folder / "checkpoints" / "best.ckpt")
     assert best["epoch"] < 3
@@ -85,7 +85,7 @@ def test_results_describe_the_best_checkpoint_and_where_it_comes_from(run: Any) 
     }
 
 
-def test_the_last_table_has_the_hash_of_the_weights_after_training(run: Any) -> None:
+def test_the_last_table_has_the_hash_of_the_trained_weights(run: Any) -> None:
     folder, out, results, longer = run
     lines = map(json.loads, (folder / "weights.jsonl").read_text().splitlines())
     hashes = {line["save"]["epoch"]: line["save"]["sha256"] for line in lines if "save" in line}
@@ -95,7 +95,7 @@ def test_the_last_table_has_the_hash_of_the_weights_after_training(run: Any) -> 
     assert results["best"]["epoch"] < 3, "the best checkpoint has other weights"
 
 
-def test_the_evaluation_of_the_best_checkpoint_adds_no_point_to_the_curves(run: Any) -> None:
+def test_evaluating_the_best_checkpoint_adds_no_point(run: Any) -> None:
     folder, *_ = run
     with (folder / "metrics.csv").open(newline="") as file:
         assert [row["epoch"] for row in csv.DictReader(file) if row["val/loss"]] == ["0", "1", "2", "3"]

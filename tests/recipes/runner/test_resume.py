@@ -56,7 +56,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_last_checkpoint_is_reported_and_the_newest_valid_one_is_taken(damage, tmp_path, caplog):
+def test_a_damaged_last_checkpoint_is_skipped(damage, tmp_path, caplog):
     best, last = save(tmp_path / "best.ckpt", 10), save(tmp_path / "last.ckpt", 12)
     assert newest_valid_checkpoint(tmp_path) == last
     DAMAGES[damage](last)
@@ -77,7 +77,7 @@ class TouchesFile:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_that_would_run_code_is_rejected_and_runs_none(zipped: bool, tmp_path: Path):
+def test_a_checkpoint_that_would_run_code_is_rejected(zipped: bool, tmp_path: Path):
     content = torch.load(save(tmp_path / "last.ckpt", 5), weights_only=True)
     content["config"] = content["config"] | {"lr": TouchesFile(tmp_path / "ran")}
     torch.save(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=zipped)
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_would_run_code_is_rejected_and_runs_none(zipped: bool
     assert not (tmp_path / "ran").exists()
 
 
-def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_path):
+def test_the_newest_checkpoint_has_made_the_most_progress(tmp_path):
     save(tmp_path / "best.ckpt", 10)
     last = save(tmp_path / "last.ckpt", 12)
     os.utime(last, (0, 0))
@@ -98,7 +98,7 @@ def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_p
     assert newest_valid_checkpoint(tmp_path / "nothing") is None
 
 
-def test_differences_name_each_setting_and_leave_out_what_may_differ():
+def test_differences_name_each_setting_of_the_experiment():
     config = {"seed": 2, "lr": 0.1, "dataset": "auto", "batch_size": 8, "max_epochs": 9, "new_flag": 1}
     assert describe_differences(CONFIG, config) == ["`seed` is 2, and 1 in the checkpoint"]
     assert describe_differences({"sizes": (1, 2), "path": "data"}, {"sizes": [1, 2], "path": "./data/"}) == []
@@ -114,7 +114,7 @@ def test_the_size_of_an_update_is_read_where_it_is_known(tmp_path):
     assert read_run(save(tmp_path / "other.ckpt", 3, items=None)).update_items is None
 
 
-def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
+def test_only_a_launch_that_restarts_has_a_name():
     slurm = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3", "ENVIRONMENT": "BATCH"}
     assert job_name({}) is None
     assert job_name(slurm) == "slurm-17"
@@ -133,7 +133,7 @@ def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
-def test_a_job_of_several_nodes_that_restarts_without_a_name_is_rejected_with_the_flag(resume, outside, tmp_path):
+def test_a_nameless_job_of_several_nodes_cannot_restart(resume, outside, tmp_path):
     for name, value in (("RUN_ID", "none"), ("MAX_RESTARTS", "3")):
         outside.setenv(f"TORCHELASTIC_{name}", value)
     outside.setenv("GROUP_WORLD_SIZE", "2")
@@ -161,14 +161,14 @@ def become_job(outside: pytest.MonkeyPatch, number: str) -> None:
         outside.setenv(name, value)
 
 
-def test_auto_resumes_in_the_named_folder_and_starts_there_where_nothing_is_saved(outside, tmp_path):
+def test_auto_resumes_in_the_named_folder(outside, tmp_path):
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"))
     path = make_run(tmp_path, "a")
     assert find_resume_point("auto", "a", tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(path))
     assert find_resume_point(None, "a", tmp_path, CONFIG, {}) == ResumePoint()
 
 
-def test_auto_without_a_name_takes_the_newest_unfinished_run_of_the_same_experiment(outside, tmp_path):
+def test_auto_takes_the_newest_unfinished_equal_run(outside, tmp_path):
     assert find_resume_point("auto", None, tmp_path, CONFIG, {}) == ResumePoint()
     path = make_run(tmp_path, "a")
     make_run(tmp_path, "finished", epochs=4).parents[1].joinpath("results.json").touch()
@@ -176,7 +176,7 @@ def test_auto_without_a_name_takes_the_newest_unfinished_run_of_the_same_experim
     assert find_resume_point("auto", None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(path))
 
 
-def test_whether_a_run_has_finished_is_asked_of_its_own_length_and_of_a_longer_one_that_is_typed(outside, tmp_path):
+def test_a_run_has_finished_unless_a_longer_one_is_typed(outside, tmp_path):
     make_run(tmp_path, "a", epochs=4)
     assert not find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished, "it was killed in the test"
     (tmp_path / "a" / "results.json").write_text('{"scores": {}}')
@@ -192,7 +192,7 @@ def test_whether_a_run_has_finished_is_asked_of_its_own_length_and_of_a_longer_o
     assert find_resume_point("auto", None, tmp_path, CONFIG | {"max_epochs": 9}, {}) == ResumePoint(), "none to resume"
 
 
-def test_a_run_that_was_stopped_early_or_by_its_time_stays_finished_until_it_may_go_on_for_longer(outside, tmp_path):
+def test_a_run_stopped_early_stays_finished(outside, tmp_path):
     for name, length in (("stopped", {"patience": 2}), ("timed", {"max_time": "1:0:0"})):
         make_run(tmp_path, name, config=CONFIG | length)
         (tmp_path / name / "results.json").write_text(
@@ -211,7 +211,7 @@ def test_a_run_that_was_stopped_early_or_by_its_time_stays_finished_until_it_may
     assert not finished("timed", max_epochs=9)
 
 
-def test_a_requeued_slurm_job_finds_its_own_runs_also_where_the_data_have_moved_and_no_other_jobs(outside, tmp_path):
+def test_a_requeued_slurm_job_finds_its_own_runs(outside, tmp_path):
     other = CONFIG | {"seed": 2}
     for job in ("7", "8"):
         become_job(outside, job)
@@ -223,7 +223,7 @@ def test_a_requeued_slurm_job_finds_its_own_runs_also_where_the_data_have_moved_
     assert find_resume_point("none", None, tmp_path, CONFIG, {}) == ResumePoint()
 
 
-def test_a_run_of_this_process_and_one_whose_setting_was_typed_and_is_not_now_are_others(outside, tmp_path):
+def test_a_run_with_a_setting_no_longer_typed_is_another(outside, tmp_path):
     become_job(outside, "7")
     save(make_run(tmp_path, "slurm-7"), 5, auto_settings=["dataset"])
     rule._used.clear()
@@ -232,7 +232,7 @@ def test_a_run_of_this_process_and_one_whose_setting_was_typed_and_is_not_now_ar
     assert [Path(point.folder).name for point in points] == ["slurm-7-2", "slurm-7", "slurm-7-3", "slurm-7-4"]
 
 
-def test_a_damaged_checkpoint_that_was_given_is_rejected_with_the_newest_valid_one(outside, tmp_path):
+def test_a_damaged_checkpoint_leads_to_the_newest_valid_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
@@ -241,9 +241,7 @@ def test_a_damaged_checkpoint_that_was_given_is_rejected_with_the_newest_valid_o
 
 
 @pytest.mark.parametrize("name", [None, "two"])
-def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it_is_restarted(
-    name, outside, tmp_path, caplog
-):
+def test_a_restarted_job_resumes_from_its_own_checkpoints(name, outside, tmp_path, caplog):
     file = str(save(tmp_path / "given.ckpt", 3))
     folder = tmp_path / "runs" / (name or "slurm-7")
     become_job(outside, "7")
@@ -267,9 +265,7 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
     assert begins() == ResumePoint(new, file, given=True, job="slurm-8")
 
 
-def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeue_keeps_its_own_progress(
-    outside, tmp_path
-):
+def test_an_earlier_checkpoint_renames_the_later_ones(outside, tmp_path):
     last = make_run(tmp_path, "a", 14)
     home = last.parent
     best = str(save(home / "best.ckpt", 10))

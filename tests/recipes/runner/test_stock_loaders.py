@@ -16,7 +16,7 @@ class Several(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_sample_of_every_loader_is_evaluated_once_in_whole_batches(world_size):
+def test_every_sample_of_every_loader_is_evaluated_once(world_size):
     shares = []
     for rank in range(world_size):
         evaluate_each_sample_once(data := Several(), rank, world_size)

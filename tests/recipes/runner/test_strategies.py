@@ -63,7 +63,7 @@ def both_ways() -> list[dict[str, Any]]:
     return found
 
 
-def test_it_trains_evaluates_and_saves_the_model_of_stock_ddp_to_the_bit():
+def test_it_trains_the_model_of_stock_ddp_to_the_bit():
     ranks = run_ranks(both_ways, 2)
     for stock, ours in ((0, 1), (2, 3)):
         for result in ranks:
@@ -80,7 +80,7 @@ def test_it_trains_evaluates_and_saves_the_model_of_stock_ddp_to_the_bit():
     assert stock["broadcasts"] - ours["broadcasts"] == 2 * (12 + 2) - 2 * (2 + 1)
 
 
-def test_ddp_keeps_what_its_name_says_of_unused_parameters_and_other_strategies_are_rejected():
+def test_ddp_keeps_the_option_for_unused_parameters():
     assert isinstance(build_strategy("auto", 2), LeanDDPStrategy)
     strategy = build_strategy("ddp_find_unused_parameters_true", 2)
     assert isinstance(strategy, LeanDDPStrategy)

@@ -7,26 +7,26 @@ from recipes.runner.variables import (
 )
 
 
-def test_the_flag_of_torchs_old_launcher_is_left_out_if_it_says_what_the_variable_says() -> None:
+def test_a_local_rank_flag_equal_to_its_variable_is_left_out() -> None:
     args = ["--lr", "1", "--local-rank=1", "--local_rank=1"]
     assert without_local_rank(args, {"LOCAL_RANK": "1"}) == ["--lr", "1"]
     assert without_local_rank(args, {"LOCAL_RANK": "0"}) == args
     assert without_local_rank(args, {}) == args
 
 
-def test_rank_0_is_named_and_is_no_other_rank() -> None:
+def test_rank_0_is_no_other_rank() -> None:
     assert names_a_rank({"RANK": "0"})
     assert not is_another_rank({"RANK": "0", "SLURM_PROCID": "0"})
     assert is_another_rank({"RANK": "0", "GROUP_RANK": "1"})
     assert not names_a_rank({"SLURM_JOB_ID": "7"})
 
 
-def test_the_batch_script_and_the_first_step_have_the_name_of_the_job() -> None:
+def test_the_first_step_has_the_name_of_its_job() -> None:
     job = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
     assert job_name(job | {"SLURM_STEP_ID": "4294967291"}) == job_name(job | {"SLURM_STEP_ID": "0"}) == "slurm-17"
 
 
-def test_each_start_by_torchrun_has_keys_of_its_own_in_the_store_of_the_agents() -> None:
+def test_each_start_by_torchrun_has_its_own_store_keys() -> None:
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert store_prefix_of_torchrun(env) == "lightning_recipes/2"
     assert store_prefix_of_torchrun(env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""

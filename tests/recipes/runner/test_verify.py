@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_an_interval_is_trained_again_where_the_processes_start_again(trained: Path) -> None:
+def test_an_interval_is_trained_again_after_a_restart(trained: Path) -> None:
     classes = Classes(MNISTClassifier, MNISTDataModule)
     request = Request("verify", Given({}, {}), trained / "runs" / "quadrants" / "one")
     interval = find_interval(request.folder, readable_checkpoints(request.folder / "checkpoints"))
@@ -46,7 +46,7 @@ def _copy(trained: Path, home: Path, name: str) -> Path:
     return Path(shutil.copytree(trained / "runs" / "quadrants" / "one", home / "runs" / "quadrants" / name))
 
 
-def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_run_is_found(trained: Path, tmp_path: Path) -> None:
     run = _copy(trained, tmp_path, "run")
     before = contents(run)
     first, _ = sorted((run / "checkpoints").glob("best-*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
@@ -100,7 +100,7 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     assert "leave out --lr, --seed" in wrong.err
 
 
-def test_a_received_run_chooses_no_code_and_no_wrong_value_gets_further_than_the_settings(trained, tmp_path):
+def test_a_received_run_chooses_no_code(trained, tmp_path):
     touch = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", str(tmp_path / "touched")]}}
     given: dict[str, dict[str, Any]] = {
         "callback": {"callbacks": [touch]},
@@ -125,13 +125,13 @@ def _line(run: Path, step: int) -> str:
     return next(line for line in (run / "weights.jsonl").read_text().splitlines() if f'"step": {step},' in line)
 
 
-def test_a_run_of_which_one_checkpoint_is_left_is_trained_from_the_beginning(tmp_path: Path) -> None:
+def test_a_run_with_one_checkpoint_is_repeated_from_its_start(tmp_path: Path) -> None:
     fit, equal = typed(tmp_path, f"{FIT} --max-epochs 1", "verify runs/quadrants/one")
     assert fit.status == equal.status == 0
     assert "the beginning, 0 updates, to 7 updates (epoch 1)" in equal.out
 
 
-def test_an_interval_from_the_beginning_is_repeated_on_the_devices_of_the_run(trained: Path, tmp_path: Path) -> None:
+def test_an_interval_from_the_start_needs_the_runs_devices(trained: Path, tmp_path: Path) -> None:
     record = _copy(trained, tmp_path, "one") / "weights.jsonl"
     shutil.rmtree(record.with_name("checkpoints"))
     record.write_text(record.read_text().replace('"devices": 1', '"devices": 2', 1))

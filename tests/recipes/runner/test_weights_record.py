@@ -45,7 +45,7 @@ def test_each_save_is_recorded_once_after_the_start_that_made_it(tmp_path: Path)
     assert read_saves(tmp_path) == {5: save(None, 5), 10: save(None, 10), 15: save(10, 15)}
 
 
-def test_the_interval_begins_at_a_checkpoint_with_a_next_save_else_at_the_beginning(tmp_path: Path) -> None:
+def test_the_interval_begins_at_a_checkpoint_with_a_next_save(tmp_path: Path) -> None:
     record(tmp_path, None, 5, 10, 12)
     assert ends(tmp_path, 5, 12) == (5, 10, sha(None, 10))
     assert ends(tmp_path, 5, 10, 12) == (10, 12, sha(None, 12)), "the shortest"
@@ -55,21 +55,21 @@ def test_the_interval_begins_at_a_checkpoint_with_a_next_save_else_at_the_beginn
     assert find_interval(tmp_path, [begin]) == interval
 
 
-def test_weights_that_were_saved_before_the_first_update_are_no_interval(tmp_path: Path) -> None:
+def test_weights_saved_before_the_first_update_are_no_interval(tmp_path: Path) -> None:
     record(tmp_path, None, 0)
     assert ends(tmp_path) is None
     record(tmp_path, 0, 5)
     assert ends(tmp_path, 0) == (0, 5, sha(0, 5))
 
 
-def test_what_was_abandoned_by_a_resume_from_an_earlier_checkpoint_is_not_compared(tmp_path: Path) -> None:
+def test_saves_abandoned_by_a_resume_are_not_compared(tmp_path: Path) -> None:
     record(tmp_path, None, 5, 10, 15)
     record(tmp_path, 5, 9, 14)
     assert ends(tmp_path, 5) == (5, 9, sha(5, 9))
     assert ends(tmp_path, 9, 14) == (9, 14, sha(5, 14))
 
 
-def test_a_run_that_began_from_a_foreign_checkpoint_is_not_repeated_from_the_beginning(tmp_path: Path) -> None:
+def test_a_run_from_a_foreign_checkpoint_is_not_repeated(tmp_path: Path) -> None:
     record(tmp_path, 100, 105)
     assert ends(tmp_path, 105) is None
 
