@@ -85,11 +85,16 @@ def _fake_section(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
 def test_json_holds_every_figure(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_json(path, {"processor": "fake"}, {"fake": _section()})
-    written = json.loads(before := path.read_text())
+    written = json.loads(path.read_text())
     assert written["machine"] == {"processor": "fake"}
     rows = written["sections"]["fake"]["rows"]
     assert rows["base"] == {"seconds": {"median": 3.0, "min": 2.0, "max": 4.0, "rounds": 2}, "times faster": None}
     assert written["sections"]["fake"]["goals"] == [{"goal": "fast", "found": "3 times", "met": True}]
+
+
+def test_a_figure_that_is_not_finite_keeps_the_old_json(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(before := "{}")
     broken = _section()
     broken.rows["base"][0] = Spread((math.nan,))
     with pytest.raises(ValueError, match="not JSON compliant"):

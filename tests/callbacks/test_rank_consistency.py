@@ -49,13 +49,22 @@ def test_a_checksum_counts_places_across_blocks() -> None:
     large[7] = 1
     moved = large.roll(1 << 20)
     assert checksum(large) != checksum(moved)
+
+
+def test_a_checksum_ignores_the_memory_format() -> None:
     image = torch.randn(2, 3, 4, 4)
     assert checksum(image) == checksum(image.contiguous(memory_format=torch.channels_last))
 
 
 def test_zeros_of_two_signs_have_different_checksums() -> None:
     assert checksum(torch.tensor(0.0)) != checksum(torch.tensor(-0.0))
+
+
+def test_equal_nans_have_equal_checksums() -> None:
     assert checksum(torch.tensor([float("nan")])) == checksum(torch.tensor([float("nan")]))
+
+
+def test_zeros_have_the_checksum_of_an_empty_tensor() -> None:
     assert checksums([torch.zeros(0), torch.zeros(2)], torch.device("cpu")).tolist() == [0, 0]
 
 

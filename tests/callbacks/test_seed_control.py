@@ -215,6 +215,9 @@ def test_a_closure_that_is_called_again_draws_the_same_numbers():
 def test_the_environment_is_put_back():
     _fit(max_steps=1)
     assert "PL_GLOBAL_SEED" not in os.environ
+
+
+def test_a_negative_seed_is_rejected():
     with pytest.raises(ValueError, match="seed=-1: expected a whole number from 0"):
         SeedControl(-1)
 

@@ -65,7 +65,7 @@ def test_a_mistake_is_answered_with_what_to_type(tmp_path):
         assert line.err.count("\n") == 1
 
 
-def test_loggers_are_chosen_by_name(tmp_path, monkeypatch):
+def test_loggers_are_chosen_by_name(tmp_path):
     chosen = (("csv", "table"), ("none", "nothing"))
     ended = typed(tmp_path, *(f"{COMMON} --max-epochs 1 --logger {logger} --name {name}" for logger, name in chosen))
     assert [status for status, _, _ in ended] == [0, 0], ended
@@ -74,6 +74,9 @@ def test_loggers_are_chosen_by_name(tmp_path, monkeypatch):
     assert written["nothing"] == {".lock", "config.yaml", "checkpoints", "results.json", "weights.jsonl"} | tables
     assert written["table"] == written["nothing"] | {"metrics.csv", "summary.csv"}
     assert "TensorBoard" not in ended[0][1]
+
+
+def test_a_logger_names_the_package_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="logger='wandb' needs another package: pip install wandb"):
         logger_names("csv,wandb")

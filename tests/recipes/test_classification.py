@@ -56,6 +56,9 @@ def test_an_empty_batch_has_scores():
     values, matrix = scores.compute()
     assert all(value == 0 for value in values.values())
     assert matrix.sum() == 0
+
+
+def test_a_diverged_network_has_scores():
     values, matrix = scores_of(torch.full_like(LOGITS, torch.nan), TARGETS)
     assert matrix.sum() == len(TARGETS)
     assert values["accuracy"] < 0.5

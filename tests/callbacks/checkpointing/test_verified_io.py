@@ -60,6 +60,9 @@ def test_values_of_any_kind_load_back_in_their_plain_form(value, plain, tmp_path
 def test_arrays_become_tensors():
     array = np.arange(6.0).reshape(2, 3)
     assert torch.equal(as_loadable({"a": array})["a"], torch.arange(6.0).reshape(2, 3).double())
+
+
+def test_a_plain_state_dict_stays_the_same_object():
     state = image_network().state_dict()
     assert as_loadable({"state_dict": state})["state_dict"] is state
 

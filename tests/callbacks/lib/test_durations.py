@@ -40,6 +40,9 @@ def test_what_is_no_duration_is_rejected_with_examples(text: object) -> None:
 def test_a_part_of_a_step_is_rejected() -> None:
     with pytest.raises(ValueError, match='write "3 steps"'):
         Duration.parse("2.5 steps")
+
+
+def test_a_duration_longer_than_the_run_is_rejected() -> None:
     with pytest.raises(ValueError, match="longer than the run"):
         Duration.parse("101%")
 

@@ -216,8 +216,15 @@ def test_unlabeled_rows_are_left_out():
     data.setup("fit")
     assert data.left_out == {"without a label": 1}
     assert sum(data.sizes.values()) == 5
+
+
+def test_a_label_outside_the_classes_is_rejected_with_its_row():
+    data = _given(IMAGES, np.array([0, 1, 1, 1, 0, 1]), test=(IMAGES, LABELS), **PLAIN)
     with pytest.raises(UserError, match=r"label 2 at row 2 of the test labels is outside 0\.\.1 .*pass num_classes=3"):
         data.setup("test")
+
+
+def test_a_class_of_the_test_set_needs_training_images():
     named = _given(IMAGES, np.array(list("abbaba")), num_classes=3, **PLAIN)
     assert (named.num_classes, named.info.classes) == (3, ("a", "b"))
     with pytest.raises(UserError, match="test holds classes that train has no image of: c"):

@@ -193,6 +193,9 @@ def test_soft_targets_are_the_shares_of_both_images(mixup, cutmix, number, epoch
 def test_mixup_blends_everywhere():
     blended, _ = _mixed(1.0, 0.0, [*range(20)])
     assert all(len(image.unique()) == 1 for image in blended)
+
+
+def test_cutmix_pastes_a_rectangle():
     pasted, _ = _mixed(0.0, 1.0, [*range(20)])
     assert set(pasted.unique().tolist()) == {0, 250}
     for image in pasted:

@@ -440,6 +440,10 @@ def test_a_checkpoint_of_other_classes_is_rejected(tree):
     for folder, reason in ((tree, classes), (None, "trained on folder, found digits; pass data_dir=")):
         with pytest.raises(UserError, match=reason):
             _data(folder).load_state_dict(state)
+
+
+def test_prediction_takes_the_classes_of_its_checkpoint(tree):
+    state = _data(tree).state_dict()
     data = _data(None, "predict", predict_inputs=[str(tree / "val")], image_size=None)
     data.load_state_dict(state)
     assert (data.info.classes, data.num_classes, data.image_size) == (CLASSES, 3, 64)

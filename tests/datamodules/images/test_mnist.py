@@ -241,6 +241,10 @@ def test_clothing_is_mirrored(tiny: Path, caplog):
     flips = torch.tensor([not torch.allclose(a, b, atol=1e-3) for a, b in zip(seen, plain)]).view(-1, 1, 1, 1)
     assert flips.any()
     assert torch.allclose(seen, torch.where(flips, plain.flip(3), plain), atol=1e-3)
+
+
+def test_digits_are_rotated(tiny: Path, caplog):
+    caplog.set_level("INFO", "lightning_recipes")
     digits = _data(tiny, shift=1)
     assert digits.resolve() == {"rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
     digits.setup("fit")
@@ -303,14 +307,17 @@ def test_the_bundled_digits_are_in_mnists_form():
     assert images.shape == (1437, 28, 28)
     assert images.dtype == labels.dtype == torch.uint8
     assert images[:, :4].sum() == images[:, :, :4].sum() == images[:, 24:].sum() == images[:, :, 24:].sum() == 0
-    pixels = images.double() / 255
-    assert abs(float(pixels.mean()) - DATASETS["digits"].mean[0]) < 5e-5
-    assert abs(float(pixels.std()) - DATASETS["digits"].std[0]) < 5e-5
     for _, labels in parts.values():
         shares = labels.bincount(minlength=10).double() / len(labels)
         assert float((shares - 0.1).abs().max()) < 0.01
     together = torch.cat([images.flatten(1) for images, _ in parts.values()])
     assert len(together.unique(dim=0)) == 1797, "no digit is in both parts"
+
+
+def test_the_bundled_digits_have_the_declared_statistics():
+    pixels = load_digits()["train"][0].double() / 255
+    assert abs(float(pixels.mean()) - DATASETS["digits"].mean[0]) < 5e-5
+    assert abs(float(pixels.std()) - DATASETS["digits"].std[0]) < 5e-5
 
 
 def _default(**options: Any) -> MNISTDataModule:

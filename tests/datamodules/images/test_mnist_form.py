@@ -47,6 +47,9 @@ def test_a_digit_fills_20_pixels():
     assert int(rows[-1] - rows[0]) + 1 == 20
     assert int(columns[-1] - columns[0]) + 1 <= 20
     assert EXPECTED.max() == 255
+
+
+def test_the_mass_of_a_digit_is_centered():
     for axis in (0, 1):
         center = float((EXPECTED.sum(1 - axis) * torch.arange(28.0)).sum() / EXPECTED.sum())
         # As in MNIST, whose centers of mass are between 13.5 and 14.5.

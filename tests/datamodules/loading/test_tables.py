@@ -92,6 +92,10 @@ def test_line_ends_of_old_macs_are_read(tmp_path: Path):
     path = tmp_path / "x.csv"
     path.write_bytes(b"a,b\r1,2\r3,4\r")
     assert [cells for _, cells in read_table(path, {}).rows] == [["1", "2"], ["3", "4"]]
+
+
+def test_mixed_line_ends_are_rejected(tmp_path: Path):
+    path = tmp_path / "x.csv"
     # The first block has no other line ends.
     path.write_bytes(b"a,b\r" + b"1,2\r" * 40_000 + b"3,4\n")
     with pytest.raises(UserError, match="lines that end in CR and others in LF"):

@@ -112,10 +112,16 @@ def test_a_data_modules_state_holds_the_models(tmp_path: Path) -> None:
 
 
 def test_files_as_published_are_learned_in_subwords(tmp_path: Path) -> None:
-    file = corpus(tmp_path)
-    found = TranslationDataModule(file)
+    found = TranslationDataModule(corpus(tmp_path))
     assert (found.hparams.subwords, found.hparams.vocab_size, found.normalization) == ("bpe", 8000, "none")
+
+
+def test_settings_of_words_turn_subwords_off(tmp_path: Path) -> None:
+    file = corpus(tmp_path)
     for options in ({"normalization": "unicode"}, {"normalization": "none"}, {"prefixes": "tutorial"}):
         assert TranslationDataModule(file, **options).hparams.subwords == "none"
+
+
+def test_the_bundled_sentences_are_learned_in_words() -> None:
     made = TranslationDataModule()
     assert (made.hparams.subwords, made.hparams.vocab_size, made.normalization) == ("none", None, "unicode")

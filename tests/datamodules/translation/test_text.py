@@ -67,6 +67,9 @@ def test_unicode_makes_tokens_of_punctuation(text: str, tokens: str) -> None:
 
 def test_none_only_splits_at_spaces() -> None:
     assert normalize(" Don't  split\u00a0me, please.\x03", "none") == "Don't split me, please."
+
+
+def test_no_normalized_sentence_holds_a_control_character() -> None:
     for how in ("unicode", "none", "tutorial"):  # `pack` marks the ends of sentences with them.
         assert normalize("a\x02b\x03c\x00", how) == "a b c"
 

@@ -132,6 +132,10 @@ def test_two_aligned_files_equal_one_of_pairs(tmp_path: Path) -> None:
     whole = _data(tmp_path)
     assert whole.validates
     assert _everything(_words(**_aligned(tmp_path, _lines()))) == _everything(whole)
+
+
+def test_reverse_swaps_the_sides(tmp_path: Path) -> None:
+    whole = _data(tmp_path)
     backwards = _data(tmp_path, reverse=True)
     assert _everything(backwards) == sorted((b, a) for a, b in _everything(whole))
     assert "one" in backwards.source_vocabulary

@@ -41,7 +41,10 @@ def test_a_soft_label_is_named_by_its_largest_shares() -> None:
     names = ["cat", "dog", "owl"]
     soft = training_grid(torch.zeros(1, 1, 4, 4), torch.tensor([[0.3, 0.7, 0.0]]), names)
     assert list(soft.captions) == [("dog 70 %", "cat 30 %")]
-    hard = training_grid(torch.zeros(2, 1, 4, 4), torch.tensor([-100, 2]), names)
+
+
+def test_a_missing_label_is_named() -> None:
+    hard = training_grid(torch.zeros(2, 1, 4, 4), torch.tensor([-100, 2]), ["cat", "dog", "owl"])
     assert list(hard.captions) == [("no label",), ("owl",)]
     assert "brightness is stretched" in hard.note
 

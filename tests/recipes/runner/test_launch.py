@@ -43,6 +43,9 @@ def test_torchrun_decides_the_number_of_devices():
     assert ranks == [0, 1, 2, 3]
     launch = plan(by_torchrun(1234, nodes=2, devices=2)[3], 2, 2)
     assert launch == Launch("torchrun", 2, 2, 1, 1, "127.0.0.1", 1234)
+
+
+def test_slurm_decides_the_number_of_devices():
     launch = plan(by_slurm(1001, nodes=2, devices=2)[3])
     assert launch == Launch("slurm", 2, 2, 1, 1, "localhost", 15000 + 7007)
 
@@ -211,7 +214,10 @@ def test_ranks_in_the_environment_give_the_number_of_devices():
 
 def test_the_first_host_is_read_from_slurms_list():
     assert first_host("rack[07-12,15]-n[3],login") == "rack07-n3"
-    assert plan({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).launcher == "local", "no step"
+
+
+def test_a_slurm_task_without_a_step_is_local():
+    assert plan({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).launcher == "local"
 
 
 def test_an_update_that_the_devices_cannot_share_is_rejected():

@@ -85,6 +85,9 @@ def test_ddp_keeps_the_option_for_unused_parameters():
     strategy = build_strategy("ddp_find_unused_parameters_true", 2)
     assert isinstance(strategy, LeanDDPStrategy)
     assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+
+
+def test_a_strategy_other_than_ddp_is_rejected():
     for name in ("fsdp", "fsdp2", "deepspeed", "ddp_spawn"):
         with pytest.raises(UserError, match=f"strategy='{name}': runs train on one device or with DDP; pass"):
             check_strategy(name)
