@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes.test_seq2seq_recipe import corpus
+from tests.recipes.seq2seq.test_recipe import corpus
 from tests.support.command_lines import type_line
 from tests.support.ranks import run_ranks
 from tests.support.tables import equal

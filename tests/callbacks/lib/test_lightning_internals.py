@@ -54,6 +54,13 @@ def tiny() -> Tiny:
     return Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
 
 
+def test_the_attached_trainer_is_none_before_a_run() -> None:
+    module, trainer = tiny(), quiet_trainer()
+    assert internals.attached_trainer(module) is None
+    trainer.fit(module, loader())
+    assert internals.attached_trainer(module) is trainer
+
+
 def test_a_value_is_logged_as_in_the_running_hook() -> None:
     def log_as_at_the_epochs_end(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         vars(module)[internals.RUNNING_HOOK] = "on_train_epoch_end"

@@ -201,7 +201,7 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices(batch_size, line, tm
     from recipes.runner.flags import Classes, Given, Request
     from recipes.runner.launch import Launch
     from recipes.runner.spec import Resolver
-    from tests.recipes.runner.test_resume import save
+    from tests.recipes.runner.test_folder import save
 
     config = {"batch_size": batch_size, "accumulate": 1, "num_classes": 3, "shade": "gray"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # On one device.

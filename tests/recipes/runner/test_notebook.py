@@ -8,7 +8,7 @@ import pytest
 
 from datamodules.errors import UserError
 from recipes import fit, predict
-from tests.recipes.test_seq2seq_recipe import corpus
+from tests.recipes.seq2seq.test_recipe import corpus
 
 QUIET: dict[str, Any] = {"verbose": False, "logger": "csv", "max_epochs": 1, "accelerator": "cpu"}
 

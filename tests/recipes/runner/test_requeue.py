@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.runner.folder import record_failure, requeue_after_loss
-from tests.recipes.runner.test_resume import make_run
+from tests.recipes.runner.test_folder import make_run
 from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
 
 

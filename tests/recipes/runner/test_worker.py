@@ -1,7 +1,8 @@
-"""Ranks that have been started form one group, or each says why they cannot."""
+"""Ranks that have been started form one group, or each says why they cannot; what they compare before they train."""
 
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +13,19 @@ import torch.distributed as dist
 from datamodules import UserError
 from recipes.runner import worker
 from recipes.runner.launch import Launch
-from recipes.runner.worker import RankZeroFailed, check_files, join_run, meeting_reported, open_store, share
+from recipes.runner.worker import (
+    RankZeroFailed,
+    check_files,
+    code_version,
+    interface_towards,
+    join_run,
+    meeting_reported,
+    open_store,
+    share,
+)
 from tests.support.ranks import free_port, run_ranks
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="interfaces are asked for as Linux does")
 
 
 def _launch(port: int, nodes: int = 1) -> Launch:
@@ -118,3 +130,38 @@ def test_a_silent_node_0_leads_to_what_to_check(address: str, serves: bool):
     line = "within 1 s: .*start all of them, check firewalls and that `master_addr` is an address of node 0"
     with pytest.raises(UserError, match=line), meeting_reported(launch, 1.0):
         open_store(launch.address, launch.port, 1.0, serves)
+
+
+def _package(root: Path) -> list[Path]:
+    """Files of which two have the same name in folders of the same name."""
+    files = [root / "recipes" / "mnist" / "__init__.py", root / "datamodules" / "mnist" / "__init__.py"]
+    for i, file in enumerate(files):
+        file.parent.mkdir(parents=True)
+        file.write_text(f"number = {i}\n")
+    return files
+
+
+def test_the_version_of_the_code_changes_with_each_file(tmp_path):
+    here, there = _package(tmp_path / "here"), _package(tmp_path / "there")
+    assert code_version(here) == code_version(here[::-1]) == code_version(there)
+    versions = {code_version(here)}
+    for file in here:
+        file.write_text(file.read_text() + "# changed\n")
+        versions.add(code_version(here))
+    assert len(versions) == 3
+
+
+@linux
+def test_the_loopback_address_has_the_loopback_interface():
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("localhost") == "lo"
+
+
+def test_where_an_address_cannot_be_reached_there_is_none():
+    assert interface_towards("no-such-host.invalid") is None
+
+
+@linux
+def test_any_address_has_an_interface_of_this_machine():
+    names = {name for _, name in socket.if_nameindex()}
+    assert interface_towards("192.0.2.1") in names | {None}

@@ -17,8 +17,8 @@ from recipes.seq2seq import translate
 from recipes.seq2seq.network import target_positions
 from recipes.seq2seq.recipe import Seq2SeqTranslator
 from recipes.seq2seq.vocabularies import known
-from tests.recipes.test_seq2seq_network import TRANSFORMER, batch, network
-from tests.recipes.test_seq2seq_recipe import corpus, data, translator, weights
+from tests.recipes.seq2seq.test_network import TRANSFORMER, batch, network
+from tests.recipes.seq2seq.test_recipe import corpus, data, translator, weights
 from tests.support.command_lines import typed
 from tests.support.pages import read_page
 from tests.support.ranks import run_ranks

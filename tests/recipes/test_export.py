@@ -81,7 +81,7 @@ def test_a_graph_makes_probabilities_of_bytes(dtype: torch.dtype, saved):
         with pytest.raises(Exception, match="Unexpected input data type|Got invalid dimensions"):
             run_file(path, images=wrong)
     # The folders of the machine that wrote it are nobody's business.
-    assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
+    assert str(Path(__file__).parents[2]).encode() not in path.read_bytes()
 
 
 LOADED = """
@@ -112,7 +112,7 @@ def test_a_program_of_torch_has_the_bits_of_the_network(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
     with zipfile.ZipFile(tmp_path / "graph.pt2") as file:
-        folder = str(Path(__file__).parents[3]).encode()
+        folder = str(Path(__file__).parents[2]).encode()
         assert not [name for name in file.namelist() if folder in file.read(name)]
 
 
@@ -226,7 +226,7 @@ def test_onnx_without_its_packages_says_what_to_install(saved, monkeypatch: pyte
 # The programs of docs/recipes/resnet-evaluation-export.md, as they stand there
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "recipes" / "resnet-evaluation-export.md"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "resnet-evaluation-export.md"
 
 
 def program_of(marker: str) -> str:
