@@ -1,4 +1,7 @@
-"""Base class of all data modules: the data contract, and access to rank, world size and device of the Trainer."""
+"""Base class of all data modules: the data contract, and access to rank, world size and device of the Trainer.
+
+Tested in `tests/datamodules/images/test_mnist.py`.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

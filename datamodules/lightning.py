@@ -1,6 +1,8 @@
 """The names of Lightning that our packages use, from the package of Lightning that the program uses.
 
 Nothing else in our packages names a package of Lightning. A name is listed twice, and mypy reads the first list.
+
+Tested in `tests/package/test_lightning_package.py`.
 """
 
 # ruff: noqa: F401

@@ -2,6 +2,8 @@
 
 A program with sorted imports imports our callbacks before either, so they may be of the wrong one. The program's
 Trainer calls their hooks anyway, but they would not recognize its loaders and checkpoint callbacks: they end the run.
+
+Tested in `tests/package/test_lightning_package.py`.
 """
 
 import os

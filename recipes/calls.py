@@ -1,4 +1,7 @@
-"""Call the network of a recipe."""
+"""Call the network of a recipe.
+
+Tested in `tests/recipes/test_base.py`.
+"""
 
 from typing import Any
 

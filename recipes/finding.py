@@ -1,6 +1,8 @@
 """Find recipes: the folders beside this file with a ``__main__.py``, such as ``recipes/mnist/``.
 
 A copy of such a folder is another recipe: its ``title``, and so the folder of its runs, is the name of the folder.
+
+Tested in `tests/package/test_console_command.py`.
 """
 
 import ast

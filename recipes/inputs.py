@@ -1,4 +1,7 @@
-"""Prepare the inputs of a recipe's network: their preprocessing and their type."""
+"""Prepare the inputs of a recipe's network: their preprocessing and their type.
+
+Tested in `tests/recipes/test_prediction.py`.
+"""
 
 import inspect
 from typing import Any

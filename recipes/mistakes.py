@@ -1,4 +1,7 @@
-"""Show images of a classifier as its network sees them: a training batch, and the most confident mistakes."""
+"""Show images of a classifier as its network sees them: a training batch, and the most confident mistakes.
+
+Tested in `tests/recipes/figures/test_images.py`.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

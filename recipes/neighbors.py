@@ -1,4 +1,7 @@
-"""Reject a folder of the user that shadows one of our packages."""
+"""Reject a folder of the user that shadows one of our packages.
+
+Tested in `tests/package/test_console_command.py`.
+"""
 
 import sys
 from importlib.util import find_spec

@@ -1,4 +1,7 @@
-"""Build the optimizer of a recipe: by name or import path, over groups of parameters."""
+"""Build the optimizer of a recipe: by name or import path, over groups of parameters.
+
+Tested in `tests/recipes/test_schedules.py`.
+"""
 
 import inspect
 import sys

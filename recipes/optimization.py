@@ -1,4 +1,7 @@
-"""Check at the start of training that a recipe's optimizer and schedule match its settings and the run."""
+"""Check at the start of training that a recipe's optimizer and schedule match its settings and the run.
+
+Tested in `tests/recipes/test_schedules.py`.
+"""
 
 import math
 from typing import Any

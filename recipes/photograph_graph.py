@@ -1,4 +1,7 @@
-"""Put the way from a photograph to a network's pixels in front of an ONNX graph: crop and resize, for any size."""
+"""Put the way from a photograph to a network's pixels in front of an ONNX graph: crop and resize, for any size.
+
+Tested in `tests/recipes/test_export.py`.
+"""
 
 from typing import Any
 

@@ -1,6 +1,8 @@
 """Compute the scores of one pass over a data set.
 
 All scores except the loss come from integer counts, so they are equal to the bit on any number of ranks.
+
+Tested in `tests/recipes/test_classifier.py`.
 """
 
 import torch

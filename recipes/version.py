@@ -1,4 +1,7 @@
-"""The version of this release, the project's address, and the command that installs it."""
+"""The version of this release, the project's address, and the command that installs it.
+
+Tested in `tests/package/test_release.py`.
+"""
 
 __version__ = "0.2.0"
 

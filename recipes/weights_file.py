@@ -1,4 +1,7 @@
-"""Read a file of weights with the settings beside them, without running code from it."""
+"""Read a file of weights with the settings beside them, without running code from it.
+
+Tested in `tests/recipes/test_weights.py`.
+"""
 
 import json
 from collections import Counter

@@ -1,6 +1,8 @@
 """Safe loading of `torch.save` files: no code from them is run, and files that hold code are rejected.
 
 torch's own error advises to load such a file with `weights_only=False`, which is unsafe for files of other people.
+
+Tested in `tests/recipes/test_weights.py`.
 """
 
 import argparse

@@ -6,6 +6,8 @@ position, since `UpdateLoop` distributes its samples by their numbers.
 
 A checkpoint may come from somebody else. `ModelCheckpoint` deletes the worst of its best checkpoints by the path in its
 state, which could be any file of the user.
+
+Tested in `tests/callbacks/checkpointing/test_resume_table.py`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,6 +5,8 @@ debug message and sets a module attribute through torch's search for parameters 
 the signature of `training_step`. For a small network this takes longer than the arithmetic. `StockCalls` calls hooks as
 Lightning does; `LeanCalls` leaves out what an ordinary run does not need, and `epoch_calls` chooses. Like
 `lightning_internals`, this file uses private names of Lightning.
+
+Tested in `tests/callbacks/test_update_loop.py`.
 """
 
 import logging

@@ -3,6 +3,8 @@
 This is the only place that asks what kind of loader somebody's loader is. A loader is wrapped once, before Lightning
 asks for its length; from here on each is an `UpdateLoader`. Like `lightning_internals`, this file uses private names of
 Lightning.
+
+Tested in `tests/callbacks/test_update_positions.py`.
 """
 
 import copy

@@ -1,4 +1,7 @@
-"""One optimizer update: mean gradient over all its targets, BatchNorm statistics, and the optimizer's step."""
+"""One optimizer update: mean gradient over all its targets, BatchNorm statistics, and the optimizer's step.
+
+Tested in `tests/callbacks/test_updates.py`.
+"""
 
 import contextlib
 import itertools

@@ -1,4 +1,7 @@
-"""Pipeline of image files: decoding, caches, crops, augmentation, worker processes, and statistics of a data set."""
+"""Pipeline of image files: decoding, caches, crops, augmentation, worker processes, and statistics of a data set.
+
+Tested in `tests/datamodules/images/test_image_folder.py`.
+"""
 
 import contextlib
 import hashlib

@@ -1,6 +1,8 @@
 """What to type for images and tables of another form: proposals in error messages, which decide nothing.
 
 Words of names may reject a folder or a column here. They never decide how a data set is read.
+
+Tested in `tests/datamodules/images/test_finding.py`.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Makes a data set of the images that tables list, in the columns path, label and perhaps split, or declared ones."""
+"""Makes a data set of the images that tables list, in the columns path, label and perhaps split, or declared ones.
+
+Tested in `tests/datamodules/images/test_finding.py`.
+"""
 
 import io
 import os

@@ -1,4 +1,7 @@
-"""Defines `Update`, the item of a training loader, and `UpdateLoader`, what every training loader tells."""
+"""Defines `Update`, the item of a training loader, and `UpdateLoader`, what every training loader tells.
+
+Tested in `tests/datamodules/loading/test_loaders.py`.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Prepares a corpus of sentence pairs: normalizes, filters, splits without leaks, and packs token numbers."""
+"""Prepares a corpus of sentence pairs: normalizes, filters, splits without leaks, and packs token numbers.
+
+Tested in `tests/datamodules/translation/test_data_module.py`.
+"""
 
 import hashlib
 from collections import Counter

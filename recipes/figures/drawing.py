@@ -2,6 +2,8 @@
 
 A figure is laid out once, in pixels. Its colors are names: a page defines them for light and for dark, and `PALETTE`
 has those of images, which are light.
+
+Tested in `tests/recipes/figures/test_plots.py`.
 """
 
 import html

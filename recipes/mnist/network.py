@@ -1,4 +1,7 @@
-"""The networks of the MNIST recipe: a small, fast one, and the one of PyTorch's example."""
+"""The networks of the MNIST recipe: a small, fast one, and the one of PyTorch's example.
+
+Tested in `tests/recipes/test_compilation.py`.
+"""
 
 from collections import OrderedDict
 from typing import Literal

@@ -7,6 +7,8 @@ without a GPU; measured on 21 November 2026 (README.md).
 
 Logged are train/loss and train/accuracy of updates, and after each epoch, by `Classifier`, val/loss, val/accuracy,
 val/macro_f1 and the accuracy of each class; the test logs the same under test/.
+
+Tested in `tests/end_to_end/test_cli.py`.
 """
 
 from typing import Any, ClassVar

@@ -1,6 +1,8 @@
 """Cache the inputs of the head: they never change for an image while only the head trains.
 
 Frozen layers need no backward pass. The cache also saves their forward pass, and reading the images, in every epoch.
+
+Tested in `tests/recipes/resnet/test_recipe.py`.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """Find the layers of a network, from the images to the head, by the names of its modules.
 
 Learning rates per layer, and the default of `freeze_until`, use these names.
+
+Tested in `tests/recipes/resnet/test_network.py`.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Load published weights of torchvision and timm: downloaded once, and verified."""
+"""Load published weights of torchvision and timm: downloaded once, and verified.
+
+Tested in `tests/recipes/test_weights.py`.
+"""
 
 import re
 from pathlib import Path

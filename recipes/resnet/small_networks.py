@@ -8,6 +8,8 @@ and its convolutions begin as the identity. Its last two blocks have a residual 
 network, and its logits are small. airbench computes the filters of the first layer from the training set. Here they are
 constants for photographs in general, whose pixels and channels correlate much alike, so the initial network does not
 depend on the data.
+
+Tested in `tests/recipes/resnet/test_recipe.py`.
 """
 
 from collections import OrderedDict

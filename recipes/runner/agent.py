@@ -8,6 +8,8 @@ The agents of all nodes share the `TCPStore` of node 0's agent. Our agent differ
 - It looks at the records of all workers once all have ended, and reports the failure that has caused the others.
 - An error that the user has to correct causes no restart, nor does a signal, after which the workers have saved.
 - After a signal, stopped workers continue, so that they can save. It says which workers did not end, and how to resume.
+
+Tested in `tests/end_to_end/test_launch.py`.
 """
 
 import ast

@@ -1,6 +1,8 @@
 """What was typed, the flags by their types, and the help.
 
 This module imports neither torch nor Lightning, so that the help is printed at once.
+
+Tested in `tests/recipes/runner/test_flags.py`.
 """
 
 import inspect

@@ -2,6 +2,8 @@
 
 `Resolver` finds the checkpoint to resume from and merges the settings, which are one mapping throughout:
 ``defaults | checkpoint | files | typed``, merged by `merge`.
+
+Tested in `tests/recipes/runner/test_experiment.py`.
 """
 
 import os

@@ -2,6 +2,8 @@
 
 A row is a hypothesis; the rows of all sentences form one batch. A hypothesis that ends with EOS frees its row and its
 place in the beam. So the work shrinks as hypotheses end, and a finished sentence needs no further work.
+
+Tested in `tests/recipes/seq2seq/test_network.py`.
 """
 
 from typing import Any, NamedTuple

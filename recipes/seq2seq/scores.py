@@ -1,6 +1,8 @@
 """Compute the scores of translations over all ranks with sacrebleu: BLEU, chrF and exact matches.
 
 sacrebleu adds integer counts of the sentences, so the scores do not depend on the order of the sentences.
+
+Tested in `tests/recipes/seq2seq/test_recipe.py`.
 """
 
 import functools

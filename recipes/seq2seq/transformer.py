@@ -2,6 +2,8 @@
 
 Decoding a sequence at once and token by token runs the same layers. A step attends to the keys and values of earlier
 tokens, which the state holds: (batch, time, 2 x layers x width).
+
+Tested in `tests/recipes/seq2seq/test_network.py`.
 """
 
 import math

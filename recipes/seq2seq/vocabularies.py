@@ -1,4 +1,7 @@
-"""Manage the vocabularies of a translator: taken from data or weights, and saved in files."""
+"""Manage the vocabularies of a translator: taken from data or weights, and saved in files.
+
+Tested in `tests/recipes/seq2seq/test_recipe.py`.
+"""
 
 import base64
 from collections.abc import Mapping
