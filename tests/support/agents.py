@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from datamodules import bundled_digits
 from datamodules.errors import UserError
 from recipes.runner.saved_run import read_run
 
@@ -21,12 +19,10 @@ __all__ = [
     "Agent",
     "children_of",
     "is_fork_server",
-    "lives",
     "shell_environment",
     "updates_done",
     "wait_until",
     "weights_of",
-    "write_digits",
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -85,14 +81,6 @@ def is_fork_server(pid: int) -> bool:
     return False
 
 
-def lives(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody has asked for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 class Agent:
     """One node's agent, ours or torchrun, with its output in a file.
 
@@ -138,10 +126,3 @@ class Agent:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} did not end within {timeout:g} s:\n{self.output()[-4000:]}") from None
-
-
-def write_digits(folder: Path) -> None:
-    """Write the bundled digits as images of a user's own, for commands that name a folder of data."""
-    images, labels = bundled_digits()
-    folder.mkdir()
-    np.savez(folder / "digits.npz", images=(images * 240).astype("uint8"), labels=labels)

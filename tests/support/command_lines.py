@@ -7,14 +7,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
-
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from typing import NamedTuple
 
 from tests.support.ranks import run_ranks
 
-__all__ = ["MNIST", "Typed", "contents", "in_tensorboard", "type_line", "typed"]
+__all__ = ["MNIST", "Typed", "contents", "type_line", "typed"]
 
 MNIST = {"recipe": "recipes.mnist:MNISTClassifier", "data": "datamodules:MNISTDataModule"}
 COMMON = ["--accelerator=cpu", "--enable-progress-bar=false"]
@@ -63,11 +60,3 @@ def typed(
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of all files in a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def in_tensorboard(folder: Path) -> dict[str, Any]:
-    """The hyper-parameters that a run has logged."""
-    events = EventAccumulator(str(folder)).Reload()
-    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    info = HParamsPluginData.FromString(content).session_start_info
-    return {name: getattr(value, str(value.WhichOneof("kind"))) for name, value in info.hparams.items()}

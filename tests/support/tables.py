@@ -107,12 +107,6 @@ def image_network(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(body, nn.Linear(4 * 3 * 3, CLASSES))
 
 
-def sentence_network() -> nn.Module:
-    """A class for each token: (batch, time) -> (batch, time, classes)."""
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-
-
 def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     """Cross-entropy over all targets that are no padding."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=PADDING, reduction=reduction)

@@ -1,6 +1,7 @@
 """Optimizers that wrap others, set their own rates or keep unusual states are used rightly, or rejected."""
 
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,59 @@ from callbacks import ExactCheckpoint, GradientAccumulation, SeedControl, Warmup
 from callbacks.lib.optimizers import optimizer_layers, stepping_optimizer
 from datamodules import UserError
 from tests.callbacks.test_updates import Line, samples
-from tests.support.optimizers import Forgetful, PackedStates, Wrapper
+from tests.support.optimizers import Forgetful
 from tests.support.tables import equal, quiet_trainer
 
 Make = Callable[[Any], Optimizer]
+
+
+class Wrapper(Optimizer):
+    """Steps towards slow weights every second step, as timm's `Lookahead`: it has the groups of another optimizer."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        # As there, without super().__init__(): its step calls no hooks.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = self.inner.step(closure)  # type: ignore[arg-type]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                state = self.inner.state[parameter]
+                slow = state.setdefault("slow", parameter.clone())
+                if group["steps"] % 2 == 0:
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+class Packed(Tensor):
+    """A tensor of a class of its own, as the states of 8-bit optimizers are."""
+
+
+class PackedStates(torch.optim.SGD):
+    """Keeps its momentum in such a tensor."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = super().step(closure)  # type: ignore[arg-type]
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].as_subclass(Packed)
+        return loss
+
 
 WRAPPED: dict[str, Make] = {
     "around SGD": lambda parameters: Wrapper(torch.optim.SGD(parameters, lr=0.05, momentum=0.9)),

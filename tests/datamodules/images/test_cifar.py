@@ -1,10 +1,15 @@
+import hashlib
+import io
 import os
 import pickle
+import struct
+import tarfile
+from collections.abc import Mapping
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +18,49 @@ import torch
 import torchvision.datasets
 
 from datamodules import ImageFolderDataModule, UserError
-from tests.support.cifar import as_batch, pickled, write_archive
 
 SIZES = {"cifar10": {f"data_batch_{number}": 4 for number in range(1, 6)} | {"test_batch": 3}}
 SIZES["cifar100"] = {"train": 20, "test": 3}
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 FILES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
 Images = npt.NDArray[np.uint8]
+
+
+class _Python2Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
+    """Pickler that writes text and bytes as the strings of Python 2, and NumPy's names of 2009."""
+
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
+
+    def save_string(self, text: str | bytes) -> None:
+        content = text if isinstance(text, bytes) else text.encode()
+        self.write(pickle.BINSTRING + struct.pack("<i", len(content)) + content)
+        self.memoize(text)
+
+    dispatch[bytes] = dispatch[str] = save_string
+
+
+def _pickled(value: Any) -> bytes:
+    """Return the pickle of a value as Python 2 and an old NumPy would write it."""
+    file = io.BytesIO()
+    _Python2Pickler(file, protocol=2).dump(value)
+    return file.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
+
+
+def _as_batch(images: Images, labels: list[int], key: str = "labels") -> bytes:
+    """Return the pickle of a batch: a row of 3,072 bytes for each image, all red values first."""
+    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+    fine = {"coarse_labels": [0] * len(labels)} if key == "fine_labels" else {}
+    return _pickled({"batch_label": "a batch", key: labels, "data": rows, "filenames": [], **fine})
+
+
+def _write_archive(path: Path, members: Mapping[str, bytes]) -> str:
+    """Write a .tar.gz of files, and return its MD5."""
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return hashlib.md5(path.read_bytes()).hexdigest()
 
 
 def _published(name: str) -> type:
@@ -34,9 +75,9 @@ def _write(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Im
     for member, count in SIZES[name].items():
         images.append(generator.integers(256, size=(count, 32, 32, 3), dtype=np.uint8))
         labels.append([(number * 7 + len(images)) % (100 if name == "cifar100" else 10) for number in range(count)])
-        members[f"{FOLDERS[name]}/{member}"] = as_batch(images[-1], labels[-1], key)
+        members[f"{FOLDERS[name]}/{member}"] = _as_batch(images[-1], labels[-1], key)
     # The published archives do not have the batches in order.
-    digest = write_archive(folder / FILES[name], dict(reversed(members.items())))
+    digest = _write_archive(folder / FILES[name], dict(reversed(members.items())))
     monkeypatch.setattr(_published(name), "tgz_md5", digest)
     return np.concatenate(images), torch.tensor(sum(labels, []))
 
@@ -97,8 +138,8 @@ def test_a_pickle_calls_no_function_of_its_choice(tmp_path, monkeypatch):
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "harm"),)
 
-    content = pickled({"labels": [1], "data": Harmful()})
-    digest = write_archive(tmp_path / FILES["cifar10"], {f"{FOLDERS['cifar10']}/data_batch_1": content})
+    content = _pickled({"labels": [1], "data": Harmful()})
+    digest = _write_archive(tmp_path / FILES["cifar10"], {f"{FOLDERS['cifar10']}/data_batch_1": content})
     monkeypatch.setattr(_published("cifar10"), "tgz_md5", digest)
     with pytest.raises(pickle.UnpicklingError, match="expected arrays only"):
         _data(tmp_path, "cifar10").setup("fit")

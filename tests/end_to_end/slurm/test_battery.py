@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.support.agents import shell_environment, updates_done, wait_until, weights_of, write_digits
+from datamodules import bundled_digits
+from tests.support.agents import shell_environment, updates_done, wait_until, weights_of
 from tests.support.slurm import Slurm
 
 pytestmark = pytest.mark.slow
@@ -21,6 +23,13 @@ ROOT = Path(__file__).parents[3]
 FLAGS = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "20", "--batch-size", "32"]
 FLAGS += ["--save-every", "10 steps", "--rendezvous-timeout", "120", "--no-enable-progress-bar"]
 NUMBERS = {"nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "1", "time": "00:30:00"}
+
+
+def write_digits(folder: Path) -> None:
+    """Write the bundled digits as images of a user's own, for commands that name a folder of data."""
+    images, labels = bundled_digits()
+    folder.mkdir()
+    np.savez(folder / "digits.npz", images=(images * 240).astype("uint8"), labels=labels)
 
 
 def train_script(folder: Path) -> Path:
