@@ -53,7 +53,7 @@ def _content(paths: Sequence[Path], size: int) -> Pixels:
 def predicted(inputs: Any, size: int) -> dict[int, Tensor]:
     """Return the pixels that a network gets from `predict`, by the number of the input."""
     data = ImageFolderDataModule(image_size=size, num_workers=0)
-    data.take_inputs(inputs)
+    data.set_inputs(inputs)
     pixels: dict[int, Tensor] = {}
     for batch in data.predict_dataloader().loaded_batches():
         pixels |= zip(batch.rows.tolist(), batch.inputs.clone(), strict=True)

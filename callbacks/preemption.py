@@ -16,10 +16,10 @@ from typing_extensions import override
 from callbacks.checkpointing.exact_checkpoint import warn_of_other_checkpoints
 from callbacks.checkpointing.replay import resumes_within_epoch
 from callbacks.checkpointing.stopping_points import (
-    RULES,
-    Place,
+    SAVE_POINTS,
+    SavePoint,
     move_counters,
-    place_after_update,
+    save_point_after_update,
     trains,
 )
 from callbacks.checkpointing.verified_io import CheckpointGuard
@@ -77,7 +77,7 @@ def newest_checkpoint(trainer: pl.Trainer) -> str | None:
     return next((str(path) for path in paths if path and str(path) not in _failures(trainer)), None)
 
 
-def save_now(trainer: pl.Trainer, place: Place) -> str | None:
+def save_now(trainer: pl.Trainer, place: SavePoint) -> str | None:
     """Save the run as its `last.ckpt`, whatever the interval of its checkpoint callback; a collective call.
 
     Returns:
@@ -157,7 +157,7 @@ class Preemption(OneLightningCallback):
     def _reset(self) -> None:
         self._ranks: FlagAllReduce | None = None
         self._stop_requested = False
-        self._place: Place | None = None
+        self._place: SavePoint | None = None
         self._stopping = False
         self._common_batches = 0.0
 
@@ -216,7 +216,7 @@ class Preemption(OneLightningCallback):
         """Stop after a signal, except after an epoch's last update: there the start of the next epoch is exact."""
         if not (self._has_other_ranks or self._flag.received or self._stop_requested):
             return
-        place = place_after_update(trainer)
+        place = save_point_after_update(trainer)
         if place == "within update":
             return
         self._stop_requested |= self._over_ranks(trainer).start(bool(self._flag.received))
@@ -241,14 +241,14 @@ class Preemption(OneLightningCallback):
         if self._over_ranks(trainer).maximum(self._flag.received)[0]:
             self._stop(trainer, "run end", trained=True)
 
-    def _stop(self, trainer: pl.Trainer, place: Place, *, trained: bool = False) -> None:
+    def _stop(self, trainer: pl.Trainer, place: SavePoint, *, trained: bool = False) -> None:
         """Save if the point allows it, and raise `Preempted` with the same signal on every rank."""
         self._stopping = True
         ranks = self._over_ranks(trainer)
         signum = int(ranks.maximum(self._flag.received)[0])
         is_fit = trainer.state.fn == "fit"
-        rule = RULES[place]
-        problem = resumes_within_epoch(trainer) if rule.saves and rule.moves != "epoch" else None
+        rule = SAVE_POINTS[place]
+        problem = resumes_within_epoch(trainer) if rule.saves and rule.adjusts != "epoch" else None
         path = None
         if rule.saves and problem is None:
             self._place = place

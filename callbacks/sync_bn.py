@@ -135,7 +135,7 @@ class _Synchronized(_BatchNorm):
 
     original: ClassVar[type[_BatchNorm]]
     process_group: ClassVar[None] = None  # Read by torch's `forward`: None is the default group.
-    is_stand_in = False
+    is_dummy = False
     """Whether the micro-batch does not count; see `stand_in`."""
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
@@ -145,7 +145,7 @@ class _Synchronized(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        if self.is_stand_in:
+        if self.is_dummy:
             # An empty batch takes part in the collective calls. The product with 0 connects its output to the loss, so
             # that the backward pass takes part as well.
             return input + self._normalize(input[:0]).sum() * 0

@@ -209,9 +209,9 @@ class UpdateLoop(_TrainingEpochLoop):
 
     def _logs_of(self, update: Update[Any]) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the hooks of an update; on a rank with a stand-in, what they log does not count."""
-        if not update.is_stand_in:
+        if not update.is_dummy:
             return NO_CONTEXT
-        return uneven_micro_batch(self.calls.module, self.results, (), is_stand_in=True)
+        return uneven_micro_batch(self.calls.module, self.results, (), is_dummy=True)
 
     def _resumes_in_validation(self, data_fetcher: Any) -> bool:
         """Whether the resumed run was interrupted in a validation, which comes before the next update."""

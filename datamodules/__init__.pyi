@@ -3,11 +3,11 @@ from .contract import data_contract as data_contract
 from .errors import RunFailedError as RunFailedError
 from .errors import UserError as UserError
 from .images.arrays import from_arrays as from_arrays
+from .images.builtin_datasets import bundled_digits as bundled_digits
 from .images.file_pipeline import FilePipeline as FilePipeline
-from .images.finding import from_folder as from_folder
 from .images.image_data import ImageDataModule as ImageDataModule
 from .images.image_folder import ImageFolderDataModule as ImageFolderDataModule
-from .images.known_sets import bundled_digits as bundled_digits
+from .images.layouts import from_folder as from_folder
 from .images.mnist import MNISTDataModule as MNISTDataModule
 from .images.source import Source as Source
 from .images.tensor_pipeline import TensorPipeline as TensorPipeline

@@ -16,26 +16,26 @@ from datamodules.errors import UserError
 
 _T = TypeVar("_T")
 
-Free = Annotated[_T, "free"]
+Changeable = Annotated[_T, "changeable"]
 """Marks a constructor parameter that does not affect results: a run may be resumed with another value."""
 
-OneCall = Annotated[_T, "one call"]
+Transient = Annotated[_T, "transient"]
 """Marks a constructor parameter of a single call, such as an output file. It is not saved with a run."""
 
-Rare = Annotated[_T, "rare"]
+Advanced = Annotated[_T, "advanced"]
 """Marks a constructor parameter whose flag is listed by ``--help-all`` only."""
 
-USUALLY_FREE = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
-"""Parameters of any data module that do not affect results. Others are marked with `Free`."""
+USUALLY_CHANGEABLE = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
+"""Parameters of any data module that do not affect results. Others are marked with `Changeable`."""
 
 
 def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
-    """Return the constructor parameters, also of base classes, that are annotated with `Free`, `OneCall` or `Rare`.
+    """Return the constructor parameters that have a mark, such as `Changeable`; those of base classes are included.
 
     Example:
         >>> class Mine:
-        ...     def __init__(self, bins: Rare[Free[int]] = 10, width: int = 4) -> None: ...
-        >>> marked_parameters(Mine, Free), marked_parameters(Mine, OneCall)
+        ...     def __init__(self, bins: Advanced[Changeable[int]] = 10, width: int = 4) -> None: ...
+        >>> marked_parameters(Mine, Changeable), marked_parameters(Mine, Transient)
         (frozenset({'bins'}), frozenset())
     """
     label = mark.__metadata__[0]
@@ -54,7 +54,7 @@ def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
 class DataContract(Protocol):
     """Interface of a data module, with defaults for every member."""
 
-    place_parameter: ClassVar[str] = "data_dir"
+    path_parameter: ClassVar[str] = "data_dir"
     """Name of the parameter for the path of the data, which `recipes.fit` sets."""
 
     tokens_parameter: ClassVar[str | None] = None
@@ -101,7 +101,7 @@ class DataContract(Protocol):
         return None
 
     @property
-    def photographs(self) -> bool:
+    def natural_images(self) -> bool:
         """Whether the images are photographs, as those that published weights were trained on."""
         return True
 
@@ -176,7 +176,7 @@ class DataContract(Protocol):
         """Remarks on doubtful inputs, by index in `prediction_names`. Some of these inputs may have no prediction."""
         return {}
 
-    def take_inputs(self, inputs: Any) -> None:
+    def set_inputs(self, inputs: Any) -> None:
         """Set the inputs of `predict` from Python. They replace those of the predict command."""
         raise UserError(f"{self.title} takes no inputs to predict")
 
@@ -187,7 +187,7 @@ class DataContract(Protocol):
         """
         return None
 
-    def take_samples(self, samples: Any) -> None:
+    def set_samples(self, samples: Any) -> None:
         """Use samples in memory instead of files. `recipes.fit` calls this before `setup`.
 
         Raises:
@@ -221,7 +221,7 @@ class _Defaults(DataContract):
 def data_contract(data: object) -> DataContract:
     """Return the `DataContract` of any LightningDataModule, or of None.
 
-    A data module class may be passed to read class attributes: ``tokens_parameter``, ``place_parameter``.
+    A data module class may be passed to read class attributes: ``tokens_parameter``, ``path_parameter``.
 
     Example:
         >>> class Mine(DataContract):

@@ -2,7 +2,7 @@
 
 from lazy_loader import attach_stub
 
-from recipes.neighbors import reject_shadows
+from recipes.shadowing import reject_shadows
 
 reject_shadows()
 

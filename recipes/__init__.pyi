@@ -1,5 +1,6 @@
 from .base import Recipe as Recipe
 from .classifier import Classifier as Classifier
+from .evaluation_tables import Headline as Headline
 from .mnist.recipe import MNISTClassifier as MNISTClassifier
 from .optim import build_optimizer as build_optimizer
 from .optim import parameter_groups as parameter_groups
@@ -11,5 +12,4 @@ from .runner.run import run as run
 from .schedules import build_schedule as build_schedule
 from .scores import MeanOverTargets as MeanOverTargets
 from .seq2seq.recipe import Seq2SeqTranslator as Seq2SeqTranslator
-from .tables import Headline as Headline
 from .version import __version__ as __version__

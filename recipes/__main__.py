@@ -4,7 +4,7 @@ import os
 import sys
 from runpy import run_module
 
-from recipes.finding import find_recipes
+from recipes.registry import find_recipes
 from recipes.version import __version__
 
 

@@ -11,17 +11,17 @@ from typing_extensions import override
 from callbacks import StepMetrics
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.lightning_internals import attached_trainer
-from datamodules.contract import Free, Rare
+from datamodules.contract import Advanced, Changeable
 from datamodules.errors import UserError
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.lightning_package import OneLightning
 from datamodules.ranges import RATE, Range, check_ranges
-from recipes.calls import call_network
+from recipes.check_optimization import CheckOptimization
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
+from recipes.evaluation_tables import Headline, ResultTable
+from recipes.forward import call_network
 from recipes.optim import check_optimizer
-from recipes.optimization import CheckOptimization
 from recipes.schedules import ScheduleName, ScheduleSettings
-from recipes.tables import Headline, ResultTable
 from recipes.weights import InitialWeights, load_initial_weights, read_weights
 
 if TYPE_CHECKING:
@@ -102,14 +102,14 @@ class Recipe(OneLightning, pl.LightningModule):
         optimizer: str = "adamw",
         lr: float = 0.001,
         weight_decay: float = 0.01,
-        momentum: Rare[float] = 0.9,
+        momentum: Advanced[float] = 0.9,
         schedule: ScheduleName = "one_cycle",
-        schedule_args: Rare[dict[str, Any] | None] = None,
-        optimizer_args: Rare[dict[str, Any] | None] = None,
-        channels_last: Rare[Free[bool]] = True,
-        compile: Rare[Free[bool | CompileMode]] = False,
+        schedule_args: Advanced[dict[str, Any] | None] = None,
+        optimizer_args: Advanced[dict[str, Any] | None] = None,
+        channels_last: Advanced[Changeable[bool]] = True,
+        compile: Advanced[Changeable[bool | CompileMode]] = False,
         weights: str | None = None,
-        weights_skip: Rare[str | Sequence[str] | None] = None,
+        weights_skip: Advanced[str | Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
         # Checked in the constructor, so that a wrong setting is rejected before data are read and processes started.
@@ -217,7 +217,7 @@ class Recipe(OneLightning, pl.LightningModule):
             callbacks.append(CompileNetwork())
         return callbacks
 
-    def take_initial_weights(self, resumes: bool) -> None:
+    def initialize_weights(self, resumes: bool) -> None:
         """Load `weights` when the recipe is first trained, unless it resumes from a checkpoint."""
         # `has_weights` alone is not sufficient: some strategies load the checkpoint after this call.
         if not self.has_weights and not resumes:
@@ -232,7 +232,7 @@ class Recipe(OneLightning, pl.LightningModule):
         """
         return ""
 
-    def take_names_of_weights(self, content: Mapping[str, Any]) -> None:
+    def set_names_of_weights(self, content: Mapping[str, Any]) -> None:
         """Take the class names of a file of weights whose last layer was loaded."""
 
     @override

@@ -7,18 +7,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import attached_trainer
-from datamodules.contract import Free, Rare, data_contract
+from datamodules.contract import Advanced, Changeable, data_contract
 from datamodules.errors import RunFailedError, UserError, spelled
 from datamodules.lightning import pl
 from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe
-from recipes.calls import call_network, check_logits
+from recipes.evaluation_tables import EvaluationTables, Headline
 from recipes.figures.images import Picture
+from recipes.forward import call_network, check_logits
 from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
 from recipes.mistakes import Explanation, is_image_batch, training_grid
 from recipes.scores import ClassificationScores
-from recipes.tables import EvaluationTables, Headline
 from recipes.weights import head_of, order_head
 from recipes.weights_file import read_class_names
 
@@ -64,8 +64,8 @@ class Classifier(Recipe):
         self,
         num_classes: int | None = 10,
         label_smoothing: float = 0.0,
-        top_k: Rare[Free[int]] = 5,
-        weights_classes: Rare[str | None] = None,
+        top_k: Advanced[Changeable[int]] = 5,
+        weights_classes: Advanced[str | None] = None,
         **kwargs: Any,
     ) -> None:
         if num_classes is None:
@@ -111,7 +111,7 @@ class Classifier(Recipe):
         """Return logits of shape (batch, num_classes) for images of shape (batch, channels, height, width)."""
         return check_logits(call_network(self.network, in_dtype_of(self, inputs)), len(self.class_names))
 
-    def take_class_names(self, names: Sequence[str]) -> None:
+    def set_class_names(self, names: Sequence[str]) -> None:
         """Set the class names, in the order of the labels; `CheckLabels` passes those of the data."""
         self.class_names = names
 
@@ -149,12 +149,12 @@ class Classifier(Recipe):
         )
 
     @override
-    def take_names_of_weights(self, content: Mapping[str, Any]) -> None:
+    def set_names_of_weights(self, content: Mapping[str, Any]) -> None:
         """Keep the class names in a file of weights; `CheckLabels` compares them with those of the data."""
         self.names_in_checkpoint = self._names_of_head(content)
         self.has_head_of_file = True
 
-    def take_order(self, names: Sequence[str]) -> bool:
+    def reorder_head(self, names: Sequence[str]) -> bool:
         """Put the last layer of a file of weights into the order of other class names; return whether it could.
 
         Args:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.writing import atomic_write
-from datamodules.contract import OneCall, marked_parameters
+from datamodules.contract import Transient, marked_parameters
 from datamodules.errors import UserError, first_line, spelled
 from datamodules.images.augmentation import Normalize
 from datamodules.images.decoding import evaluation_square
@@ -76,7 +76,7 @@ def _metadata(recipe: Recipe) -> dict[str, Any]:
     ``hyper_parameters`` are the arguments of the constructor. The preprocessing of images has timm's names: ``mean``
     and ``std`` for pixels from 0 to 1, and ``input_size`` as (channels, height, width).
     """
-    excluded = marked_parameters(type(recipe), OneCall)
+    excluded = marked_parameters(type(recipe), Transient)
     arguments = {name: value for name, value in recipe.hparams.items() if name not in excluded}
     metadata: dict[str, Any] = {"recipe": recipe.title, "version": __version__, "hyper_parameters": arguments}
     preprocess = preprocessing(recipe)
@@ -223,7 +223,7 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any], kept: fl
         of_photograph = None
         if kept is not None:
             photograph_model = onnx.load(path)
-            photograph_graph.take_photographs(photograph_model, graph.sizes[-1], kept)
+            photograph_graph.add_photograph_input(photograph_model, graph.sizes[-1], kept)
             onnx.checker.check_model(photograph_model, full_check=True)
             onnx.save(photograph_model, path)
             of_photograph = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.contract import OneCall, data_contract, marked_parameters
+from datamodules.contract import Transient, data_contract, marked_parameters
 from datamodules.lightning import apply_to_collection, pl
 from recipes.base import Recipe
 
@@ -49,7 +49,9 @@ def new_data_module(recipe: Recipe) -> pl.LightningDataModule | None:
     if saved is None:
         return None
     # Settings of one call, such as a folder to write into, are not taken from a checkpoint.
-    parameters = inspect.signature(recipe.data_class).parameters.keys() - marked_parameters(recipe.data_class, OneCall)
+    parameters = inspect.signature(recipe.data_class).parameters.keys() - marked_parameters(
+        recipe.data_class, Transient
+    )
     data_module = recipe.data_class(**{name: value for name, value in saved[0].items() if name in parameters})
     data_module.load_state_dict(saved[1])
     return data_module

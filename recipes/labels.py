@@ -59,7 +59,7 @@ def _as_int64(labels: Tensor) -> Tensor:
     return labels if labels.is_floating_point() else labels.long()
 
 
-def is_at_hand(labels: Tensor) -> bool:
+def is_on_cpu(labels: Tensor) -> bool:
     """Return whether labels are in host memory; on a GPU, reading them waits for all queued work."""
     return labels.device.type == "cpu"
 
@@ -72,7 +72,7 @@ def as_classes(labels: Tensor, num_classes: int) -> Tensor:
     if labels.is_floating_point():
         return labels
     labels = labels.long()
-    if is_at_hand(labels):
+    if is_on_cpu(labels):
         return labels
     return torch.where(labels.clamp(0, num_classes - 1) == labels, labels, IGNORED)
 
@@ -103,13 +103,13 @@ def mean_cross_entropy(
     """
     labels = as_classes(labels, logits.shape[1])
     is_soft = labels.is_floating_point()
-    at_hand = is_at_hand(labels)
+    on_cpu = is_on_cpu(labels)
     count: int | Tensor = labels.shape[0]
     # In nearly all batches every label counts, which one pass over labels in host memory shows.
-    all_count = all_count or is_soft or not count or (at_hand and labels.min().item() >= 0)
+    all_count = all_count or is_soft or not count or (on_cpu and labels.min().item() >= 0)
     if not all_count:
         counted = (labels != IGNORED).count_nonzero()
-        count = int(counted) if at_hand else counted
+        count = int(counted) if on_cpu else counted
     if weight is not None:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.to(logits) if is_soft else labels
@@ -185,7 +185,7 @@ class LabelCheck:
         check_form(labels, self.num_classes, source, is_soft, RunFailedError)
         if is_soft:
             return
-        if is_at_hand(labels):
+        if is_on_cpu(labels):
             check_labels(labels, self.num_classes, source, error=RunFailedError)
             return
         self._unchecked.append(labels.clone())  # A loader may write the next batch into the same tensor.
@@ -252,7 +252,7 @@ class CheckLabels(pl.Callback):
             return
         saved_names = pl_module.names_in_checkpoint
         has_same_names = set(saved_names) == set(names)
-        if has_same_names and list(saved_names) != list(names) and pl_module.take_order(names):
+        if has_same_names and list(saved_names) != list(names) and pl_module.reorder_head(names):
             inform(f"the rows of {pl_module.head_name} are in the order of the data's classes now")
             saved_names = names
         for i, (saved_name, data_name) in enumerate(zip(saved_names, names)):
@@ -263,7 +263,7 @@ class CheckLabels(pl.Callback):
                     " data's classes to those of the checkpoint, or train on others with it as"
                     f" {spelled('weights')} and {spelled('weights_skip', pl_module.head_name)}"
                 )
-        pl_module.take_class_names(names)
+        pl_module.set_class_names(names)
 
     def _check_set(self, pl_module: Any, stage: str, loaders: Any) -> None:
         """Check the labels of a part of the data, if they are in memory and no user hook changes them."""

@@ -14,7 +14,7 @@ _CROPPED = "images"
 """The input of the graph of the network, and then an inner value: uint8 of shape (1, 3, size, size)."""
 
 
-def take_photographs(model: Any, size: int, kept: float) -> None:
+def add_photograph_input(model: Any, size: int, kept: float) -> None:
     """Change an ONNX model of images of one size to take one image of any size.
 
     The graph computes `datamodules.images.decoding.evaluation_square`: the central square at whole pixels, an

@@ -17,8 +17,8 @@ from datamodules.errors import UserError
 from datamodules.lightning import pl
 from datamodules.loading.loaders import sample_numbers
 from recipes.base import Recipe
-from recipes.finding import recipe_class
 from recipes.inputs import in_dtype, new_data_module
+from recipes.registry import recipe_class
 
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _RUNNER_UP = re.compile(r"(class|probability)_\d+")
@@ -126,7 +126,7 @@ def predict(recipe: Any, inputs: Any) -> list[dict[str, Any]]:
             f" {name}.load_from_checkpoint(FILE)"
         )
     contract = data_contract(data)
-    contract.take_inputs(inputs)
+    contract.set_inputs(inputs)
     data.setup("predict")
     try:
         outputs = _outputs(recipe, data, data.predict_dataloader())

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 
-_MOST_CLASSES_LOGGED = 25
+_MAX_CLASSES_LOGGED = 25
 
 
 class MeanOverTargets(Metric):
@@ -120,7 +120,7 @@ class ClassificationScores(torch.nn.Module):
         }
         if len(matrix) > 5:
             scores["top5_accuracy"] = top5 / samples
-        if len(matrix) <= _MOST_CLASSES_LOGGED:
+        if len(matrix) <= _MAX_CLASSES_LOGGED:
             per_class = correct / present.clamp(min=1)
             scores |= {f"accuracy_class_{i}": value for i, value in enumerate(per_class)}
         return scores, matrix

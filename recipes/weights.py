@@ -368,7 +368,7 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
     if leaves_head_out:
         warn(f"note: {head_of(recipe.network)} begins with new weights: {options.weights} {problem}")
     elif content and [*recipe.network.state_dict()][-1] in report.loaded:
-        recipe.take_names_of_weights(content)
+        recipe.set_names_of_weights(content)
     return report
 
 
@@ -380,4 +380,4 @@ class InitialWeights(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.take_initial_weights(resumes=trainer.ckpt_path is not None)
+        pl_module.initialize_weights(resumes=trainer.ckpt_path is not None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer
-from datamodules.images.known_sets import DATASETS
+from datamodules.images.builtin_datasets import DATASETS
 from recipes.optim import optimizer_by_name, parameter_groups
 
 __all__ = ["Job", "LapClock", "Laps", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]

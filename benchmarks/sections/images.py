@@ -36,7 +36,7 @@ from benchmarks.harness.measurements import (
 from benchmarks.sections.fine_tuning import count_photographs, find_photographs, write_photographs
 from benchmarks.sections.input_pipeline import one_epoch
 from datamodules import ImageFolderDataModule
-from datamodules.images.known_sets import IMAGENET_MEAN, IMAGENET_STD
+from datamodules.images.builtin_datasets import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["run"]
 

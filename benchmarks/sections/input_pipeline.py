@@ -32,7 +32,7 @@ from benchmarks.harness.measurements import (
     stopwatch,
 )
 from datamodules import MNISTDataModule
-from datamodules.images.known_sets import DATASETS, find_files, read_idx
+from datamodules.images.builtin_datasets import DATASETS, find_files, read_idx
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, available_cores
 from benchmarks.harness.processes import answer_of
 from benchmarks.sections.input_pipeline import write_files
-from datamodules.images.known_sets import find_files, load_digits, read_idx
+from datamodules.images.builtin_datasets import find_files, load_digits, read_idx
 
 __all__ = ["run"]
 

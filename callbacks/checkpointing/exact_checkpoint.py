@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from callbacks.checkpointing import replay
 from callbacks.checkpointing.stopping_points import (
-    RULES,
-    place_after_update,
+    SAVE_POINTS,
     rewind_interrupted_epoch,
+    save_point_after_update,
     trains,
 )
 from callbacks.lib import lightning_internals as internals
@@ -159,7 +159,8 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         if self.save_on_exception:
             raise UserError(
-                f"save_on_exception=True saves {RULES['within batch'].reason}, from where nothing resumes exactly:"
+                f"save_on_exception=True saves {SAVE_POINTS['within batch'].reason}, from where nothing resumes"
+                " exactly:"
                 " pass save_on_exception=False, and add Preemption(), which saves after the update in which Ctrl-C came"
             )
         if stage == "fit":
@@ -227,7 +228,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             sums = resumed.get(_SUMS)
             if sums and trainer.fit_loop.restarted_mid_epoch:
                 replay.reject_torchmetrics(trainer, sums)
-                install_update_loop(trainer).results.go_on_from(trainer, sums)
+                install_update_loop(trainer).results.resume_from(trainer, sums)
         metrics = (resumed or {}).get(_METRICS) or {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
 
@@ -250,7 +251,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         last_is_due = self._last_is_due(trainer)
         if not (saves_at_interval or self._has_validated or last_is_due):
             return
-        if trainer.is_last_batch or not RULES[place_after_update(trainer)].saves:
+        if trainer.is_last_batch or not SAVE_POINTS[save_point_after_update(trainer)].saves:
             return
         problem = None if self.save_weights_only else self._problem_of_epoch(trainer)
         if problem is not None:

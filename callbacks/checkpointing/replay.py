@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from callbacks.checkpointing.stopping_points import RULES
+from callbacks.checkpointing.stopping_points import SAVE_POINTS
 from callbacks.lib.first_update import unsaved_state
 from callbacks.lib.lightning_internals import callbacks_of, torchmetrics_of_epoch, unused_loader_states
 from callbacks.lib.loaded_updates import update_loaders
@@ -135,7 +135,7 @@ def _check_position(trainer: pl.Trainer) -> None:
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     done = batches.current.processed
-    rule = RULES["update" if batches.current.ready == done else "within batch"]
+    rule = SAVE_POINTS["update" if batches.current.ready == done else "within batch"]
     if not rule.saves:
         raise UserError(f"the checkpoint was saved {rule.reason}, as by OnExceptionCheckpoint: pass another one")
     problem = resumes_within_epoch(trainer) if done else None

@@ -1,7 +1,7 @@
 """Points of a run at which it may be saved so that Lightning resumes it exactly.
 
-`RULES` states for each point whether a save is allowed, and which counters of Lightning's loops are changed in the
-checkpoint.
+`SAVE_POINTS` states for each point whether a save is allowed, and which counters of Lightning's loops are changed in
+the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from typing import Any, Literal, NamedTuple
 from callbacks.lib.updates import may_hold_gradients
 from datamodules.lightning import pl
 
-Place = str
-"""A key of `RULES`."""
+SavePoint = str
+"""A key of `SAVE_POINTS`."""
 
 
 class Rule(NamedTuple):
     """Rule of a point: whether a save is allowed, which counters are changed for the resume, and the reason."""
 
     saves: bool
-    moves: Literal["", "validation", "epoch"]
+    adjusts: Literal["", "validation", "epoch"]
     reason: str
 
 
-RULES: Mapping[Place, Rule] = {
+SAVE_POINTS: Mapping[SavePoint, Rule] = {
     "run start": Rule(False, "", "nothing has been trained since"),
     "within batch": Rule(False, "", "in the midst of a batch"),
     "within update": Rule(False, "", "no checkpoint holds the gradients that a module accumulates by itself"),
@@ -38,7 +38,7 @@ RULES: Mapping[Place, Rule] = {
 """Rules in the order of a run; "evaluation" is one outside of training."""
 
 
-def move_counters(loops: dict[str, Any], place: Place) -> None:
+def move_counters(loops: dict[str, Any], place: SavePoint) -> None:
     """Change the counters of a checkpoint so that Lightning resumes at the point where it is saved.
 
     Args:
@@ -46,7 +46,7 @@ def move_counters(loops: dict[str, Any], place: Place) -> None:
         place: the point of the save.
     """
     fit = loops["fit_loop"]
-    moves = RULES[place].moves
+    moves = SAVE_POINTS[place].adjusts
     if moves == "validation":
         # One batch started and none processed: Lightning enters the validation again, and starts it from its beginning.
         progress = fit["epoch_loop.val_loop.batch_progress"]
@@ -73,8 +73,8 @@ def rewind_interrupted_epoch(loop: dict[str, Any]) -> None:
         epoch["current"]["processed"] -= 1
 
 
-def place_after_update(trainer: pl.Trainer) -> Place:
-    """Return the key of `RULES` for `on_update_end`."""
+def save_point_after_update(trainer: pl.Trainer) -> SavePoint:
+    """Return the key of `SAVE_POINTS` for `on_update_end`."""
     if trainer.is_last_batch:
         return "before epoch end"
     return "within update" if may_hold_gradients(trainer) else "update"

@@ -75,12 +75,12 @@ def stand_in(layers: Sequence[nn.Module]) -> Iterator[None]:
         layers: layers of `callbacks.sync_batchnorm`; torch's SyncBatchNorm has no such state.
     """
     for layer in layers:
-        vars(layer)["is_stand_in"] = True
+        vars(layer)["is_dummy"] = True
     try:
         yield
     finally:
         for layer in layers:
-            vars(layer)["is_stand_in"] = False
+            vars(layer)["is_dummy"] = False
 
 
 def own_batch_layers(module: nn.Module) -> list[_BatchNorm]:

@@ -115,9 +115,9 @@ class FirstUpdate:
         division = update_loaders(self.trainer.train_dataloader)[0].division
         world_size = self.trainer.world_size
         counts = set() if division is None else {division.micro_batches_of(n) for n in (0, division.updates - 1)}
-        uneven = [count for count in sorted(counts) if count % world_size]
+        indivisible = [count for count in sorted(counts) if count % world_size]
         # Layers of SyncBN call collectives, and have stand-ins for unequal numbers.
-        if self._has_run or not uneven or any(map(is_synchronized, self.module.modules())):
+        if self._has_run or not indivisible or any(map(is_synchronized, self.module.modules())):
             yield
             return
         called: list[str] = []
@@ -140,8 +140,9 @@ class FirstUpdate:
         if called:
             raise UserError(
                 f"{type(self.module).__name__}.training_step calls torch.distributed.{called[0]}, which waits for all"
-                f" devices in each micro-batch, and an update has {uneven[0]} micro-batches for {world_size} devices:"
-                " pass a global batch and a number of samples of which each device computes equally many micro-batches"
+                f" devices in each micro-batch, and an update has {indivisible[0]} micro-batches for {world_size}"
+                " devices: pass a global batch and a number of samples of which each device computes equally many"
+                " micro-batches"
             )
 
     def check_forward(self, statistics: OrderedStatistics) -> None:

@@ -188,8 +188,8 @@ class GradientSum:
     After the last one ``.grad`` holds the mean. Each rank computes its range of the micro-batches. A rank without one
     computes a stand-in from any inputs, whose gradients do not count.
 
-    `UpdateLoop` calls the same methods as `micro_batch`: `begin` at an update's start and `collect` after each backward
-    pass. All backward passes of a rank but the last run within DDP's ``no_sync()``.
+    `UpdateLoop` calls the same methods as `micro_batch`: `start_update` at an update's start and `collect` after each
+    backward pass. All backward passes of a rank but the last run within DDP's ``no_sync()``.
 
     It holds at most log2(micro-batches) + 1 gradients; with one micro-batch, one.
 
@@ -204,7 +204,7 @@ class GradientSum:
         >>> model = nn.Linear(2, 1)
         >>> gradients = GradientSum(model)
         >>> for inputs in (torch.zeros(1, 2), torch.ones(2, 2)):
-        ...     with gradients.micro_batch(of=2):
+        ...     with gradients.micro_batch(num_micro_batches=2):
         ...         loss = model(inputs).mean()
         ...         gradients.scale_loss(loss, count=len(inputs))
         ...         loss.backward()
@@ -245,17 +245,17 @@ class GradientSum:
             ) from error
 
     @contextlib.contextmanager
-    def micro_batch(self, of: int, statistics: OrderedStatistics | None = None) -> Iterator[None]:
+    def micro_batch(self, num_micro_batches: int, statistics: OrderedStatistics | None = None) -> Iterator[None]:
         """Run one micro-batch: forward pass, `scale_loss` and backward pass. DDP communicates in a rank's last one.
 
         Afterwards `is_last` tells whether the update is complete.
 
         Args:
-            of: number of micro-batches of the update on all ranks, as `Update.count`.
+            num_micro_batches: number of micro-batches of the update on all ranks, as `Update.count`.
             statistics: running statistics of the model's BatchNorm layers.
         """
         if not self.is_open:
-            self.begin(of)
+            self.start_update(num_micro_batches)
         if statistics is not None:
             statistics.begin()
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -264,7 +264,7 @@ class GradientSum:
         try:
             with context:
                 yield
-            if statistics is not None and self.leaf is not None:
+            if statistics is not None and self.tree_leaf is not None:
                 statistics.collect()
         finally:
             self.release()
@@ -274,7 +274,7 @@ class GradientSum:
         if statistics is not None and self.is_last:
             statistics.finish(most_of_rank(self.count, self.world_size))
 
-    def begin(self, count: int | None) -> None:
+    def start_update(self, count: int | None) -> None:
         """Begin an update of `count` micro-batches.
 
         Args:
@@ -300,7 +300,7 @@ class GradientSum:
         """Whether a micro-batch of this rank has targets; None if only the device knows."""
 
     @property
-    def leaf(self) -> Node | None:
+    def tree_leaf(self) -> Node | None:
         """The tree's leaf of the present micro-batch; None for a stand-in."""
         if not self._is_counted:
             return self._step, self._step + 1
@@ -313,7 +313,7 @@ class GradientSum:
         Args:
             loss: the mean loss; None if there is no backward pass.
             count: number of targets behind the mean.
-            last: whether this is the rank's last micro-batch; needed if `begin` was called without a count.
+            last: whether this is the rank's last micro-batch; needed if `start_update` was called without a count.
         """
         self.is_last = self._step == self._steps - 1 if last is None else last
         device = self.parameters[0].device
@@ -321,12 +321,12 @@ class GradientSum:
         self._targets_dtype = dtype
         self._note_targets(count)
         weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.expected_count
-        if self.leaf is not None:
-            self._targets.add(self.leaf, [weight.clone()])
+        if self.tree_leaf is not None:
+            self._targets.add(self.tree_leaf, [weight.clone()])
             if self.keeps_loss and loss is not None:
                 # A mean over no target may be NaN, which a product with 0 would keep.
                 weighted_loss = torch.where(weight > 0, loss.detach().to(dtype) * weight, 0.0)
-                self._losses.add(self.leaf, [weighted_loss])
+                self._losses.add(self.tree_leaf, [weighted_loss])
         if self._step == 0:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -348,7 +348,7 @@ class GradientSum:
             self._mask = count.detach() > 0  # Known to the device only, for which the host does not wait.
         else:
             self._mask = bool(count > 0)
-        if self.leaf is None or self._has_targets or self._mask is False:
+        if self.tree_leaf is None or self._has_targets or self._mask is False:
             return
         self._has_targets = True if self._mask is True else None
 
@@ -383,7 +383,7 @@ class GradientSum:
         """
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if id(parameter) in self._used else None
-            if self.leaf is None and parameter.grad is None:
+            if self.tree_leaf is None and parameter.grad is None:
                 # A parameter that only a stand-in uses is unused: without a gradient, DDP does not count it as used.
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
 
@@ -398,8 +398,8 @@ class GradientSum:
         self.release()
         if self.is_last and self.world_size > 1:
             return  # The communication hook has written the mean into `.grad`.
-        if self.leaf is not None:
-            self.sums.add(self.leaf, [self._take_gradient(parameter) for parameter in self.parameters])
+        if self.tree_leaf is not None:
+            self.sums.add(self.tree_leaf, [self._pop_gradient(parameter) for parameter in self.parameters])
         if not self.is_last:
             self._step += 1
             return
@@ -409,7 +409,7 @@ class GradientSum:
             if id(parameter) in self._used:
                 parameter.grad = gradient.to(parameter.dtype)
 
-    def _take_gradient(self, parameter: nn.Parameter) -> Tensor:
+    def _pop_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Remove and return the gradient of the present micro-batch."""
         gradient = parameter.grad
         parameter.grad = None
@@ -462,8 +462,8 @@ class GradientSum:
         for node, tensors in self.sums.nodes:
             # Not by GradBucket.gradients(), which has the strides of contiguous parameters.
             total.add(node, [torch.cat([in_memory_order(tensors[indices[id(p)]], p) for p in parameters])])
-        if self.leaf is not None:
-            total.add(self.leaf, [self._masked(widened(buffer))])
+        if self.tree_leaf is not None:
+            total.add(self.tree_leaf, [self._masked(widened(buffer))])
         return [flat for (flat,) in self._rank_sums(total)]
 
 

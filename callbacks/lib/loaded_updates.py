@@ -22,7 +22,7 @@ from datamodules.lightning import CombinedLoader, pl, sized_len
 from datamodules.loading.foreign import ForeignLoader, JointLoader, foreign_loader
 from datamodules.loading.loaders import ResumableLoader, TrainLoader
 from datamodules.loading.numbered import NumberedDataLoader, batch_sampler_of, can_be_numbered
-from datamodules.loading.sampling import Division
+from datamodules.loading.sampling import UpdateDivision
 from datamodules.loading.updates import Update, UpdateLoader, join_updates
 
 
@@ -239,7 +239,7 @@ class LoadedUpdates:
         self.members = update_loaders(loaders)
         divisions = {member.division for member in self.members}
         # The batches of several loaders form one micro-batch, which needs one division of the updates for all of them.
-        self.division: Division | None = divisions.pop() if len(divisions) == 1 else None
+        self.division: UpdateDivision | None = divisions.pop() if len(divisions) == 1 else None
         """Division of the epoch's updates among the ranks; None if micro-batches have no numbers."""
         self.draws = not all(map(draws_nothing, self.members))
         """Whether loading may draw from the global generators."""

@@ -259,7 +259,7 @@ class UpdateResults(SharedResults):
         if self._steps or (self._is_distributed and not self._common_steps):
             self._finish_steps()
 
-    def go_on_from(self, trainer: pl.Trainer, by_rank: Sequence[Mapping[str, Any]]) -> None:
+    def resume_from(self, trainer: pl.Trainer, by_rank: Sequence[Mapping[str, Any]]) -> None:
         """Continue the sums of this epoch from those of a checkpoint.
 
         Args:

@@ -185,15 +185,15 @@ def _weighted(loss: Tensor, count: Count) -> Tensor:
     return loss * count if count else torch.zeros_like(loss)
 
 
-def joined_outputs(outputs: list[dict[str, Any]], is_stand_in: bool) -> dict[str, Any]:
+def joined_outputs(outputs: list[dict[str, Any]], is_dummy: bool) -> dict[str, Any]:
     """Join the outputs of several micro-batches, with the mean loss over their targets.
 
     Args:
-        is_stand_in: whether the only micro-batch is a stand-in, which does not count.
+        is_dummy: whether the only micro-batch is a stand-in, which does not count.
     """
     trained = [output for output in outputs if output["loss"] is not None]
     loss = None
     if trained:
         total = sum(output.get("count", 1.0) for output in trained)
         loss = sum(_weighted(output["loss"], output.get("count", 1.0)) for output in trained) / total
-    return {**outputs[-1], "loss": loss, "micro_batches": [] if is_stand_in else outputs}
+    return {**outputs[-1], "loss": loss, "micro_batches": [] if is_dummy else outputs}

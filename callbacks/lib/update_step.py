@@ -31,7 +31,7 @@ from datamodules.notes import warn
 
 @contextlib.contextmanager
 def uneven_micro_batch(
-    module: nn.Module, results: Any, synchronized_layers: Sequence[nn.Module], is_stand_in: bool
+    module: nn.Module, results: Any, synchronized_layers: Sequence[nn.Module], is_dummy: bool
 ) -> Iterator[None]:
     """Run a micro-batch of an update of which some ranks have one micro-batch more than others.
 
@@ -40,7 +40,7 @@ def uneven_micro_batch(
         synchronized_layers: the BatchNorm layers that wait for all ranks in each forward pass.
     """
     with contextlib.ExitStack() as stack:
-        if is_stand_in:
+        if is_dummy:
             stack.enter_context(results.stand_in())
             stack.enter_context(stand_in(synchronized_layers))
             stack.enter_context(kept_metrics(module))
@@ -108,7 +108,7 @@ class _MicroBatch(NamedTuple):
     """Index in the update's batches; that of a stand-in is 0, since it computes the first one again."""
     is_first: bool
     is_last: bool
-    is_stand_in: bool
+    is_dummy: bool
     """Whether it is computed only for the collective calls, and nothing of it counts."""
     samples: int | None
     """Number of samples that the loader dealt; None if it is unknown."""
@@ -221,9 +221,9 @@ class UpdateStep:
                 f"{type(self.calls.optimizers[0]).__name__}.step() has not called its closure, which computes the"
                 " gradients: call it there, or set automatic_optimization = False"
             )
-        if len(update) == 1 and not update.is_stand_in:
+        if len(update) == 1 and not update.is_dummy:
             return outputs[0] if outputs[0]["loss"] is not None else {}
-        return joined_outputs(outputs, update.is_stand_in)
+        return joined_outputs(outputs, update.is_dummy)
 
     def _compute_gradients(self, update: Update[Any], batch_idx: int, outputs: list[dict[str, Any]]) -> Tensor | None:
         """Compute the mean gradient over all targets of an update into ``.grad``; the closure of the optimizer.
@@ -243,9 +243,9 @@ class UpdateStep:
         # None on one device with one micro-batch, where PyTorch's gradients and statistics are those of the update.
         gradients = None if self.skips_backward else self._gradients
         statistics = self._statistics
-        is_uneven = self._is_uneven(update)
+        is_uneven = self._has_unequal_ranks(update)
         if gradients is not None:
-            gradients.begin(update.count)
+            gradients.start_update(update.count)
         last_loss = None
         for micro_batch in self._micro_batches(update):
             # All ranks have a last micro-batch, in which DDP reduces the gradients.
@@ -276,7 +276,7 @@ class UpdateStep:
                     # Lightning calls `on_after_backward` within its backward pass.
                     self._seed_after_gradients(batch_idx)
                     calls.backward(loss if share == 1.0 else loss * share, optimizer, is_whole=True)
-            if micro_batch.is_first or not micro_batch.is_stand_in:
+            if micro_batch.is_first or not micro_batch.is_dummy:
                 outputs.append(output)
             if output["loss"] is not None:
                 last_loss = output["loss"]
@@ -316,7 +316,7 @@ class UpdateStep:
         if self.seeds is not None:
             self.seeds.seed_micro_batch(self.trainer, number)
         micro_batch = self._micro_batches(update)[0]
-        with self._manual_context(update, micro_batch) if self._is_uneven(update) else NO_CONTEXT:
+        with self._manual_context(update, micro_batch) if self._has_unequal_ranks(update) else NO_CONTEXT:
             arguments = OrderedDict(self.calls.step_arguments(batch, batch_idx))
             if self.seeds is None or all(map(is_torchs, self.calls.optimizers)):
                 outputs = self._loop.manual_optimization.run(arguments)
@@ -325,7 +325,7 @@ class UpdateStep:
                     outputs = self._loop.manual_optimization.run(arguments)
         if outputs.get("loss") is not None:
             outputs = {**outputs, "count": self._count(outputs, batch, micro_batch.samples)}
-        return {"loss": None, "micro_batches": []} if update.is_stand_in and outputs else outputs
+        return {"loss": None, "micro_batches": []} if update.is_dummy and outputs else outputs
 
     @contextlib.contextmanager
     def _addressed_steps(self, number: int, batch_idx: int) -> Iterator[None]:
@@ -389,13 +389,13 @@ class UpdateStep:
         adds_stand_in = bool(self._synchronized) and len(update) < self._most_of_rank(update)
         last = len(update) - 1 + adds_stand_in
         micro_batches = [
-            _MicroBatch(number, index, index == 0, index == last, update.is_stand_in, update.samples[index])
+            _MicroBatch(number, index, index == 0, index == last, update.is_dummy, update.samples[index])
             for index, number in enumerate(update.numbers)
         ]
         if adds_stand_in:
             micro_batches.append(
                 _MicroBatch(
-                    update.numbers[0], 0, is_first=False, is_last=True, is_stand_in=True, samples=update.samples[0]
+                    update.numbers[0], 0, is_first=False, is_last=True, is_dummy=True, samples=update.samples[0]
                 )
             )
         return micro_batches
@@ -449,7 +449,7 @@ class UpdateStep:
         statistics.begin()
         with NO_CONTEXT if first_update is None else first_update.watched_collectives():
             result = without_backward(module, gradients.parameters, self._training_step, batch, batch_idx)
-        if batch is not None and not micro_batch.is_stand_in:
+        if batch is not None and not micro_batch.is_dummy:
             statistics.collect()
         else:
             statistics.leave_out_frozen()
@@ -520,7 +520,7 @@ class UpdateStep:
         if self.seeds is not None and self.calls.draws_after_gradients:
             self.seeds.seed_update(self.trainer, "gradients", batch_idx, self._passes)
 
-    def _is_uneven(self, update: Update[Any]) -> bool:
+    def _has_unequal_ranks(self, update: Update[Any]) -> bool:
         """Whether some ranks have one micro-batch more than others."""
         return update.count is not None and update.count % self.calls.world_size != 0
 
@@ -529,27 +529,27 @@ class UpdateStep:
         stack = contextlib.ExitStack()
         if not micro_batch.is_last and isinstance(self._model, DistributedDataParallel):
             stack.enter_context(self._model.no_sync())
-        if self._is_uneven(update):
-            stack.enter_context(self._uneven(update, micro_batch))
+        if self._has_unequal_ranks(update):
+            stack.enter_context(self._unequal_ranks(update, micro_batch))
         return stack
 
     def _manual_context(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a `training_step` with its own backward passes, in an uneven update."""
         stack = contextlib.ExitStack()
-        stack.enter_context(self._uneven(update, micro_batch))
+        stack.enter_context(self._unequal_ranks(update, micro_batch))
         stack.enter_context(weighted_gradients(self.calls.module, self._share_of_mean(update, micro_batch)))
         return stack
 
     def _share_of_mean(self, update: Update[Any], micro_batch: _MicroBatch) -> float:
         """Return the factor by which DDP's mean over all ranks becomes the mean over the ranks without a stand-in."""
         assert update.count is not None
-        return 0.0 if micro_batch.is_stand_in else self.calls.world_size / update.count
+        return 0.0 if micro_batch.is_dummy else self.calls.world_size / update.count
 
-    def _uneven(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
+    def _unequal_ranks(self, update: Update[Any], micro_batch: _MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a micro-batch in an uneven update."""
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._synchronized):
             raise UserError(
                 f"torch's SyncBatchNorm waits for all devices in each micro-batch, and this update has {update.count}"
                 f" for {self.trainer.world_size} devices: pass callbacks=[SyncBN()] in place of sync_batchnorm=True"
             )
-        return uneven_micro_batch(self.calls.module, self._loop.results, self._synchronized, micro_batch.is_stand_in)
+        return uneven_micro_batch(self.calls.module, self._loop.results, self._synchronized, micro_batch.is_dummy)

@@ -18,17 +18,17 @@ from datamodules.images.decoding import is_image
 from datamodules.images.labels import IGNORED, check_array
 from datamodules.images.source import ArrayImages, Samples, Source, named_source
 from datamodules.loading.file_table import files_below, list_folder
-from datamodules.loading.tables import parse_columns
+from datamodules.loading.table_files import parse_columns
 from datamodules.notes import warn
 
-_MOST_CLASSES = 100_000
+_MAX_CLASSES = 100_000
 
 USES = ("images", "labels", "val_images", "val_labels", "test_images", "test_labels")
 """Names of the arrays in a NumPy file, and what `columns` declares for arrays that are called otherwise."""
 
 
 # Share of the full range that the brightest pixel must reach: a darker set has another scale, such as 0 to 16.
-_LEAST = 0.25
+_MIN_BRIGHTNESS = 0.25
 
 
 def as_bytes(pixels: npt.NDArray[Any], source: str, if_dark: str = "") -> npt.NDArray[np.uint8]:
@@ -52,7 +52,7 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, if_dark: str = "") -> npt.ND
     low = pixels.min()
     high = pixels.max()
     # NaN fails each comparison.
-    if not (low >= 0 and _LEAST * top <= high <= top):
+    if not (low >= 0 and _MIN_BRIGHTNESS * top <= high <= top):
         if np.isnan(high):
             raise UserError(f"{source} hold NaN, the first in image {np.argwhere(np.isnan(pixels))[0][0]}: correct it")
         if low == high == 0:
@@ -118,17 +118,17 @@ def channels_last(pixels: npt.NDArray[Any], source: str) -> npt.NDArray[Any]:
         UserError: the images have another shape, or both dimensions may be that of the channels.
     """
     shape = pixels.shape
-    places = [place for place in (1, 3) if pixels.ndim == 4 and shape[place] in (1, 3, 4)]
-    if not (pixels.ndim == 3 or len(places) == 1) or 0 in shape[1:]:
+    axes = [axis for axis in (1, 3) if pixels.ndim == 4 and shape[axis] in (1, 3, 4)]
+    if not (pixels.ndim == 3 or len(axes) == 1) or 0 in shape[1:]:
         side = side_of_rows(shape)
         advice = f"; pass images.reshape(-1, {side}, {side})" if side else ""
-        if len(places) == 2:
+        if len(axes) == 2:
             advice = "; their channels may be first or last, so pass images of PIL.Image.fromarray"
         raise UserError(
             f"{source} are of shape {shape}, expected (n, height, width), (n, height, width, channels) or (n, channels,"
             f" height, width) with 1, 3 or 4 channels{advice}"
         )
-    if places == [1]:
+    if axes == [1]:
         pixels = np.moveaxis(pixels, 1, 3)
     return pixels[..., 0] if pixels.ndim == 4 and pixels.shape[3] == 1 else pixels
 
@@ -180,9 +180,9 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
         named = {part: (images_of[part], labels.tolist()) for part, (_, labels) in arrays.items()}
         return named_source(named, title, source or title, "expected classes of train only", (), left_out)
     highest = int(train.max())
-    if highest >= _MOST_CLASSES:
+    if highest >= _MAX_CLASSES:
         raise UserError(
-            f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MOST_CLASSES:,}; pass"
+            f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MAX_CLASSES:,}; pass"
             " names of the classes, as texts, which are numbered in their order"
         )
     # All numbers up to the highest one are classes, even without an image: a label is its own class number.
@@ -259,7 +259,7 @@ def _images_below(folder: str | Path) -> tuple[list[str], list[str]]:
 
 
 @dataclass
-class GivenImages:
+class InputImages:
     """Sequence of the images to predict, in the order of the input."""
 
     names: list[str]
@@ -278,7 +278,7 @@ class GivenImages:
         return self.contents[row]
 
 
-def given_images(inputs: Any, color: bool) -> GivenImages:
+def collect_images(inputs: Any, color: bool) -> InputImages:
     """Collect the images of a file, a folder with its subfolders, a PIL image, an array or a tensor, or of several.
 
     Args:
@@ -292,7 +292,7 @@ def given_images(inputs: Any, color: bool) -> GivenImages:
 
     Example:
         >>> import torch
-        >>> given_images([torch.zeros(2, 28, 28), "photo.png"], color=False).names
+        >>> collect_images([torch.zeros(2, 28, 28), "photo.png"], color=False).names
         ['images[0]', 'images[1]', 'photo.png']
     """
     items = inputs if isinstance(inputs, (list, tuple)) else [inputs]
@@ -324,7 +324,7 @@ def given_images(inputs: Any, color: bool) -> GivenImages:
         raise UserError(notes[0] if notes else "no image to predict; pass the names of image files or folders")
     for note in notes:
         warn(f"warning: {note}")
-    return GivenImages(names, contents)
+    return InputImages(names, contents)
 
 
 def _images_of(array: Any, color: bool) -> Iterator[Image.Image]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from datamodules.base import Process
 from datamodules.errors import UserError, spelled
-from datamodules.images.arrays import GivenImages
+from datamodules.images.arrays import InputImages
 from datamodules.images.augmentation import (
     AUGMENTATIONS,
     BatchAugmentation,
@@ -29,6 +29,7 @@ from datamodules.images.augmentation import (
     describe_augmentation,
     normalizer,
 )
+from datamodules.images.builtin_datasets import IMAGE_SETS, IMAGENET_MEAN
 from datamodules.images.decoding import (
     Crop,
     UnreadableImage,
@@ -42,7 +43,6 @@ from datamodules.images.decoding import (
     unreadable,
 )
 from datamodules.images.image_data import Order, Part, Pipeline, Statistics
-from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN
 from datamodules.images.pixel_cache import PixelCache, delete_unused
 from datamodules.images.source import ArrayImages, Images
 from datamodules.loading.file_table import FileTable, cache_folder
@@ -50,10 +50,10 @@ from datamodules.loading.randomness import derive_seed_at
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch, WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
-_LOOKED_AT = 100  # Images whose sizes are read.
-_MEASURED = 1000  # Images whose pixels are measured.
-_LARGEST = 224
-_MOST_IN_MEMORY = 2**32  # Bytes of small images that all processes of a machine keep in memory.
+_SIZE_SAMPLES = 100  # Images whose sizes are read.
+_STATISTICS_SAMPLES = 1000  # Images whose pixels are measured.
+_MAX_USUAL_SIZE = 224
+_MAX_BYTES_IN_MEMORY = 2**32  # Bytes of small images that all processes of a machine keep in memory.
 
 
 class ImageFiles:
@@ -92,7 +92,7 @@ class ImageFiles:
         except OSError:
             return self._read(row)
         # The index in the full table, since the parts of a data set and all its splits share a cache.
-        cache_row = self.files.place(row)
+        cache_row = self.files.base_row(row)
         image = self.cache.get(cache_row, stamp)
         if image is None:
             image = self._read(row)
@@ -144,7 +144,7 @@ def held_in_memory(images: ImageFiles, size: int, copies: int) -> Tensor | None:
         size: side of the network's inputs, in pixels.
         copies: number of processes of the machine that keep the images.
     """
-    if not is_small(size) or 3 * size * size * len(images) * copies > _MOST_IN_MEMORY:
+    if not is_small(size) or 3 * size * size * len(images) * copies > _MAX_BYTES_IN_MEMORY:
         return None
     # A validation in inference mode may be the first caller. Its tensors could not be used in training later.
     with torch.inference_mode(False):
@@ -233,14 +233,14 @@ def usual_size(files: Images) -> int | None:
     Unreadable images are left out, since the loaders report them.
     """
     sides = []
-    for row in _evenly_spaced(len(files), _LOOKED_AT):
+    for row in _evenly_spaced(len(files), _SIZE_SAMPLES):
         with contextlib.suppress(UnreadableImage, OSError), open_image(files.read(row), "") as (image, _):
             sides.append(min(image.size))
     if not sides:
         return None
     size = int(median(sides))
     # Images of slightly less than 224 pixels count as photographs, which are enlarged slightly.
-    if size >= _LARGEST * 7 / 8:
+    if size >= _MAX_USUAL_SIZE * 7 / 8:
         return None
     return max(8, -(-size // 8) * 8)
 
@@ -258,7 +258,7 @@ def pixel_statistics(files: Images, size: int) -> Statistics:
     total = torch.zeros(3, dtype=torch.int64)
     squares = torch.zeros(3, dtype=torch.int64)
     count = 0
-    for row in _evenly_spaced(len(files), _MEASURED):
+    for row in _evenly_spaced(len(files), _STATISTICS_SAMPLES):
         with contextlib.suppress(UnreadableImage, OSError):
             image = load_image(files.read(row), side_to_decode("none", size))
             pixels = center_square(image, size).flatten(1).long()
@@ -434,7 +434,7 @@ class FilePipeline(Pipeline):
         if not limit or not isinstance(images, FileTable) or is_small(self.image_size):
             return ImageFiles(images, side, None, evaluation)
         folder = cache_folder("images")
-        full_table = images.whole()
+        full_table = images.base_table()
         use = "evaluation" if evaluation else "training"
         key = hashlib.sha256(f"{full_table.digest()} {decoders()} {use}".encode()).hexdigest()
         delete_unused(folder)
@@ -455,7 +455,7 @@ class FilePipeline(Pipeline):
             workers = 0
         elif workers is None:
             # Starting a process takes longer than decoding the digits.
-            beside_gpu = info.photographs and process.device.type != "cpu"
+            beside_gpu = info.natural_images and process.device.type != "cpu"
             workers = usual_workers(process.on_machine) if beside_gpu else 0
         return {
             "num_workers": workers,
@@ -508,7 +508,7 @@ class FilePipeline(Pipeline):
         return loader
 
     @override
-    def predict(self, images: GivenImages, batch_size: int, process: Process) -> WorkerEvaluationLoader:
+    def predict(self, images: InputImages, batch_size: int, process: Process) -> WorkerEvaluationLoader:
         numbers = torch.arange(len(images))
         reader = self._reader(Part(self._decoded(images, None), numbers, numbers), "none", process, hold=False)
         loader = self._evaluation_loader(reader, batch_size, process, skip=True)

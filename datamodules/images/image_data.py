@@ -11,13 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.base import BaseDataModule, Process
-from datamodules.contract import OneCall
+from datamodules.contract import Transient
 from datamodules.errors import UserError, spelled
-from datamodules.images.arrays import GivenImages, given_images
+from datamodules.images.arrays import InputImages, collect_images
 from datamodules.images.augmentation import Normalize
-from datamodules.images.finding import DataSet
-from datamodules.images.known_sets import ImageSet
+from datamodules.images.builtin_datasets import ImageSet
 from datamodules.images.labels import balanced_class_weights, check_labels, describe_classes
+from datamodules.images.layouts import DataSet
 from datamodules.images.source import Source, held_out
 from datamodules.notes import inform, inform_if_slow
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
@@ -103,7 +103,7 @@ class Pipeline(ABC):
         """Return a loader of each sample of a part once, without augmentation."""
 
     @abstractmethod
-    def predict(self, images: GivenImages, batch_size: int, process: Process) -> Any:
+    def predict(self, images: InputImages, batch_size: int, process: Process) -> Any:
         """Return a loader of images to predict and their indices, without those that cannot be read."""
 
     @property
@@ -157,7 +157,7 @@ class ImageDataModule(BaseDataModule):
         balance: str = "none",
         num_classes: int | None = None,
         seed: int = 1,
-        predict_inputs: OneCall[Sequence[str] | None] = None,
+        predict_inputs: Transient[Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
         check_choice("balance", balance, ("none", "loss", "sampler"))
@@ -182,7 +182,7 @@ class ImageDataModule(BaseDataModule):
         if isinstance(source, Source):
             source = DataSet(pipeline.sets, pipeline.own, pipeline.own, source)
         self.data_set = source
-        source.given_num_classes = num_classes
+        source.declared_num_classes = num_classes
         self._parts: dict[str, Part] = {}
         # The hyper-parameters are the one copy of the settings.
         self.hparams.update(pipeline.settings)
@@ -206,7 +206,7 @@ class ImageDataModule(BaseDataModule):
         return self.data_set.info
 
     @override
-    def take_samples(self, samples: Any) -> None:
+    def set_samples(self, samples: Any) -> None:
         """Use a `Source`, or images and labels in memory.
 
         Args:
@@ -218,7 +218,7 @@ class ImageDataModule(BaseDataModule):
         Raises:
             UserError: types, shapes or values are not supported.
         """
-        self.data_set.take(samples)
+        self.data_set.set_source(samples)
         self.hparams.update({"dataset": self.dataset})
 
     @property
@@ -239,8 +239,8 @@ class ImageDataModule(BaseDataModule):
 
     @property
     @override
-    def photographs(self) -> bool:
-        return self.info.photographs
+    def natural_images(self) -> bool:
+        return self.info.natural_images
 
     @property
     @override
@@ -343,9 +343,9 @@ class ImageDataModule(BaseDataModule):
                 self._note(f"{self.title}: {draws}")
             absent = [name for name, count in zip(names, counts) if not count]
             if absent:
-                further = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+                more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
                 shown = ", ".join(absent[:5])
-                self._note(f"warning: {self.title}: {len(absent)} classes have no image to train on: {shown}{further}")
+                self._note(f"warning: {self.title}: {len(absent)} classes have no image to train on: {shown}{more}")
 
     def _opened(self, part: str) -> Part:
         """Return a part of the data set, or what is held out for it."""
@@ -389,13 +389,13 @@ class ImageDataModule(BaseDataModule):
         return self.pipeline.predict(self._given, self.hparams.eval_batch_size, self._process)
 
     @override
-    def take_inputs(self, inputs: Any) -> None:
-        """Set the images to predict, in the forms of `given_images`."""
-        self._given = given_images(inputs, color=len(self.info.mean) == 3)
+    def set_inputs(self, inputs: Any) -> None:
+        """Set the images to predict, in the forms of `collect_images`."""
+        self._given = collect_images(inputs, color=len(self.info.mean) == 3)
 
     @cached_property
-    def _given(self) -> GivenImages:
-        return given_images(self.hparams.predict_inputs or [], color=len(self.info.mean) == 3)
+    def _given(self) -> InputImages:
+        return collect_images(self.hparams.predict_inputs or [], color=len(self.info.mean) == 3)
 
     @property
     @override

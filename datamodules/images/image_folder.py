@@ -7,11 +7,11 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.contract import Free, OneCall, Rare
+from datamodules.contract import Advanced, Changeable, Transient
+from datamodules.images.builtin_datasets import ARCHIVES
 from datamodules.images.file_pipeline import FilePipeline
-from datamodules.images.finding import DataSet, checked_place
 from datamodules.images.image_data import ImageDataModule
-from datamodules.images.known_sets import ARCHIVES
+from datamodules.images.layouts import DataSet, check_path
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -76,14 +76,14 @@ class ImageFolderDataModule(ImageDataModule):
         mixup: float = 0.0,
         cutmix: float = 0.0,
         num_workers: int | None = None,
-        cache_gb: Free[float] = 2.0,
-        pixel_mean: Rare[Sequence[float] | None] = None,
-        pixel_std: Rare[Sequence[float] | None] = None,
+        cache_gb: Changeable[float] = 2.0,
+        pixel_mean: Advanced[Sequence[float] | None] = None,
+        pixel_std: Advanced[Sequence[float] | None] = None,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 1,
-        predict_inputs: OneCall[Sequence[str] | None] = None,
+        predict_inputs: Transient[Sequence[str] | None] = None,
     ) -> None:
-        data_dir = checked_place(dataset, data_dir, FilePipeline.sets)
+        data_dir = check_path(dataset, data_dir, FilePipeline.sets)
         name: str = dataset
         if dataset == "auto":
             name = "folder" if data_dir else "digits"

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from datamodules.contract import Free, OneCall, Rare
+from datamodules.contract import Advanced, Changeable, Transient
 from datamodules.errors import UserError, spelled
-from datamodules.images import known_sets
-from datamodules.images.finding import DataSet, checked_place
+from datamodules.images import builtin_datasets
 from datamodules.images.image_data import ImageDataModule
+from datamodules.images.layouts import DataSet, check_path
 from datamodules.images.source import Source
 from datamodules.images.tensor_pipeline import TensorPipeline
 from datamodules.notes import warn
@@ -30,10 +30,10 @@ class MNISTSet(DataSet):
         if self.settings["data_dir"] is None or self._files("mnist"):
             return False
         # With some of MNIST's files only, the error names the others.
-        return any("ubyte" not in name for name in known_sets.other_files(self.folder))
+        return any("ubyte" not in name for name in builtin_datasets.other_files(self.folder))
 
     def _files(self, name: str) -> Any:
-        return known_sets.find_files(name, self.folder, self.settings["columns"])
+        return builtin_datasets.find_files(name, self.folder, self.settings["columns"])
 
     @override
     def _download(self) -> None:
@@ -42,13 +42,13 @@ class MNISTSet(DataSet):
             return
         # Without dataset="mnist", files are downloaded into a given folder only if it is empty.
         is_asked = self.name != "auto" or self.settings["data_dir"] is None
-        if not self._files(name) and (is_asked or not known_sets.other_files(self.folder)):
-            known_sets.download_files(name, self.folder)
+        if not self._files(name) and (is_asked or not builtin_datasets.other_files(self.folder)):
+            builtin_datasets.download_files(name, self.folder)
 
     def _missing(self, name: str) -> str:
         """Return which files of a data set are missing, and why they were not downloaded."""
         reason = f"; {self._download_error}" if self._download_error else ""
-        return known_sets.describe_missing(name, self.folder) + reason
+        return builtin_datasets.describe_missing(name, self.folder) + reason
 
     @override
     def _read(self) -> Source:
@@ -56,12 +56,12 @@ class MNISTSet(DataSet):
             return super()._read()
         files = self._files(self.name)
         if files is None:
-            place = f"{known_sets.proposal(self.folder)}{spelled('data_dir', 'FOLDER')}"
+            location = f"{builtin_datasets.proposal(self.folder)}{spelled('data_dir', 'FOLDER')}"
             raise UserError(
-                f"{self._missing(self.name)}; pass {place} with {known_sets.FILES['train'][0]}[.gz] and the other three"
-                f" files, or {spelled('dataset', 'digits')}"
+                f"{self._missing(self.name)}; pass {location} with {builtin_datasets.FILES['train'][0]}[.gz] and the"
+                f" other three files, or {spelled('dataset', 'digits')}"
             )
-        return known_sets.from_idx(self.info, files)
+        return builtin_datasets.from_idx(self.info, files)
 
     @override
     def decide(self, note: Callable[..., None], from_rank_zero: Callable[[int], int]) -> None:
@@ -80,7 +80,7 @@ class MNISTSet(DataSet):
             chosen = "none" if self.settings["data_dir"] is not None else "digits"
         chosen = choices[from_rank_zero(choices.index(chosen))]
         if chosen == "none":
-            advice = f"{known_sets.proposal(self.folder)}a folder with them"
+            advice = f"{builtin_datasets.proposal(self.folder)}a folder with them"
             raise UserError(
                 f"{self._missing('mnist')} and no images of your own; pass {advice}, {spelled('dataset', 'mnist')} to"
                 f" download MNIST into it, or {spelled('dataset', 'digits')}"
@@ -146,12 +146,12 @@ class MNISTDataModule(ImageDataModule):
         shift: float = 2.0,
         rotation: float | None = None,
         scale: float | None = None,
-        flip: Rare[bool | None] = None,
+        flip: Advanced[bool | None] = None,
         seed: int = 1,
-        download: Rare[Free[bool]] = True,
-        predict_inputs: OneCall[list[str] | None] = None,
+        download: Advanced[Changeable[bool]] = True,
+        predict_inputs: Transient[list[str] | None] = None,
     ) -> None:
-        data_dir = checked_place(dataset, data_dir, TensorPipeline.sets)
+        data_dir = check_path(dataset, data_dir, TensorPipeline.sets)
         super().__init__(
             MNISTSet(TensorPipeline.sets, TensorPipeline.own, dataset),
             TensorPipeline(shift, rotation, scale, flip, invert),
@@ -170,4 +170,4 @@ class MNISTDataModule(ImageDataModule):
     @override
     def resolve(self) -> dict[str, Any]:
         values = super().resolve()
-        return values if self.data_set.given_num_classes else {**values, "num_classes": self.num_classes}
+        return values if self.data_set.declared_num_classes else {**values, "num_classes": self.num_classes}

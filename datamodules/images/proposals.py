@@ -2,7 +2,7 @@
 
 Words of names may reject a folder or a column here. They never decide how a data set is read.
 
-Tested in `tests/datamodules/images/test_finding.py`.
+Tested in `tests/datamodules/images/test_layouts.py`.
 """
 
 import os
@@ -15,7 +15,7 @@ from datamodules.errors import UserError, spelled
 from datamodules.images.decoding import ending, is_image
 from datamodules.images.source import PART_WORDS
 from datamodules.loading.file_table import Folder, files_below, list_folder
-from datamodules.loading.tables import FORM, SEPARATOR_NAMES, TABLE_SUFFIXES, Table, iter_lines, text_suffix
+from datamodules.loading.table_files import FORM, SEPARATOR_NAMES, TABLE_SUFFIXES, Table, iter_lines, text_suffix
 
 RECOGNIZED = ("{split}/{class}/*", "{class}/*")
 EXPECTED = "expected CLASS/IMAGE or train/CLASS/IMAGE, and val and test so"

@@ -24,8 +24,8 @@ from datamodules.loading.sampling import split_indices
 
 # Limits of the check for images that are in training and in another part: the number of files whose size is read, and
 # the bytes of files of equal size that are read. Both take seconds on a local disk.
-_MOST_FILES = 100_000
-_MOST_BYTES = 2**28
+_MAX_FILES = 100_000
+_MAX_BYTES = 2**28
 
 PARTS = ("train", "val", "test")
 PART_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -261,7 +261,7 @@ def _keys(files: FileTable) -> list[Hashable] | None:
     checksums = files.checksums()
     if checksums is not None:
         return [tuple(pair) for pair in checksums.tolist()]
-    if len(files) > _MOST_FILES:
+    if len(files) > _MAX_FILES:
         return None
     try:
         return [files.stamp(row)[0] for row in range(len(files))]
@@ -327,7 +327,7 @@ def _equal_files(
     try:
         total_bytes = sum(images.stamp(row)[0] for row in candidates)
         total_bytes += sum(train.stamp(row)[0] for row in train_rows)
-        if total_bytes > _MOST_BYTES:
+        if total_bytes > _MAX_BYTES:
             return {}
         by_digest: dict[str, int] = {}
         for row in train_rows:

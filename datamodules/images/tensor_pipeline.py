@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from datamodules.base import Process
 from datamodules.errors import UserError, spelled
-from datamodules.images.arrays import GivenImages
+from datamodules.images.arrays import InputImages
 from datamodules.images.augmentation import Normalize, RandomAffine
+from datamodules.images.builtin_datasets import DATASETS
 from datamodules.images.decoding import open_image, unreadable, without_alpha
 from datamodules.images.image_data import Order, Part, Pipeline, Statistics
-from datamodules.images.known_sets import DATASETS
 from datamodules.images.source import ArrayImages, Images, Samples
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
@@ -313,7 +313,7 @@ class TensorPipeline(Pipeline):
         return EvaluationLoader(part.images, part.labels, part.rows, batch_size, *ranks, transform, process.device)
 
     @override
-    def predict(self, images: GivenImages, batch_size: int, process: Process) -> EvaluationLoader:
+    def predict(self, images: InputImages, batch_size: int, process: Process) -> EvaluationLoader:
         """Return a loader of images to predict and their indices, without blank images."""
         digits = read_digits(images, self._inverts)
         blank = digits.blank

@@ -271,11 +271,11 @@ class FileTable(Sequence[str]):
         """Whether the files are in an archive."""
         return self._archive is not None
 
-    def whole(self) -> "FileTable":
+    def base_table(self) -> "FileTable":
         """Return the full table that this table was selected from."""
         return self._with_rows(torch.arange(len(self._names)))
 
-    def place(self, row: int) -> int:
+    def base_row(self, row: int) -> int:
         """Return the index of a file in the full table."""
         return int(self._rows[row])
 

@@ -15,7 +15,7 @@ from torch.utils.data import SequentialSampler
 from typing_extensions import override
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.sampling import Division, epoch_order, evaluation_spans, number_draws, weighted_order
+from datamodules.loading.sampling import UpdateDivision, epoch_order, evaluation_spans, number_draws, weighted_order
 from datamodules.loading.updates import Update, UpdateLoader
 from datamodules.notes import warn
 from datamodules.ranges import COUNT, check_ranges
@@ -47,7 +47,7 @@ class InOrder(SequentialSampler):
         self.set_epoch = loader.set_epoch
 
 
-_MOST = 1 << 26
+_MAX_FINGERPRINT_BYTES = 1 << 26
 """Number of bytes of a tensor that its fingerprint reads at most."""
 
 
@@ -62,7 +62,7 @@ def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
     for tensor in tensors:
         sha256.update(f"{tuple(tensor.shape)}".encode())
         if not tensor.is_floating_point():
-            step = max(1, -(-tensor.numel() * tensor.element_size() // _MOST))
+            step = max(1, -(-tensor.numel() * tensor.element_size() // _MAX_FINGERPRINT_BYTES))
             sha256.update(tensor[::step].cpu().contiguous().view(-1).numpy().data)
     for name in names:
         base_name = name.rpartition("/")[2]
@@ -79,15 +79,15 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
 
     Args:
         items: number of items of an epoch: samples, or batches that were cut before.
-        items_at_once: number of items of a micro-batch.
+        items_per_micro_batch: number of items of a micro-batch.
         source: the loader that this one wraps, if it wraps one.
     """
 
-    def __init__(self, items: int, items_at_once: int, rank: int, world_size: int, source: Any = None) -> None:
+    def __init__(self, items: int, items_per_micro_batch: int, rank: int, world_size: int, source: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self._items = items
-        self._items_at_once = items_at_once
+        self._items_per_micro_batch = items_per_micro_batch
         self._epoch = 0
         # Items of the epoch that all ranks have consumed: the position that a checkpoint saves.
         self._consumed = 0
@@ -101,7 +101,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
 
     def items_of(self, micro_batches: int) -> int:
         """Return the items of an update of `micro_batches` micro-batches, on all ranks together."""
-        return self._items_at_once * micro_batches
+        return self._items_per_micro_batch * micro_batches
 
     def items_of_samples(self, samples: int) -> int:
         """Return the items of an update of `samples` samples, on all ranks together.
@@ -125,8 +125,8 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         """Whether the loader yields `Update` objects."""
         if items is None:
             items = self.items_of(self.world_size)
-        self.division = Division(self._items, self._items_at_once, items, self.world_size)
-        micro_batches_of_epoch = -(-self._items // self._items_at_once)
+        self.division = UpdateDivision(self._items, self._items_per_micro_batch, items, self.world_size)
+        micro_batches_of_epoch = -(-self._items // self._items_per_micro_batch)
         if self.gives_updates and self.division.micro_batches > micro_batches_of_epoch and not self._has_noted:
             self._has_noted = True
             warn(
@@ -135,12 +135,12 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
             )
         if self.division.micro_batches < self.world_size:
             raise UserError(
-                f"an update has {self.division.micro_batches} micro-batches of {self._items_at_once}, found"
+                f"an update has {self.division.micro_batches} micro-batches of {self._items_per_micro_batch}, found"
                 f" {self.world_size} devices: pass fewer devices, or a {spelled('batch_size')} of"
                 f" {max(1, items // self.world_size)} or less"
             )
 
-    division: Division
+    division: UpdateDivision
     batch_size: int
 
     @property
@@ -193,11 +193,11 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         # Kept for the whole epoch: `divide_updates` may be called within it.
         division = self.division
         self._start_at = 0
-        shares = [division.share(update, self.rank) for update in range(begin, division.updates)]
-        spans = [span for share in shares for span in share.spans]
+        slices = [division.rank_slice(update, self.rank) for update in range(begin, division.updates)]
+        spans = [span for rank_slice in slices for span in rank_slice.spans]
         batches = self._batches_of_epoch(epoch, begin * division.update_size, spans)
-        for update, share in enumerate(shares, begin + 1):
-            micro_batches = [next(batches) for _ in share.spans]
+        for update, rank_slice in enumerate(slices, begin + 1):
+            micro_batches = [next(batches) for _ in rank_slice.spans]
             # Set before the item is yielded: Lightning saves before it asks for the next item, and the saved position
             # has to be behind this one. Batches that workers prefetch do not count.
             self._consumed = update * division.update_size
@@ -205,9 +205,9 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
                 self._epoch = epoch + 1
                 self._consumed = 0
             if self.gives_updates:
-                numbers = range(share.first, share.first + len(micro_batches))
-                samples = [self._samples_of(epoch, *span) for span in share.spans]
-                yield Update(micro_batches, numbers, share.total, share.is_stand_in, samples)
+                numbers = range(rank_slice.first, rank_slice.first + len(micro_batches))
+                samples = [self._samples_of(epoch, *span) for span in rank_slice.spans]
+                yield Update(micro_batches, numbers, rank_slice.total, rank_slice.is_dummy, samples)
             else:
                 yield micro_batches[0]
 
@@ -217,7 +217,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         division = self.division
         if self.rank == 0:
             return update * division.micro_batches
-        return division.share(update, self.rank).first
+        return division.rank_slice(update, self.rank).first
 
     @property
     def updates_done(self) -> int:

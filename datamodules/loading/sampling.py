@@ -91,7 +91,7 @@ def range_of_rank(count: int, rank: int, world_size: int) -> tuple[int, int]:
     return first, first + size + (rank < larger)
 
 
-class Share(NamedTuple):
+class RankSlice(NamedTuple):
     """Micro-batches of an update that one rank computes."""
 
     spans: list[tuple[int, int]]
@@ -100,12 +100,12 @@ class Share(NamedTuple):
     """Number of the rank's first micro-batch in the epoch. A micro-batch has the same number on any number of ranks."""
     total: int
     """Number of micro-batches of the update on all ranks together."""
-    is_stand_in: bool
+    is_dummy: bool
     """Whether there is no micro-batch for this rank, so that it repeats the first one of the update."""
 
 
 @dataclass(frozen=True)
-class Division:
+class UpdateDivision:
     """Partition of an epoch into updates, and of updates into micro-batches, of which each rank computes a range.
 
     Each update has `update_size` items, and the last one has the remaining items. An update is cut into micro-batches
@@ -139,25 +139,25 @@ class Division:
         items = min(self.update_size, self.items - start)
         return -(-items // self.batch_size)
 
-    def share(self, update: int, rank: int) -> Share:
+    def rank_slice(self, update: int, rank: int) -> RankSlice:
         """Return a rank's share of an update, counted from 0.
 
         Example:
-            >>> Division(items=10, batch_size=2, update_size=6, world_size=2).share(0, rank=1)
-            Share(spans=[(4, 6)], first=2, total=3, is_stand_in=False)
+            >>> UpdateDivision(items=10, batch_size=2, update_size=6, world_size=2).rank_slice(0, rank=1)
+            RankSlice(spans=[(4, 6)], first=2, total=3, is_dummy=False)
         """
         start = update * self.update_size
         stop = min(start + self.update_size, self.items)
         count = self.micro_batches_of(update)
         first, end = range_of_rank(count, rank, self.world_size)
-        is_stand_in = first == end
-        if is_stand_in:
+        is_dummy = first == end
+        if is_dummy:
             # DDP needs a backward pass on each rank. A network may fail on an empty batch, but not on a real one.
             first = 0
             end = 1
         starts = [start + number * self.batch_size for number in range(first, end)]
         spans = [(begin, min(begin + self.batch_size, stop)) for begin in starts]
-        return Share(spans, update * self.micro_batches + first, count, is_stand_in)
+        return RankSlice(spans, update * self.micro_batches + first, count, is_dummy)
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:

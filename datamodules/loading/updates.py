@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import Division
+from datamodules.loading.sampling import UpdateDivision
 
 Batch = TypeVar("Batch")
 
@@ -26,7 +26,7 @@ class Update(Generic[Batch]):
         numbers: number of each micro-batch in the epoch. With the loaders of `datamodules` they are the same on any
             number of ranks.
         count: number of micro-batches of the update on all ranks, or None if it is not known.
-        is_stand_in: whether the update has no micro-batch for this rank. The rank then computes the first micro-batch,
+        is_dummy: whether the update has no micro-batch for this rank. The rank then computes the first micro-batch,
             since DDP needs a backward pass on each rank, and its result does not count.
         samples: number of samples that the loader dealt for each micro-batch; None where it does not know it.
 
@@ -40,13 +40,13 @@ class Update(Generic[Batch]):
         batches: list[Batch],
         numbers: Sequence[int],
         count: int | None,
-        is_stand_in: bool = False,
+        is_dummy: bool = False,
         samples: Sequence[int | None] | None = None,
     ) -> None:
         self.batches = batches
         self.numbers = numbers
         self.count = count
-        self.is_stand_in = is_stand_in
+        self.is_dummy = is_dummy
         self.samples = [None] * len(batches) if samples is None else samples
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ def join_updates(items: Any) -> Update[Any]:
         samples.append(dealt.pop() if len(dealt) == 1 else None)
     if not is_known:  # One of the loaders does not number its batches, so the joint ones have no numbers either.
         return Update(batches, first.numbers, None, samples=samples)
-    return Update(batches, first.numbers, first.count, first.is_stand_in, samples)
+    return Update(batches, first.numbers, first.count, first.is_dummy, samples)
 
 
 class PassesThrough:
@@ -120,7 +120,7 @@ class UpdateLoader(ABC):
     world_size: int
     batch_size: int | None
     """Samples of an ordinary micro-batch; None if they are unknown."""
-    division: Division | None
+    division: UpdateDivision | None
     """Division of the epoch's updates among the ranks; None if micro-batches have no numbers that all ranks share."""
     source: Any
     """The loader as the user made it."""

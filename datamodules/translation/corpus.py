@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.tables import Faults
+from datamodules.loading.table_files import Faults
 from datamodules.translation.loaders import PackedPairs, PackedSentences, pack
 from datamodules.translation.parallel_corpus import LONGEST_INPUT, SentencePairs
 from datamodules.translation.text import (
@@ -41,7 +41,7 @@ TUTORIAL_PREFIXES = (
 
 Choice = Literal["error", "skip"]
 
-_LONGEST = 10_000
+_MAX_BYTES = 10_000
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class CorpusInfo:
 
 @dataclass(frozen=True)
 class CorpusFilter:
-    """Settings of the normalization and the filters; see `TranslationDataModule`. `whole` marks held-out files."""
+    """Settings of the normalization and the filters, see `TranslationDataModule`; `is_held_out` for held-out files."""
 
     normalization: Normalization = "unicode"
     max_length: int | None = None
     prefixes: Literal["tutorial"] | None = None
     on_bad_lines: Choice = "error"
-    whole: bool = False
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Corpus:
         source_tokens, target_tokens: token of each number.
         training_counts: number of occurrences of each source and target token in the training part, int64.
         rows: row numbers of "train", "val" and "test", int64.
-        texts: original source and target of the held-out pairs, by row.
+        original_texts: original source and target of the held-out pairs, by row.
         notes: remarks on lines that were left out.
     """
 
@@ -98,7 +98,7 @@ class Corpus:
     target_tokens: list[str]
     training_counts: tuple[Tensor, Tensor]
     rows: dict[str, Tensor]
-    texts: dict[int, tuple[str, str]] = field(default_factory=dict)
+    original_texts: dict[int, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def vocabularies(self, vocab_size: int | None) -> tuple[Vocabulary, Vocabulary]:
@@ -133,12 +133,12 @@ class Corpus:
             sentences.append(" ".join(tokens[number] for number in packed[row] if number not in (SOS, EOS)))
         return sentences
 
-    def written(self, rows: Tensor, side: int) -> list[str]:
+    def original_sentences(self, rows: Tensor, side: int) -> list[str]:
         """Return the original sentences of held-out pairs, and normalized sentences of training pairs."""
 
         texts = []
         for row, sentence in zip(rows.tolist(), self.sentences(rows, side), strict=True):
-            texts.append(self.texts[row][side] if row in self.texts else sentence)
+            texts.append(self.original_texts[row][side] if row in self.original_texts else sentence)
         return texts
 
 
@@ -196,7 +196,7 @@ def _hints(reasons: Collection[str]) -> str:
     """Return what to do about faulty lines, by the reasons why they are faulty."""
     hints = {
         "not in UTF-8": "; save the file as UTF-8",
-        f"over {_LONGEST:,} bytes": f"; split them, or keep up to 10 bytes for each word of {spelled('max_length')}",
+        f"over {_MAX_BYTES:,} bytes": f"; split them, or keep up to 10 bytes for each word of {spelled('max_length')}",
         "with doubled quotes, as CSV has them": f"; pass {spelled('columns', 'quotes=yes')} if a program wrote them",
         "of markup": "; write what is between the tags",
     }
@@ -208,7 +208,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
     kept = _Kept()
     # Training batches have a fixed number of sentences, so that one long sentence pads all others. Batches of held-out
     # sentences get smaller instead.
-    longest = LONGEST_INPUT if keep.whole else max(_LONGEST, 10 * (keep.max_length or 0))
+    longest = LONGEST_INPUT if keep.is_held_out else max(_MAX_BYTES, 10 * (keep.max_length or 0))
     faults = Faults(dict(pairs.faults.lines))
     too_long = Faults()
     without_prefix = 0
@@ -237,7 +237,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
         too_long.raise_or_report("skip", pairs.where, pairs.read, None),
     ]
     kept.notes = [note for note in notes if note]
-    kept.left_out = pairs.apart | {reason: len(lines) for reason, lines in faults.lines.items()}
+    kept.left_out = pairs.skipped_lines | {reason: len(lines) for reason, lines in faults.lines.items()}
     if too_long:
         # In results.json the reason is the same, whoever has started the run.
         kept.left_out[f"over max_length={keep.max_length}"] = len(too_long)
@@ -325,7 +325,7 @@ def prepare_corpus(
         val, test, seed: shares and seed of the split, see `split_by_source`.
     """
     # Published validation and test files are used whole.
-    held_out_filter = replace(keep, max_length=None, prefixes=None, whole=True)
+    held_out_filter = replace(keep, max_length=None, prefixes=None, is_held_out=True)
     all_kept: list[_Kept] = []
     infos: dict[str, CorpusInfo] = {}
     hashes: dict[str, npt.NDArray[np.uint64]] = {}
@@ -360,6 +360,6 @@ def prepare_corpus(
         target_tokens=target_tokens,
         training_counts=(source_counts, target_counts),
         rows=rows,
-        texts=held_out_texts,
+        original_texts=held_out_texts,
         notes=notes,
     )

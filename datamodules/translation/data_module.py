@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.base import BaseDataModule
-from datamodules.contract import OneCall
+from datamodules.contract import Transient
 from datamodules.errors import UserError, spelled
-from datamodules.loading.tables import parse_columns
+from datamodules.loading.table_files import parse_columns
 from datamodules.notes import inform, inform_if_slow, warn
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
@@ -26,11 +26,11 @@ from datamodules.translation.loaders import (
 from datamodules.translation.parallel_corpus import (
     BUNDLED_TITLE,
     USES,
-    GivenSentence,
+    InputSentence,
     Pair,
     SentencePairs,
     bundled_pairs,
-    given_sentence,
+    check_sentence,
     read_aligned,
     read_inputs,
     read_pairs,
@@ -143,7 +143,7 @@ class TranslationDataModule(BaseDataModule):
     """
 
     tokens_parameter = "max_tokens"
-    place_parameter = "data_file"
+    path_parameter = "data_file"
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class TranslationDataModule(BaseDataModule):
         max_tokens: int | None = None,
         on_bad_lines: Choice = "error",
         seed: int = 1,
-        predict_inputs: OneCall[Sequence[str] | None] = None,
+        predict_inputs: Transient[Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
         data_file, source_file, target_file = map(_paths, (data_file, source_file, target_file))
@@ -221,7 +221,7 @@ class TranslationDataModule(BaseDataModule):
         self._pairs: PackedPairs | None = None
         self.normalization: Normalization = normalization
         """Normalization of the sentences. That of a checkpoint replaces that of the constructor."""
-        self._inputs: list[GivenSentence] | None = None
+        self._inputs: list[InputSentence] | None = None
 
     @property
     def info(self) -> CorpusInfo:
@@ -404,14 +404,14 @@ class TranslationDataModule(BaseDataModule):
             position += len(batch.numbers)
 
     @override
-    def take_inputs(self, inputs: Any) -> None:
+    def set_inputs(self, inputs: Any) -> None:
         """Set the sentences to translate: a string or a list of strings."""
         sentences = [inputs] if isinstance(inputs, str) else list(inputs)
         if not sentences or not all(isinstance(sentence, str) for sentence in sentences):
             raise UserError("no sentence to translate; pass a text, or a list of texts")
-        self._inputs = [given_sentence(text, text) for text in sentences]
+        self._inputs = [check_sentence(text, text) for text in sentences]
 
-    def _sentences_to_predict(self) -> list[GivenSentence]:
+    def _sentences_to_predict(self) -> list[InputSentence]:
         """Return the inputs of `predict`. They are read once, since standard input cannot be read again."""
         if self._inputs is None:
             self._inputs = read_inputs(self.hparams.predict_inputs or [])
@@ -477,11 +477,11 @@ class TranslationDataModule(BaseDataModule):
 
     def source_texts(self, numbers: Tensor) -> list[str]:
         """Return the original source sentences of pairs by number. Those of the training part are normalized."""
-        return self._load().written(numbers, 0)
+        return self._load().original_sentences(numbers, 0)
 
     def target_texts(self, numbers: Tensor) -> list[str]:
         """Return the original translations of pairs by number. Those of the training part are normalized."""
-        return self._load().written(numbers, 1)
+        return self._load().original_sentences(numbers, 1)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -261,18 +261,18 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         self._bounds: Tensor | None = None
         # An item is a sentence, or with `max_tokens` a micro-batch, whose number of sentences varies.
         items = len(rows)
-        items_at_once = batch_size
+        items_per_micro_batch = batch_size
         if max_tokens:
             # The cuts depend on the lengths only: each epoch's order, sorted by length, has the same lengths.
             order = sort_by_length(self._source_lengths, self._target_lengths, torch.arange(len(rows)))
             self._bounds = cut_by_tokens(self._source_lengths[order], self._target_lengths[order], max_tokens)
             items = len(self._bounds) - 1
-            items_at_once = 1
+            items_per_micro_batch = 1
             mean = (self._source_lengths + self._target_lengths).double().mean()
             batch_size = max(1, int(max_tokens / mean))
         self.batch_size = batch_size
         """Sentences of a micro-batch, or with `max_tokens` their mean number."""
-        super().__init__(items, items_at_once, rank, world_size)
+        super().__init__(items, items_per_micro_batch, rank, world_size)
         self._unit = 0
         self._last_plan: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datamodules.errors import UserError, spelled
-from datamodules.loading.tables import (
+from datamodules.loading.table_files import (
     FORM,
     NAMED,
     NOT_UTF8,
@@ -63,7 +63,7 @@ class SentencePairs:
     where: str
     pairs: list[Pair] = field(default_factory=list)
     faults: Faults = field(default_factory=Faults)
-    apart: dict[str, int] = field(default_factory=dict)
+    skipped_lines: dict[str, int] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
@@ -72,7 +72,7 @@ class SentencePairs:
         left = _as_line(source)
         right = _as_line(target)
         if not left and not right:
-            self.apart["blank"] = self.apart.get("blank", 0) + 1
+            self.skipped_lines["blank"] = self.skipped_lines.get("blank", 0) + 1
         elif is_markup(left) or is_markup(right):
             self.faults.add("of markup", [number])
         elif left and right:
@@ -89,7 +89,7 @@ class SentencePairs:
         """Return a line about the chosen columns, with a pair as an example, or "" for aligned files."""
         if not self.columns:
             return ""
-        header = "line 1 is a header and no pair: " if "header" in self.apart else ""
+        header = "line 1 is a header and no pair: " if "header" in self.skipped_lines else ""
         example = ""
         if self.pairs:
             first = self.pairs[0]
@@ -101,7 +101,7 @@ class SentencePairs:
     @property
     def read(self) -> int:
         """Number of all lines that were read."""
-        return len(self.pairs) + len(self.faults) + sum(self.apart.values())
+        return len(self.pairs) + len(self.faults) + sum(self.skipped_lines.values())
 
 
 def _as_line(cell: Any) -> str:
@@ -194,7 +194,7 @@ def read_pairs(path: Path, columns: str | None = None) -> SentencePairs:
     table = read_table(path, declared, header=has_names)
     _with_languages(table)
     source, target = _column_indices(table, declared, has_names)
-    pairs = SentencePairs(str(path), faults=table.faults, apart=table.apart)
+    pairs = SentencePairs(str(path), faults=table.faults, skipped_lines=table.skipped_lines)
     names = [repr(name.strip()) if has_names else f"column {name}" for name in table.names]
     pairs.columns = (names[source], names[target])
     pairs.unused = tuple(name for index, name in enumerate(names) if index not in (source, target))
@@ -238,7 +238,7 @@ LONGEST_INPUT = 100_000
 """Greatest length of a sentence to validate, test or predict on, in bytes of UTF-8."""
 
 
-class GivenSentence(NamedTuple):
+class InputSentence(NamedTuple):
     """Sentence to translate, or the problem of an input without one.
 
     Args:
@@ -252,40 +252,40 @@ class GivenSentence(NamedTuple):
     problem: UserError | None = None
 
 
-def given_sentence(where: str, text: str) -> GivenSentence:
+def check_sentence(where: str, text: str) -> InputSentence:
     """Check a sentence and return it, or the problem if it cannot be translated."""
     if "\0" in text:
-        return GivenSentence(where, "", UserError("holds a NUL character; correct it", subject=where))
+        return InputSentence(where, "", UserError("holds a NUL character; correct it", subject=where))
     size = len(text.encode(errors="replace"))
     if size > LONGEST_INPUT:
         problem = f"has {size:,} bytes, more than {LONGEST_INPUT:,}; split it"
-        return GivenSentence(where, "", UserError(problem, subject=where[:60]))
-    return GivenSentence(where, text)
+        return InputSentence(where, "", UserError(problem, subject=where[:60]))
+    return InputSentence(where, text)
 
 
-def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[GivenSentence]:
+def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[InputSentence]:
     """Yield a sentence, or its problem, for each line."""
     for number, line in enumerate(lines, 1):
         line_name = f"line {number} of {where}"
         if line is None:
             problem = UserError("is not in UTF-8; save the file as UTF-8", subject=line_name)
-            yield GivenSentence(line_name, "", problem)
+            yield InputSentence(line_name, "", problem)
         elif is_markup(line.strip()):
             problem = UserError("is markup; write what is between the tags", subject=line_name)
-            yield GivenSentence(line_name, "", problem)
+            yield InputSentence(line_name, "", problem)
         else:
-            yield given_sentence(line_name, line.strip())
+            yield check_sentence(line_name, line.strip())
 
 
-def _sentences_of_file(path: Path) -> list[GivenSentence]:
+def _sentences_of_file(path: Path) -> list[InputSentence]:
     """Return the sentences of a file, or the file as one input with a problem if it cannot be read."""
     try:
         return list(_sentences_of_lines(str(path), iter_lines(path)))
     except UserError as error:
-        return [GivenSentence(str(path), "", error)]
+        return [InputSentence(str(path), "", error)]
 
 
-def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
+def read_inputs(inputs: Sequence[str]) -> list[InputSentence]:
     """Read the sentences to translate. Blank lines of files are kept, so that outputs match the lines of the input.
 
     Args:
@@ -294,7 +294,7 @@ def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
     Raises:
         UserError: there is no sentence.
     """
-    sentences: list[GivenSentence] = []
+    sentences: list[InputSentence] = []
     for text in inputs:
         is_listed = text.startswith("@") or (text.endswith(".txt") and " " not in text)
         # Path.exists raises an error for texts that are longer than a file name may be.
@@ -310,7 +310,7 @@ def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
                 warn(f"note: {text} is a file: its {len(file_sentences):,} lines are translated")
             sentences += file_sentences
         else:
-            sentences.append(given_sentence(text, text))
+            sentences.append(check_sentence(text, text))
     if not sentences:
         raise UserError('no sentence to translate; type some behind the options, as "je suis fatigué .", @FILE, or -')
     return sentences

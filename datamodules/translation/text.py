@@ -208,7 +208,7 @@ def build_vocabulary(tokens: Sequence[str], counts: Sequence[int], most: int | N
 
 SubwordKind = Literal["bpe", "none"]
 
-_LONGEST = 1_000_000  # Bytes of a text without a space; sentencepiece's own limit of 4,192 skips longer ones.
+_MAX_TEXT_BYTES = 1_000_000  # Bytes of a text without a space; sentencepiece's own limit of 4,192 skips longer ones.
 
 
 class SubwordVocabulary:
@@ -305,7 +305,7 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
                 byte_fallback=True,
                 normalization_rule_name="identity",
                 remove_extra_whitespaces=False,
-                max_sentence_length=_LONGEST,
+                max_sentence_length=_MAX_TEXT_BYTES,
                 num_threads=1,
                 minloglevel=2,
                 **special,

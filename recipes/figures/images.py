@@ -106,8 +106,8 @@ class ImageGrid:
         data = base64.b64encode(file.getvalue()).decode()
         css_class = ' class="small"' if is_small else ""
         alt = html.escape(", ".join(lines))
-        headline, *further_lines = (html.escape(line) for line in lines)
-        caption = "<br>".join((f"<b>{headline}</b>", *further_lines))
+        headline, *other_lines = (html.escape(line) for line in lines)
+        caption = "<br>".join((f"<b>{headline}</b>", *other_lines))
         image_tag = f'<img{css_class} src="data:image/{kind};base64,{data}" alt="{alt}">'
         return f"<figure>{image_tag}<figcaption>{caption}</figcaption></figure>"
 

@@ -15,14 +15,14 @@ _LEFT = 50
 _RIGHT = 10
 _TOP = 30
 _BOTTOM = 26
-_MOST_POINTS = 300
-_MOST_CLASSES = 25
-_MOST_TOKENS = 40
+_MAX_POINTS = 300
+_MAX_CLASSES = 25
+_MAX_TOKENS = 40
 _LOG_FROM = 30.0
 """The ratio of the largest to the smallest value from which the axis is logarithmic."""
 
 
-def thinned(points: Points, most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+def thinned(points: Points, most: int = _MAX_POINTS) -> list[tuple[float, float]]:
     """Return at most `most` points: the lowest and the highest point of equal parts, so that no peak is lost.
 
     Example:
@@ -222,8 +222,8 @@ def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: 
         part: the evaluated part of the data, such as "test".
     """
     shown = list(range(len(counts)))
-    if len(counts) > _MOST_CLASSES:
-        shown = most_confused(counts, _MOST_CLASSES)
+    if len(counts) > _MAX_CLASSES:
+        shown = most_confused(counts, _MAX_CLASSES)
     labels = [_cut(str(names[number]), 14) for number in shown]
     longest = max(map(len, labels))
     side = max(21, min(44, 300 // len(shown)))
@@ -279,8 +279,8 @@ def attention_plot(
         target: the tokens of the translation.
         title: the title of the figure.
     """
-    columns = [_cut(token, 12) for token in source[:_MOST_TOKENS]]
-    rows = [_cut(token, 12) for token in target[:_MOST_TOKENS]]
+    columns = [_cut(token, 12) for token in source[:_MAX_TOKENS]]
+    rows = [_cut(token, 12) for token in target[:_MAX_TOKENS]]
     side = 20
     left = 12 + 6.8 * max(map(len, rows))
     top = 12 + 6.8 * max(map(len, columns))
@@ -296,5 +296,5 @@ def attention_plot(
             if weight >= 0.01:
                 shapes.append(Box(left + side * column, y, side - 1, side - 1, "train", weight))
     is_cut = len(columns) < len(source) or len(rows) < len(target)
-    note = f"The first {_MOST_TOKENS} tokens of each side." if is_cut else ""
+    note = f"The first {_MAX_TOKENS} tokens of each side." if is_cut else ""
     return Figure(title, left + side * len(columns) + 4, top + side * len(rows) + 4, shapes, note)

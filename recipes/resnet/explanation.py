@@ -19,8 +19,8 @@ from recipes.mistakes import EXPLAINED_SIDE, MAX_IMAGES, Explanation
 from .feature_cache import inputs_of
 from .layers import layers_of, random_images
 
-_MOST_SEARCHED = 2_000
-_FEWEST_SEARCHED = 100
+_MAX_SEARCHED = 2_000
+_MIN_SEARCHED = 100
 _NEAREST = 3
 _SHARE_OF_RUN = 0.03
 
@@ -168,8 +168,8 @@ def affordable(total: int, passes: float) -> int:
     """
     # A run explains two evaluations, validation and test, with two passes for each of their mistakes.
     budget = int(_SHARE_OF_RUN * passes) - 4 * MAX_IMAGES
-    count = min(_MOST_SEARCHED, total, budget)
-    return count if count >= min(_FEWEST_SEARCHED, total) else 0
+    count = min(_MAX_SEARCHED, total, budget)
+    return count if count >= min(_MIN_SEARCHED, total) else 0
 
 
 class MistakeExplainer:
@@ -194,7 +194,7 @@ class MistakeExplainer:
         """Return the explanation of mistakes, as `Classifier.explain`; a collective call."""
         wanted = self.recipe.hparams.explain_mistakes
         total = data_contract(self.recipe.data_module()).sizes.get("train", 0)
-        count = min(_MOST_SEARCHED, total)
+        count = min(_MAX_SEARCHED, total)
         if wanted is None:
             passes = self._passes_of_run()
             count = affordable(total, passes)

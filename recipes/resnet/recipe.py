@@ -20,14 +20,14 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from datamodules import ImageFolderDataModule
-from datamodules.contract import Free, Rare, data_contract
+from datamodules.contract import Advanced, Changeable, data_contract
 from datamodules.errors import UserError, spelled
 from datamodules.images.decoding import crop_pct, is_small
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.notes import inform
 from datamodules.ranges import RATE, Range, check_ranges
-from recipes.calls import call_network, check_logits
 from recipes.classifier import Classifier
+from recipes.forward import call_network, check_logits
 from recipes.inputs import in_dtype_of
 from recipes.labels import count_correct, mean_cross_entropy
 from recipes.mistakes import Explanation
@@ -100,8 +100,8 @@ class ResNetFineTuner(Classifier):
         weight_decay: float = 0.01,
         schedule: ScheduleName = "one_cycle",
         label_smoothing: float = 0.0,
-        cache_features: Free[bool] = False,
-        explain_mistakes: Rare[Free[bool | None]] = None,
+        cache_features: Changeable[bool] = False,
+        explain_mistakes: Advanced[Changeable[bool | None]] = None,
         **kwargs: Any,
     ) -> None:
         # None and "auto" are resolved here, so that a checkpoint has the values that were used.
@@ -230,10 +230,10 @@ class ResNetFineTuner(Classifier):
         are_small = contract.image_size is not None and is_small(contract.image_size)
         from_data = super().settings_from_data(data, **settings)
         from_data["image_size"] = contract.image_size
-        if not contract.photographs:
+        if not contract.natural_images:
             # Digits have large features, so that the first layer may skip pixels.
             from_data["small_images"] = False
-        if are_small or not contract.photographs:
+        if are_small or not contract.natural_images:
             from_data["weights"] = "none"
         return from_data
 

@@ -46,13 +46,13 @@ from callbacks.lib.signals import SIGNALS, name_of, requeue_on
 from datamodules.errors import RunFailedError, UserError, spelled
 from recipes.runner.command import Command
 from recipes.runner.errors import Failure, exit_now, first_cause, print_error, print_loss
-from recipes.runner.flags import Classes
+from recipes.runner.flags import RunClasses
 from recipes.runner.launch import LOOPBACK, Launch
 from recipes.runner.saved_run import newest_valid_checkpoint
 from recipes.runner.spec import RunSpec
 from recipes.runner.start import start_fork_server, start_method
 from recipes.runner.training import how_to_resume
-from recipes.runner.worker import Handed, meeting_reported, open_store, work
+from recipes.runner.worker import Handed, open_store, rendezvous_errors_reported, work
 
 _PICKLED_MAIN = b"\x8c\x08__main__"  # The name of a module in a pickle: an opcode, its length, and its text.
 _SECONDS_TO_END = 5.0  # For workers to end by themselves once another one has failed with an error.
@@ -218,7 +218,7 @@ class Task(Protocol):
     """The members of `recipes.runner.run.Task` that an agent needs; to import it would be a circle."""
 
     @property
-    def classes(self) -> Classes: ...
+    def classes(self) -> RunClasses: ...
 
     @property
     def typed(self) -> Command: ...
@@ -250,7 +250,7 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
     pickled = task.pickled()
     # First, since it imports while this process waits for the other nodes.
     start_fork_server(sorted({kind.__module__ for kind in task.classes.both} - {"__main__"}))
-    with meeting_reported(launch, task.timeout):
+    with rendezvous_errors_reported(launch, task.timeout):
         serves = launch.node_rank == 0
         store = open_store(launch.address or LOOPBACK, launch.port or 0, task.timeout, serves, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=_SECONDS_TO_ANSWER))
@@ -325,11 +325,11 @@ def _outcome(agent: NodeAgent, task: Task) -> Failure | None:
     try:
         result = agent.run()
     except RendezvousTimeoutError:
-        place = {"node_rank": "I", "master_addr": launch.address, "master_port": agent.store.port}
+        flags = {"node_rank": "I", "master_addr": launch.address, "master_port": agent.store.port}
         return Failure(
             "user",
             f"fewer than {launch.min_nodes} nodes joined within {task.timeout:g} s; type on each node that is missing,"
-            f" I being its number: {task.typed.using(**place)}, or wait longer with {spelled('rendezvous_timeout')}",
+            f" I being its number: {task.typed.using(**flags)}, or wait longer with {spelled('rendezvous_timeout')}",
             UserError.exit_status,
         )
     except RendezvousClosedError:

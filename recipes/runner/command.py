@@ -24,7 +24,7 @@ from datamodules.errors import flag_of
 DEFAULT_PORT = 29500
 _PLAIN = (int, float, str, type(None), timedelta, Enum, os.PathLike)
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
-_LONGEST_CHOICE = 34
+_MAX_CHOICE_LENGTH = 34
 """Characters up to which the short help names all choices."""
 COMMANDS = {
     "fit": "train, then test the best checkpoint (the default)",
@@ -156,7 +156,7 @@ def type_name(annotation: Any, everything: bool = True) -> str:
     arguments = get_args(annotation)
     if origin is Literal:
         joined = "|".join(dict.fromkeys(map(str, arguments)))
-        if everything or len(joined) <= _LONGEST_CHOICE:
+        if everything or len(joined) <= _MAX_CHOICE_LENGTH:
             return joined
         return f"{arguments[0]}|{arguments[1]}|..."
     if origin in (Union, types.UnionType):

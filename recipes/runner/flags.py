@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 from typing_extensions import override
 
-from datamodules.contract import USUALLY_FREE, Free, OneCall, Rare, data_contract, marked_parameters
+from datamodules.contract import USUALLY_CHANGEABLE, Advanced, Changeable, Transient, data_contract, marked_parameters
 from datamodules.errors import UserError, flag_of, spelled
 from datamodules.lightning import Callback, pl
 from recipes.base import Recipe
@@ -41,18 +41,18 @@ from recipes.runner.command import (
     type_name,
     with_typed_value,
 )
-from recipes.runner.hints import FURTHER, nearest, unknown_flag, valid_names
+from recipes.runner.hints import TRAINER_FLAG, nearest, unknown_flag, valid_names
 from recipes.runner.launch import LaunchSettings
 from recipes.runner.saved_run import read_settings
 from recipes.runner.settings import (
-    Marks,
-    NullEnds,
-    OfMachine,
+    MachineOnly,
+    NullDisables,
     RunSettings,
+    SettingMarks,
     TrainerSettings,
     as_plain,
-    layered,
-    with_length,
+    drop_epoch_limit,
+    merge_layers,
 )
 from recipes.runner.verify import Interval
 from recipes.version import __version__
@@ -83,7 +83,7 @@ class FlagGroup:
 
 
 @dataclass(frozen=True)
-class Given:
+class ParsedArguments:
     """The settings of a command line.
 
     Args:
@@ -99,7 +99,7 @@ class Given:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings; what was typed wins over all files."""
-        return layered(self.files, self.typed)
+        return merge_layers(self.files, self.typed)
 
 
 def _one_line(message: str) -> str:
@@ -150,7 +150,7 @@ class FlagParser(ArgumentParser):
         return getattr(action, "_typehint", None) or action.type
 
     def marked(self, mark: Any) -> frozenset[str]:
-        """Return the flags whose parameters have a mark, such as `Free`."""
+        """Return the flags whose parameters have a mark, such as `Changeable`."""
         return frozenset().union(*(marked_parameters(cls, mark) for cls in self._classes))
 
     def defaults(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class FlagParser(ArgumentParser):
         text = (action.help or "").replace("%%", "%")
         if "==SUPPRESS==" in text:
             text = ""
-        return HelpEntry(name, self.type_of(name), default, text, name in marked_parameters(group.cls, Rare))
+        return HelpEntry(name, self.type_of(name), default, text, name in marked_parameters(group.cls, Advanced))
 
     def select(self, settings: Mapping[str, Any], title: str) -> dict[str, Any]:
         """Return the parameters of one group's class."""
@@ -179,7 +179,7 @@ class FlagParser(ArgumentParser):
 
     # Read
 
-    def parse(self, args: Sequence[str], takes_inputs: bool = False) -> Given:
+    def parse(self, args: Sequence[str], takes_inputs: bool = False) -> ParsedArguments:
         """Read a command line, and the files that it names.
 
         Args:
@@ -190,14 +190,14 @@ class FlagParser(ArgumentParser):
         arguments, paths = self._spell_out(args, takes_inputs)
         files: dict[str, Any] = {}
         for path in paths:
-            files = layered(files, self.read(self._settings_in(path), path))
+            files = merge_layers(files, self.read(self._settings_in(path), path))
         try:
             typed = self.parse_args(arguments, defaults=False).as_dict()
         except Exception as error:
             message = with_typed_value(str(error), arguments)
             raise UserError(self._explain(message, takes_inputs=takes_inputs)) from error
         inputs = typed.pop("inputs", None) or ()
-        return Given(typed, files, inputs)
+        return ParsedArguments(typed, files, inputs)
 
     def read(self, values: Mapping[str, Any], source: str = "") -> dict[str, Any]:
         """Convert the settings of a file or a program to their types; names without a flag are left out.
@@ -224,7 +224,7 @@ class FlagParser(ArgumentParser):
         unknown = arguments.keys() - self.flags.keys()
         if unknown:
             name = min(unknown)
-            raise UserError(f"fit() has no parameter {name}{self._hint(name, f'{FURTHER}={{{name!r}: ...}}')}")
+            raise UserError(f"fit() has no parameter {name}{self._hint(name, f'{TRAINER_FLAG}={{{name!r}: ...}}')}")
         plain = {}
         for name, value in arguments.items():
             try:
@@ -274,7 +274,7 @@ class FlagParser(ArgumentParser):
             raise UserError(f"{path} holds no settings; expected lines such as seed: 1")
         for name in settings:
             if name not in self.flags:
-                hint = self._hint(str(name), f"{FURTHER}: {{{name}: ...}}")
+                hint = self._hint(str(name), f"{TRAINER_FLAG}: {{{name}: ...}}")
                 raise UserError(f"{path}: there is no setting {name}{hint}")
         return settings
 
@@ -284,19 +284,23 @@ class FlagParser(ArgumentParser):
         """Return all valid names: the flags, and the Trainer's other parameters."""
         return valid_names(self.flags, inspect.signature(pl.Trainer).parameters)
 
-    def _hint(self, name: str, further: str) -> str:
+    def _hint(self, name: str, trainer_spelling: str) -> str:
         """Return a question about the setting that was meant, or an empty text.
 
         Args:
-            further: how a parameter of the Trainer of this name is written.
+            trainer_spelling: how a parameter of the Trainer of this name is written.
         """
-        if f"{FURTHER}.{name}" in self._known():
-            return f"; did you mean {further}?"
+        if f"{TRAINER_FLAG}.{name}" in self._known():
+            return f"; did you mean {trainer_spelling}?"
         return nearest(name, self.flags)
 
     def _check_name(self, flag: str, name: str) -> None:
         """Reject a flag that does not exist."""
-        if name in self.flags or name == "config" or (name.startswith(f"{FURTHER}.") and FURTHER in self.flags):
+        if (
+            name in self.flags
+            or name == "config"
+            or (name.startswith(f"{TRAINER_FLAG}.") and TRAINER_FLAG in self.flags)
+        ):
             return
         raise UserError(unknown_flag(flag, name, self.flags, inspect.signature(pl.Trainer).parameters))
 
@@ -336,7 +340,7 @@ class FlagParser(ArgumentParser):
                     expects_config_file = True
                 continue
             is_bare = self._is_bare(name, following)
-            if name.startswith(f"{FURTHER}."):
+            if name.startswith(f"{TRAINER_FLAG}."):
                 is_bare = following.startswith("--")  # Most parameters of the Trainer without a flag are switches.
             if is_bare and not equals:
                 equals = "="
@@ -398,7 +402,7 @@ def takes_inputs(data_class: type[pl.LightningDataModule]) -> bool:
 
 
 @dataclass(frozen=True)
-class Classes:
+class RunClasses:
     """The classes that a command line is made for.
 
     Args:
@@ -429,7 +433,7 @@ class Classes:
             return self.data
         data = self.data(**options)
         if self.samples is not None:
-            data_contract(data).take_samples(self.samples)
+            data_contract(data).set_samples(self.samples)
         return data
 
     def parser(self, program: str = "") -> FlagParser:
@@ -457,19 +461,23 @@ class Classes:
         return {**options, PREDICT_INPUTS: list(inputs)}
 
 
-def marks_of(parser: FlagParser) -> Marks:
+def marks_of(parser: FlagParser) -> SettingMarks:
     """Return which flags are special, by the marks of their types."""
-    return Marks(
-        free=parser.marked(Free) | USUALLY_FREE,
-        one_call=parser.marked(OneCall) | {PREDICT_INPUTS},
-        of_machine=parser.marked(OfMachine),
-        null_ends=parser.marked(NullEnds),
+    return SettingMarks(
+        changeable=parser.marked(Changeable) | USUALLY_CHANGEABLE,
+        transient=parser.marked(Transient) | {PREDICT_INPUTS},
+        machine_only=parser.marked(MachineOnly),
+        null_disables=parser.marked(NullDisables),
     )
 
 
-def free_parameters(classes: Classes) -> frozenset[str]:
+def changeable_parameters(classes: RunClasses) -> frozenset[str]:
     """Return the parameters of recipe and data that do not define the experiment."""
-    return marked_parameters(classes.recipe, Free) | marked_parameters(classes.data_class, Free) | USUALLY_FREE
+    return (
+        marked_parameters(classes.recipe, Changeable)
+        | marked_parameters(classes.data_class, Changeable)
+        | USUALLY_CHANGEABLE
+    )
 
 
 @dataclass(frozen=True)
@@ -484,7 +492,7 @@ class Request:
     """
 
     command: str
-    given: Given
+    given: ParsedArguments
     folder: Path | None = None
     interval: Interval | None = None
 
@@ -507,7 +515,7 @@ def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) 
     flags = [arg for arg in arguments if arg not in PRINT_CONFIG_FLAGS]
     given = parser.parse(flags, takes_inputs=command in _TAKE_INPUTS)
     if PRINT_CONFIG_FLAGS.intersection(arguments):
-        settings = as_plain(layered(with_length(parser.defaults(), given.settings), given.settings))
+        settings = as_plain(merge_layers(drop_epoch_limit(parser.defaults(), given.settings), given.settings))
         print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")  # noqa: T201
         return None
     if command != "verify" or not given.inputs:
@@ -536,7 +544,7 @@ def _reject(*rules: tuple[Any, str]) -> None:
             raise UserError(message)
 
 
-def check_request(request: Request, settings: Mapping[str, Any], classes: Classes) -> None:
+def check_request(request: Request, settings: Mapping[str, Any], classes: RunClasses) -> None:
     """Reject flags that the command does not use, and a command without what it needs.
 
     Args:

@@ -42,7 +42,7 @@ from recipes.runner.saved_run import (
 )
 from recipes.runner.settings import describe_differences
 from recipes.runner.variables import job_name, restarts_by_torch
-from recipes.runner.worker import share
+from recipes.runner.worker import broadcast_from_rank_zero
 
 _LINEAGE = "lineage.json"
 _FAILURE = ".failure.json"
@@ -84,7 +84,7 @@ def find_resume_point(
     parent: Path,
     config: Mapping[str, Any],
     typed: Mapping[str, Any],
-    free: Collection[str],
+    changeable: Collection[str],
 ) -> ResumePoint:
     """Decide where this command starts or resumes; ranks that share the folder decide alike.
 
@@ -94,7 +94,7 @@ def find_resume_point(
         parent: the folder of the recipe's runs.
         config: the settings of this command.
         typed: the settings that were typed, or are in a file of ``--config``.
-        free: the settings that do not define the experiment.
+        changeable: the settings that do not define the experiment.
 
     Raises:
         UserError: `resume` is not a valid checkpoint, or the job has no name.
@@ -104,11 +104,11 @@ def find_resume_point(
         """Resume in `folder` if its config matches, or if it has none."""
         file = folder / "config.yaml"
         saved = read_settings(file) if file.is_file() else None
-        if saved is not None and describe_differences(saved, config, free):
+        if saved is not None and describe_differences(saved, config, changeable):
             return None
         point = resume_in(folder, typed)
         run = point.saved
-        return None if run and describe_differences(run.config, config, free, run.auto_settings) else point
+        return None if run and describe_differences(run.config, config, changeable, run.auto_settings) else point
 
     if resume == "none":
         return ResumePoint()
@@ -381,7 +381,7 @@ def locked(folder: Path) -> Iterator[None]:
         RankZeroFailed: on the other ranks, if rank 0 has raised this error.
     """
     lock = FileLock(folder / _LOCK)
-    share(partial(_acquire, lock, folder))
+    broadcast_from_rank_zero(partial(_acquire, lock, folder))
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from typing import Any
 
 from datamodules.errors import spelled, spelling_as_flags
 from datamodules.lightning_package import TRAINERS, lightning_package
-from recipes.finding import find_recipes
+from recipes.registry import find_recipes
 from recipes.runner.command import PREDICT_INPUTS, HelpEntry, HelpPage, summary_of
 
 _OURS = ("recipes", "callbacks", "datamodules")
@@ -184,8 +184,8 @@ class _Class:
         raise NotInSourceError(self.node.name)
 
     def rare(self) -> set[str]:
-        """Return the parameters, also of base classes that get them in ``**kwargs``, that are marked with `Rare`."""
-        (label,) = _module("datamodules.contract")["Rare"].__metadata__
+        """Return the parameters that are marked `Advanced`, also of base classes that get them in ``**kwargs``."""
+        (label,) = _module("datamodules.contract")["Advanced"].__metadata__
         parameters: list[Parameter] = []
         for cls in self.bases():
             parameters += cls.own_parameters()
@@ -289,13 +289,13 @@ def read_trainer_parameters() -> list[str] | None:
         return None
 
 
-FURTHER = "trainer"
+TRAINER_FLAG = "trainer"
 """The flag with the parameters of the Trainer that have no flag of their own."""
 
 _CLOSE = 0.75
 """The similarity of two names, from 0 to 1, from which one is taken for a misspelling of the other."""
 
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
+ALIASES: dict[str, tuple[str, ...]] = {
     "accumulate_grad_batches": ("accumulate",),
     "amp": ("precision bf16-mixed",),
     "base_lr": ("lr",),
@@ -409,12 +409,12 @@ def meant(name: str, names: Iterable[str]) -> str | None:
     """
     candidates = list(names)
     normalized = name.lower().replace("-", "_")
-    if normalized in OTHER_NAMES:
-        for suggestion in OTHER_NAMES[normalized]:
+    if normalized in ALIASES:
+        for suggestion in ALIASES[normalized]:
             if suggestion.partition(" ")[0] in candidates:
                 return suggestion
         return None
-    if normalized in not_here() or _recipes_with(normalized):  # A flag of another recipe is not misspelled.
+    if normalized in unsupported_settings() or _recipes_with(normalized):  # A flag of another recipe is not misspelled.
         return None
     # These look alike and mean the contrary.
     opposites = (normalized.replace("min_", "max_"), normalized.replace("max_", "min_"), f"un{normalized}")
@@ -423,7 +423,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-def not_here() -> dict[str, str]:
+def unsupported_settings() -> dict[str, str]:
     """Return names that are no settings here, and why; none of them is a misspelling."""
     return {
         "bn_momentum": "a network of yours sets it where it is built",
@@ -446,7 +446,7 @@ def not_here() -> dict[str, str]:
     }
 
 
-def other_places() -> dict[str, str]:
+def managed_parameters() -> dict[str, str]:
     """Return the parameters of the Trainer that a run sets itself, and what serves in their place."""
     logs_nothing = spelled("logger", "none")
     return {
@@ -493,10 +493,10 @@ def valid_names(flags: Collection[str], trainer_parameters: Iterable[str]) -> li
     Args:
         trainer_parameters: all parameters of Lightning's Trainer.
     """
-    if FURTHER not in flags:
+    if TRAINER_FLAG not in flags:
         return list(flags)
-    excluded = {*flags, *other_places()}
-    return [*flags, *(f"{FURTHER}.{name}" for name in trainer_parameters if name not in excluded)]
+    excluded = {*flags, *managed_parameters()}
+    return [*flags, *(f"{TRAINER_FLAG}.{name}" for name in trainer_parameters if name not in excluded)]
 
 
 def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameters: Iterable[str]) -> str:
@@ -513,18 +513,18 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
         'there is no flag --max-epoch; did you mean --max-epochs?'
     """
     as_typed = flag.replace("-", "_").lower()
-    if as_typed in OTHER_NAMES:  # Such as no_cuda, which is not the contrary of a switch.
+    if as_typed in ALIASES:  # Such as no_cuda, which is not the contrary of a switch.
         name = as_typed
     with spelling_as_flags(flags):
-        instead = other_places().get(name)
-        reason = not_here().get(name)
-    if FURTHER in flags and instead and name not in OTHER_NAMES:
+        instead = managed_parameters().get(name)
+        reason = unsupported_settings().get(name)
+    if TRAINER_FLAG in flags and instead and name not in ALIASES:
         return f"there is no flag --{flag}: {instead}"
     names = valid_names(flags, trainer_parameters)
     hint = flag_meant(name, [*names, "help", "help_all"])
-    further = f"{FURTHER}.{name}"
-    if further in names:
-        hint = f"; did you mean --{further}?"
+    trainer_flag = f"{TRAINER_FLAG}.{name}"
+    if trainer_flag in names:
+        hint = f"; did you mean --{trainer_flag}?"
     elif reason:
         hint = f": {reason}"
     elif not hint:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datamodules.contract import OneCall, Rare
+from datamodules.contract import Advanced, Transient
 from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
@@ -51,13 +51,13 @@ class LaunchSettings:
         collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
     """
 
-    num_nodes: OneCall[str | int] = 1
-    node_rank: OneCall[int | None] = None
-    master_addr: OneCall[str | None] = None
-    master_port: OneCall[int | None] = None
-    max_restarts: OneCall[int] = 0
-    rendezvous_timeout: Rare[OneCall[float]] = 60.0
-    collective_timeout: Rare[OneCall[float]] = 1800.0
+    num_nodes: Transient[str | int] = 1
+    node_rank: Transient[int | None] = None
+    master_addr: Transient[str | None] = None
+    master_port: Transient[int | None] = None
+    max_restarts: Transient[int] = 0
+    rendezvous_timeout: Advanced[Transient[float]] = 60.0
+    collective_timeout: Advanced[Transient[float]] = 1800.0
 
     def __post_init__(self) -> None:
         check_ranges(

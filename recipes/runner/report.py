@@ -22,10 +22,11 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError
 from datamodules.lightning import TensorBoardLogger, is_overridden, pl
 from recipes.base import Recipe
+from recipes.evaluation_tables import Headline, ResultTable
 from recipes.figures.drawing import color_style
 from recipes.figures.images import ImageGrid, Picture
+from recipes.runner.build import BuiltRun
 from recipes.runner.errors import print_error, relative_path
-from recipes.runner.experiment import Experiment
 from recipes.runner.flags import takes_inputs
 from recipes.runner.loggers import METRICS, SUMMARY, LoggedImage, framed, log_images, plots, run_curves, table
 from recipes.runner.saved_run import (
@@ -42,11 +43,10 @@ from recipes.runner.saved_run import (
     write_rows,
     write_text,
 )
-from recipes.tables import Headline, ResultTable
 
 FIGURES = "figures"
-_MOST_ROWS = 25
-_MOST_TRANSLATIONS = 12
+_MAX_ROWS = 25
+_MAX_TRANSLATIONS = 12
 _TILES = 3
 _TRANSLATIONS = "test_translations.csv"
 _REPORT = "report.html"
@@ -170,11 +170,11 @@ class RunFiles(Stopwatch):
         experiment: the built run, for the page of a run that has not finished.
     """
 
-    def __init__(self, started_at: float, folder: Path, experiment: Experiment) -> None:
+    def __init__(self, started_at: float, folder: Path, built: BuiltRun) -> None:
         super().__init__(started_at)
         self.folder = folder
         self.figures: dict[str, Picture] = {}
-        self._experiment = experiment
+        self._built = built
         self._has_batch = False
 
     @override
@@ -203,7 +203,7 @@ class RunFiles(Stopwatch):
                 logger.save()  # The page draws its curves from metrics.csv.
             with best_effort("report.html"):
                 how = f"interrupted by {name} after {trainer.global_step:,} updates"
-                report_interrupted(trainer, self._experiment, self, how)
+                report_interrupted(trainer, self._built, self, how)
 
 
 def _tables(folder: Path) -> dict[str, list[list[str]]]:
@@ -212,7 +212,7 @@ def _tables(folder: Path) -> dict[str, list[list[str]]]:
     for path in sorted(folder.glob("*.csv")):
         if path.name not in (METRICS, _TRANSLATIONS):
             with path.open(newline="", encoding="utf-8", errors="replace") as file:
-                tables[path.name] = list(itertools.islice(csv.reader(file), _MOST_ROWS + 1))
+                tables[path.name] = list(itertools.islice(csv.reader(file), _MAX_ROWS + 1))
     return tables
 
 
@@ -222,7 +222,7 @@ def _translations(path: Path) -> tuple[list[dict[str, str]], int]:
         return [], 0
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = list(csv.DictReader(file))
-    shown = min(_MOST_TRANSLATIONS, len(rows))
+    shown = min(_MAX_TRANSLATIONS, len(rows))
     return [rows[number * len(rows) // shown] for number in range(shown)], len(rows)
 
 
@@ -238,15 +238,15 @@ def split_scores(
         >>> split_scores(headline, {"val/accuracy": 0.99, "val/loss": 0.25})[1]
         {'val/loss': '0.25'}
     """
-    further = {}
+    other_scores = {}
     for row in headline[_TILES:]:
-        further[row.title] = row._replace(signature="").text
+        other_scores[row.title] = row._replace(signature="").text
     shown = {row.score for row in headline}
     for name, score in scores.items():
         if "_class_" not in name and name not in shown:
-            further[name] = f"{score:.5g}"
+            other_scores[name] = f"{score:.5g}"
     signatures = {row.title: row.signature for row in headline if row.signature}
-    return list(headline[:_TILES]), further, signatures
+    return list(headline[:_TILES]), other_scores, signatures
 
 
 def write_page(
@@ -315,7 +315,7 @@ def write_page(
         number_of_translations=number_of_translations,
         translations_file=_TRANSLATIONS,
         tables=_tables(folder),
-        most_rows=_MOST_ROWS,
+        most_rows=_MAX_ROWS,
         settings=settings,
         environment={name: text for name, text in environment.items() if text},
         files=[name for name in _LINKED if (folder / name).is_file()],
@@ -357,7 +357,7 @@ def _best(result: RunResult) -> dict[str, Any] | None:
     }
 
 
-def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, result: RunResult) -> dict[str, Any]:
+def _results(trainer: pl.Trainer, built: BuiltRun, stopwatch: Stopwatch, result: RunResult) -> dict[str, Any]:
     """Return the entries of ``results.json``.
 
     `weights_sha256` is the hash of the weights at the end of the training, by which two runs are compared. `scores`
@@ -367,7 +367,7 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
     those of rank 0.
     """
     recipe = result.model
-    data = data_contract(experiment.data)
+    data = data_contract(built.data)
     device = trainer.strategy.root_device
     # A user's data module may not tell its sizes, so that those of its loaders are counted.
     sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
@@ -376,7 +376,7 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
     parameters, trainable = count_parameters(recipe)
     return {
         "recipe": recipe.title,
-        "command": experiment.typed.call or experiment.typed.using(),
+        "command": built.typed.call or built.typed.using(),
         "started_at": (ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
         "ended_at": ended_at.isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -398,9 +398,9 @@ def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, 
         "stopped_early": result.stopped_early or None,
         "parameters": parameters,
         "trainable_parameters": stopwatch.trainable or trainable,
-        "flops": forward_flops(recipe) if experiment.spec.run.summary else None,
+        "flops": forward_flops(recipe) if built.spec.run.summary else None,
         "data": {"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
-        "config": dict(experiment.spec.config),
+        "config": dict(built.spec.config),
     }
 
 
@@ -426,14 +426,14 @@ def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, 
     return rows
 
 
-def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: Path) -> dict[str, str]:
+def _next_steps(trainer: pl.Trainer, built: BuiltRun, best: Path) -> dict[str, str]:
     """Return the path of the best checkpoint, and commands that use it."""
     rows = {"best checkpoint": relative_path(best)}
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(relative_path(best.parents[2]))}"
-    example = f" {experiment.recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
-    if example or is_overridden("predict_dataloader", experiment.data):
-        rows["predict"] = f"{experiment.typed.program} predict --ckpt {shlex.quote(relative_path(best))}{example}"
+    example = f" {built.recipe.predict_example}" if takes_inputs(type(built.data)) else ""
+    if example or is_overridden("predict_dataloader", built.data):
+        rows["predict"] = f"{built.typed.program} predict --ckpt {shlex.quote(relative_path(best))}{example}"
     return rows
 
 
@@ -466,27 +466,27 @@ def _write(
     return rows
 
 
-def report_interrupted(trainer: pl.Trainer, experiment: Experiment, files: RunFiles, how: str) -> None:
+def report_interrupted(trainer: pl.Trainer, built: BuiltRun, files: RunFiles, how: str) -> None:
     """Write the page of an unfinished run, with the scores that were logged last.
 
     Args:
         how: how the run ended, such as "interrupted by Ctrl-C after 120 updates".
     """
-    recipe = experiment.recipe
+    recipe = built.recipe
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.partition("/")[0] != "lr"}
     result = RunResult(recipe, scores, files.folder, None, epochs=trainer.current_epoch, stopped_early=how)
-    results = _results(trainer, experiment, files, result)
+    results = _results(trainer, built, files, result)
     pictures = run_curves(files.folder, recipe.monitor) | figures_of(trainer)
     write_page(files.folder / _REPORT, results, result.headline, _rows(results, {}), pictures)
 
 
-def report(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, result: RunResult) -> None:
+def report(trainer: pl.Trainer, built: BuiltRun, stopwatch: Stopwatch, result: RunResult) -> None:
     """Write results.json, its tables and report.html into the run's folder, and print the closing table."""
-    results = _results(trainer, experiment, stopwatch, result)
+    results = _results(trainer, built, stopwatch, result)
     rows = _rows(results, results["headline"])
     if result.folder is not None:
         if result.checkpoint:
-            rows |= _next_steps(trainer, experiment, result.checkpoint)
+            rows |= _next_steps(trainer, built, result.checkpoint)
         # Files first: printing fails where the terminal has been closed.
         saved = stopwatch.figures if isinstance(stopwatch, RunFiles) else ()
         rows |= _write(trainer, result, results, saved)

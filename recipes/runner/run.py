@@ -29,7 +29,8 @@ from datamodules.lightning import Callback, MisconfigurationException, is_overri
 from datamodules.lightning_package import check_package, lightning_package
 from recipes.base import Recipe
 from recipes.export import export
-from recipes.finding import recipe_class
+from recipes.registry import recipe_class
+from recipes.runner.build import BuiltRun, as_user_errors, build_run
 from recipes.runner.command import Command
 from recipes.runner.errors import (
     configure_logging,
@@ -46,8 +47,7 @@ from recipes.runner.errors import (
     relative_path,
     warnings_only,
 )
-from recipes.runner.experiment import Experiment, as_user_errors, build_experiment
-from recipes.runner.flags import Classes, Given, Request, read_request
+from recipes.runner.flags import ParsedArguments, Request, RunClasses, read_request
 from recipes.runner.folder import record_failure, removed_if_unused, requeue_after_loss
 from recipes.runner.launch import Launch, check_shared_update, plan_processes
 from recipes.runner.loggers import in_notebook
@@ -59,7 +59,13 @@ from recipes.runner.start import program_name
 from recipes.runner.training import evaluate, evaluate_each_sample_once, restoring, train, verify
 from recipes.runner.variables import started_by_launcher, without_local_rank
 from recipes.runner.verify import Interval
-from recipes.runner.worker import check_files, end_with_torchrun, join_run, leave_run, share
+from recipes.runner.worker import (
+    broadcast_from_rank_zero,
+    check_files,
+    end_with_torchrun,
+    init_distributed,
+    shut_down_distributed,
+)
 
 _NEEDS = {
     "fit": ("training_step", "train_dataloader"),
@@ -71,7 +77,7 @@ _NEEDS = {
 _SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format", "graph"})
 
 
-def run_command(experiment: Experiment, started_at: float, interval: Interval | None = None) -> RunResult | None:
+def run_command(built: BuiltRun, started_at: float, interval: Interval | None = None) -> RunResult | None:
     """Carry out a command.
 
     Args:
@@ -81,38 +87,38 @@ def run_command(experiment: Experiment, started_at: float, interval: Interval | 
     Returns:
         The result of fit; None for the other commands.
     """
-    if experiment.spec.command == "export":
-        _export(experiment)
+    if built.spec.command == "export":
+        _export(built)
         return None
-    _check_parts(experiment)
-    if experiment.spec.trainer.options().get("use_distributed_sampler", True):
-        evaluate_each_sample_once(experiment.data, experiment.launch.rank, experiment.launch.world_size)
+    _check_parts(built)
+    if built.spec.trainer.options().get("use_distributed_sampler", True):
+        evaluate_each_sample_once(built.data, built.launch.rank, built.launch.world_size)
     with as_user_errors(MisconfigurationException):
-        if experiment.spec.command != "fit":
-            evaluate(experiment, _NEEDS[experiment.spec.command][0])
+        if built.spec.command != "fit":
+            evaluate(built, _NEEDS[built.spec.command][0])
             return None
         if interval is None:
-            return train(experiment, started_at)
-        with restoring(experiment.spec.point.checkpoint):
-            verify(experiment, interval)
+            return train(built, started_at)
+        with restoring(built.spec.point.checkpoint):
+            verify(built, interval)
         return None
 
 
-def _check_parts(experiment: Experiment) -> None:
+def _check_parts(built: BuiltRun) -> None:
     """Reject a command for which the recipe or the data module has no method."""
-    command = experiment.spec.command
+    command = built.spec.command
     step, loader = _NEEDS[command]
-    for owner, name in ((experiment.recipe, step), (experiment.data, loader)):
+    for owner, name in ((built.recipe, step), (built.data, loader)):
         if not is_overridden(name, owner):
             raise UserError(f"{command} needs a method {name}, and {type(owner).__name__} has none")
-    validates = experiment.validates and experiment.spec.trainer.limit_val_batches != 0
-    if command == "fit" and experiment.spec.run.patience is not None and not validates:
+    validates = built.validates and built.spec.trainer.limit_val_batches != 0
+    if command == "fit" and built.spec.run.patience is not None and not validates:
         raise UserError(f"{spelled('patience')} counts validations, and this run has none; leave it out")
 
 
-def _export(experiment: Experiment) -> None:
-    run = experiment.spec.run
-    exported = export(experiment.recipe, run.ckpt or "", run.format or "", run.output, run.graph)
+def _export(built: BuiltRun) -> None:
+    run = built.spec.run
+    exported = export(built.recipe, run.ckpt or "", run.format or "", run.output, run.graph)
     inputs = {f"input {name}": description for name, description in exported.inputs.items()}
     print_pairs({"written": relative_path(exported.path), **inputs, "checked": exported.check})
 
@@ -145,13 +151,13 @@ def run(
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
     typed = Command(program_name(), without_local_rank(sys.argv[1:], os.environ) if args is None else args)
     with _ended_in_one_line():
-        this_run = Run(Classes(recipe_class, data_class, _MakeCallbacks(callbacks)), typed, started_at)
-        failures = failures_reported(this_run.after_loss, this_run.after_error)
-        with spelling_as_flags(this_run.resolver.flags), ending_on_signals(*SIGNALS), failures:
-            request = read_request(this_run.resolver.parser, recipe_class, typed.args)
+        invocation = Invocation(RunClasses(recipe_class, data_class, _MakeCallbacks(callbacks)), typed, started_at)
+        failures = failures_reported(invocation.after_loss, invocation.after_error)
+        with spelling_as_flags(invocation.resolver.flags), ending_on_signals(*SIGNALS), failures:
+            request = read_request(invocation.resolver.parser, recipe_class, typed.args)
             if request:
-                this_run.execute(request)
-        leave_run()
+                invocation.execute(request)
+        shut_down_distributed()
 
 
 @contextmanager
@@ -212,7 +218,7 @@ class Task:
         spec: the record of the run, for a worker of our agent on the node of rank 0.
     """
 
-    classes: Classes
+    classes: RunClasses
     typed: Command
     flags: frozenset[str]
     started_at: float
@@ -235,8 +241,8 @@ class Task:
         """
         tuned = tune_allocator()
         stop_gpu_search()
-        launch = join_run(launch, self.timeout, self.classes.both)
-        spec = share(settle)
+        launch = init_distributed(launch, self.timeout, self.classes.both)
+        spec = broadcast_from_rank_zero(settle)
         if received:
             received(spec)
         if spec.point.finished:
@@ -250,8 +256,8 @@ class Task:
                 rank_zero_print(f"nothing to resume in {relative_path(spec.point.folder)}: the run starts fresh")
             try:
                 notes = ", tuned allocator" if tuned and detect_machine(spec.trainer.accelerator).kind == "cpu" else ""
-                experiment = build_experiment(spec, self.classes, launch, self.typed, notes)
-                return run_command(experiment, self.started_at, spec.interval)
+                built = build_run(spec, self.classes, launch, self.typed, notes)
+                return run_command(built, self.started_at, spec.interval)
             except RuntimeError as error:
                 difference = difference_of_weights(error)
                 if not difference:
@@ -274,7 +280,7 @@ class Task:
             with ending_on_signals(*SIGNALS), _failures_of_system():
                 configure_logging()
                 self.carry_out(launch.of_worker(os.environ, store_prefix), settle)
-            leave_run()
+            shut_down_distributed()
 
     def pickled(self) -> bytes:
         """Return this task for another process.
@@ -310,7 +316,7 @@ class Task:
         return read_result(folder, self.classes.recipe) if self.typed.in_program else None
 
 
-class Run:
+class Invocation:
     """A call of a command line, or of `recipes.fit`.
 
     Args:
@@ -320,7 +326,7 @@ class Run:
         verbose: print what the command line prints; otherwise warnings only.
     """
 
-    def __init__(self, classes: Classes, typed: Command, started_at: float, *, verbose: bool = True) -> None:
+    def __init__(self, classes: RunClasses, typed: Command, started_at: float, *, verbose: bool = True) -> None:
         self.resolver = Resolver(classes, typed)
         self._typed = typed
         self._task = Task(classes, typed, self.resolver.flags, started_at, 0.0, verbose)
@@ -408,7 +414,7 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
         named = signature(recipe.data_class).parameters.get("dataset")
         if named and data in get_args(named.annotation) and not Path(data).exists():
             raise UserError(f"data is a path, and {data!r} names a data set; pass {spelled('dataset', data)}")
-        return recipe.data_class, {data_contract(recipe.data_class).place_parameter: os.fspath(data)}, None
+        return recipe.data_class, {data_contract(recipe.data_class).path_parameter: os.fspath(data)}, None
     return recipe.data_class, {}, data
 
 
@@ -477,7 +483,7 @@ def fit(
 
     Args:
         recipe: the name of a recipe, such as mnist, resnet or seq2seq, or a class of yours.
-        data: a path; images and labels in memory, as `MNISTDataModule.take_samples` takes them, or a dict of such
+        data: a path; images and labels in memory, as `MNISTDataModule.set_samples` takes them, or a dict of such
             pairs for "train", "val" and "test"; a LightningDataModule or its class; None takes what the settings say.
         callbacks: for the Trainer; a function that makes them, where they must not see both training and test.
         verbose: print what the command line prints; otherwise warnings only.
@@ -520,13 +526,15 @@ def fit(
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
     typed = Command(program, call=_call(recipe, settings))
     with nullcontext() if verbose else warnings_only():
-        classes = Classes(recipe_type, data_source, make_callbacks, samples)
-        this_run = Run(classes, typed, time.monotonic(), verbose=verbose)
-        request = Request("fit", Given(this_run.resolver.parser.read_arguments({**arguments, **settings}), {}))
+        classes = RunClasses(recipe_type, data_source, make_callbacks, samples)
+        invocation = Invocation(classes, typed, time.monotonic(), verbose=verbose)
+        request = Request(
+            "fit", ParsedArguments(invocation.resolver.parser.read_arguments({**arguments, **settings}), {})
+        )
         # A notebook shows standard error in another place than standard output.
         stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
-        with stream, _one_run_of_a_program(), failures_reported(this_run.after_loss, this_run.after_error):
-            result = this_run.execute(request)
+        with stream, _one_run_of_a_program(), failures_reported(invocation.after_loss, invocation.after_error):
+            result = invocation.execute(request)
     assert result is not None
     result.model.cpu().eval()
     return result

@@ -1,7 +1,7 @@
 """The settings of a run, as opposed to those of its network and data: marks, merging, limits, strategies.
 
-Special rules for a setting are marks of its type: `Free`, `OneCall`, `Rare`, `OfMachine` and `NullEnds`. The command
-line, the help, files, checkpoints and resumes follow these marks.
+Special rules for a setting are marks of its type: `Changeable`, `Transient`, `Advanced`, `MachineOnly` and
+`NullDisables`. The command line, the help, files, checkpoints and resumes follow these marks.
 """
 
 import inspect
@@ -23,12 +23,12 @@ from typing_extensions import override
 
 from callbacks.lib.batch_norm import broadcast_tensors, exempt_from_broadcast, running_buffers
 from callbacks.lib.updates import read_time
-from datamodules.contract import Free, OneCall, Rare
+from datamodules.contract import Advanced, Changeable, Transient
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import DDPStrategy, MisconfigurationException, Timer, pl
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 from recipes.runner.command import type_name
-from recipes.runner.hints import FURTHER, nearest, other_places
+from recipes.runner.hints import TRAINER_FLAG, managed_parameters, nearest
 from recipes.runner.loggers import logger_names
 from recipes.runner.machine import Precision
 
@@ -41,27 +41,27 @@ _PARTS = (
 """Settings that are a number of batches, or a share of them."""
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 _T = TypeVar("_T")
-OfMachine = Annotated[_T, "of the machine"]
+MachineOnly = Annotated[_T, "machine only"]
 """A parameter that chooses where a run trains; a resume does not take it from the checkpoint."""
-NullEnds = Annotated[_T, "null ends it"]
+NullDisables = Annotated[_T, "null disables"]
 """A parameter that a null on the command line of a resume switches off; another null means the run's value."""
 
 
 @dataclass(frozen=True)
-class Marks:
+class SettingMarks:
     """The sets of settings with special rules, from the marks of their types.
 
     Args:
-        free: do not define the experiment: they do not change what is learned, or only how long.
-        one_call: belong to one call, and are not saved with a run.
-        of_machine: choose where a run trains, and are not taken from a checkpoint.
-        null_ends: a null that is typed on the command line switches off what the run had.
+        changeable: do not define the experiment: they do not change what is learned, or only how long.
+        transient: belong to one call, and are not saved with a run.
+        machine_only: choose where a run trains, and are not taken from a checkpoint.
+        null_disables: a null that is typed on the command line switches off what the run had.
     """
 
-    free: frozenset[str]
-    one_call: frozenset[str]
-    of_machine: frozenset[str]
-    null_ends: frozenset[str]
+    changeable: frozenset[str]
+    transient: frozenset[str]
+    machine_only: frozenset[str]
+    null_disables: frozenset[str]
 
 
 def is_auto(value: Any) -> bool:
@@ -69,16 +69,16 @@ def is_auto(value: Any) -> bool:
     return value is None or value in ("auto", "random")
 
 
-def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge_layers(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with others on top; further parameters of the Trainer are replaced one by one."""
     settings = {**below, **above}
-    further = below.get(FURTHER)
-    if isinstance(further, Mapping) and isinstance(above.get(FURTHER), Mapping):
-        settings[FURTHER] = {**further, **above[FURTHER]}
+    extra = below.get(TRAINER_FLAG)
+    if isinstance(extra, Mapping) and isinstance(above.get(TRAINER_FLAG), Mapping):
+        settings[TRAINER_FLAG] = {**extra, **above[TRAINER_FLAG]}
     return settings
 
 
-def with_length(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def drop_epoch_limit(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults, without a limit of epochs where the user limits the steps only."""
     steps = given.get("max_steps", defaults["max_steps"])
     ends_by_steps = steps not in (-1, None) and given.get("max_epochs") is None
@@ -86,7 +86,7 @@ def with_length(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
 
 
 def merge(
-    marks: Marks,
+    marks: SettingMarks,
     defaults: Mapping[str, Any],
     given: Mapping[str, Any],
     saved: Mapping[str, Any] | None = None,
@@ -106,21 +106,21 @@ def merge(
         keeps: settings of the machine or of one call that are taken from the saved ones nevertheless.
         typed: the given settings on the command line, where a null can switch off what the run had.
     """
-    excluded = (marks.one_call | marks.of_machine) - set(keeps)
+    excluded = (marks.transient | marks.machine_only) - set(keeps)
     saved_settings = {}
     for name, value in (saved or {}).items():
         if name in defaults and name not in excluded:
             saved_settings[name] = value
-    # Free settings may change in a resume, so that a null or "auto" of theirs is resolved again. A null in a file does
+    # Changeable settings are resolved again if they are null or "auto" in a resume. A null in a file does
     # not switch off what the run had: --print-config writes a null for each setting without a value.
-    resolved_by_run = saved_settings.keys() - marks.free - (marks.null_ends & set(typed))
+    resolved_by_run = saved_settings.keys() - marks.changeable - (marks.null_disables & set(typed))
     if auto_settings is not None:
         resolved_by_run &= set(auto_settings)
     replacing = {name: value for name, value in given.items() if not (is_auto(value) and name in resolved_by_run)}
-    return layered({**defaults, **saved_settings}, replacing)
+    return merge_layers({**defaults, **saved_settings}, replacing)
 
 
-def fill(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_auto(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings whose None and "auto" are replaced by resolved values."""
     filled = dict(settings)
     for name, value in found.items():
@@ -178,7 +178,7 @@ def same_setting(name: str, old: Any, new: Any) -> bool:
 def describe_differences(
     saved: Mapping[str, Any],
     settings: Mapping[str, Any],
-    free: Collection[str],
+    changeable: Collection[str],
     auto_settings: Collection[str] | None = None,
 ) -> list[str]:
     """Return a line for each setting that asks for another experiment than the saved one.
@@ -186,13 +186,13 @@ def describe_differences(
     A setting that is left open (None, "auto") has been resolved in the saved run.
 
     Args:
-        free: the settings that may differ.
+        changeable: the settings that may differ.
         auto_settings: the settings that the saved run has resolved; None for any.
     """
     lines = []
     for name, new in settings.items():
         resolved = is_auto(new) and (auto_settings is None or name in auto_settings)
-        if name in free or name not in saved or resolved or same_setting(name, saved[name], new):
+        if name in changeable or name not in saved or resolved or same_setting(name, saved[name], new):
             continue
         lines.append(f"{spelled(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines
@@ -315,13 +315,13 @@ def build_strategy(name: str, world_size: int) -> Any:
     return LeanDDPStrategy(find_unused_parameters=match[1] == "true")
 
 
-def _check_further(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> None:
+def _check_trainer_parameters(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> None:
     """Reject a parameter that the Trainer does not have, that is a setting here, or that has another type.
 
     Args:
         settings_with_flag: the parameters that are settings of their own.
     """
-    elsewhere = other_places()
+    elsewhere = managed_parameters()
     trainer_parameters = inspect.signature(pl.Trainer).parameters.keys() - settings_with_flag - elsewhere.keys()
     for name in map(str, trainer):
         if name in elsewhere:
@@ -393,28 +393,28 @@ class TrainerSettings:
         trainer: further parameters of the Trainer by their names, as in --trainer.benchmark true.
     """
 
-    accelerator: OfMachine[Free[str]] = "auto"
-    strategy: OfMachine[Free[str]] = "auto"
-    devices: OfMachine[Free[list[int] | str | int]] = "auto"
-    max_epochs: Free[int | None] = None
-    max_steps: Free[int] = -1
-    max_time: Rare[Free[str | dict[str, int] | None]] = None
+    accelerator: MachineOnly[Changeable[str]] = "auto"
+    strategy: MachineOnly[Changeable[str]] = "auto"
+    devices: MachineOnly[Changeable[list[int] | str | int]] = "auto"
+    max_epochs: Changeable[int | None] = None
+    max_steps: Changeable[int] = -1
+    max_time: Advanced[Changeable[str | dict[str, int] | None]] = None
     fast_dev_run: int | bool = False
     gradient_clip_val: int | float | None = None
-    gradient_clip_algorithm: Rare[Literal["norm", "value"] | None] = None
+    gradient_clip_algorithm: Advanced[Literal["norm", "value"] | None] = None
     limit_train_batches: int | float | None = None
-    limit_val_batches: Rare[Free[int | float | None]] = None
-    limit_test_batches: Rare[Free[int | float | None]] = None
-    limit_predict_batches: Rare[Free[int | float | None]] = None
-    overfit_batches: Rare[int | float] = 0.0
-    val_check_interval: Rare[Free[int | float | str | dict[str, int] | None]] = None
-    check_val_every_n_epoch: Rare[Free[int | None]] = 1
-    num_sanity_val_steps: Rare[Free[int | None]] = None
-    log_every_n_steps: Free[int | None] = None
-    enable_checkpointing: Rare[Free[bool | None]] = None
-    enable_progress_bar: Rare[Free[bool | None]] = None
-    profiler: Rare[OneCall[str | None]] = None
-    trainer: Rare[Free[dict[str, Any] | None]] = None
+    limit_val_batches: Advanced[Changeable[int | float | None]] = None
+    limit_test_batches: Advanced[Changeable[int | float | None]] = None
+    limit_predict_batches: Advanced[Changeable[int | float | None]] = None
+    overfit_batches: Advanced[int | float] = 0.0
+    val_check_interval: Advanced[Changeable[int | float | str | dict[str, int] | None]] = None
+    check_val_every_n_epoch: Advanced[Changeable[int | None]] = 1
+    num_sanity_val_steps: Advanced[Changeable[int | None]] = None
+    log_every_n_steps: Changeable[int | None] = None
+    enable_checkpointing: Advanced[Changeable[bool | None]] = None
+    enable_progress_bar: Advanced[Changeable[bool | None]] = None
+    profiler: Advanced[Transient[str | None]] = None
+    trainer: Advanced[Changeable[dict[str, Any] | None]] = None
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -431,7 +431,7 @@ class TrainerSettings:
                 f"{spelled('val_check_interval', 0)} is no interval; {no_validation} leaves the validation out"
             )
         if self.trainer:
-            _check_further(self.trainer, set(vars(self)))
+            _check_trainer_parameters(self.trainer, set(vars(self)))
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of the Trainer."""
@@ -477,30 +477,30 @@ class RunSettings:
         log_graph: write the graph of the network into the TensorBoard log.
     """
 
-    name: OneCall[str | None] = None
-    run_dir: OneCall[str] = "runs"
-    resume: OneCall[str | None] = None
-    save_every: Free[int | str] = "1 epochs"
-    save_top_k: Rare[Free[int]] = 1
-    ckpt: OneCall[str | None] = None
-    output: OneCall[str | None] = None
-    format: OneCall[Literal["safetensors", "state-dict", "onnx", "pt2"] | None] = None
-    graph: OneCall[Literal["image", "batch"] | None] = None
+    name: Transient[str | None] = None
+    run_dir: Transient[str] = "runs"
+    resume: Transient[str | None] = None
+    save_every: Changeable[int | str] = "1 epochs"
+    save_top_k: Advanced[Changeable[int]] = 1
+    ckpt: Transient[str | None] = None
+    output: Transient[str | None] = None
+    format: Transient[Literal["safetensors", "state-dict", "onnx", "pt2"] | None] = None
+    graph: Transient[Literal["image", "batch"] | None] = None
     seed: int | Literal["random"] = 1
-    deterministic: Rare[Free[bool]] = False
+    deterministic: Advanced[Changeable[bool]] = False
     threads: int | None = None
-    precision: Free[Precision] = "auto"
+    precision: Changeable[Precision] = "auto"
     global_batch_size: int | None = None
     accumulate: int = 1
     warmup: int | str = 0
-    lr_scale: Rare[Literal["auto", "linear", "sqrt", "none"]] = "auto"
-    ema: NullEnds[float | None] = None
+    lr_scale: Advanced[Literal["auto", "linear", "sqrt", "none"]] = "auto"
+    ema: NullDisables[float | None] = None
     sync_bn: bool = False
-    patience: Free[int | None] = None
-    progress_interval: Rare[Free[float]] = 60.0
-    logger: Free[str] = "tensorboard,csv"
-    summary: Rare[OneCall[bool]] = False
-    log_graph: Rare[OneCall[bool]] = False
+    patience: Changeable[int | None] = None
+    progress_interval: Advanced[Changeable[float]] = 60.0
+    logger: Changeable[str] = "tensorboard,csv"
+    summary: Advanced[Transient[bool]] = False
+    log_graph: Advanced[Transient[bool]] = False
 
     def __post_init__(self) -> None:
         check_ranges(

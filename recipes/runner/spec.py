@@ -3,7 +3,7 @@
 `Resolver` finds the checkpoint to resume from and merges the settings, which are one mapping throughout:
 ``defaults | checkpoint | files | typed``, merged by `merge`.
 
-Tested in `tests/recipes/runner/test_experiment.py`.
+Tested in `tests/recipes/runner/test_build.py`.
 """
 
 import os
@@ -16,7 +16,15 @@ from typing import Any
 from datamodules.errors import UserError, flag_of, spelled
 from recipes.runner.command import Command
 from recipes.runner.errors import relative_path
-from recipes.runner.flags import SCORING, Classes, FlagParser, Request, check_request, free_parameters, marks_of
+from recipes.runner.flags import (
+    SCORING,
+    FlagParser,
+    Request,
+    RunClasses,
+    changeable_parameters,
+    check_request,
+    marks_of,
+)
 from recipes.runner.folder import ResumePoint, find_resume_point, resume_in, settle_folder
 from recipes.runner.launch import LaunchSettings
 from recipes.runner.machine import resolve_precision
@@ -26,10 +34,10 @@ from recipes.runner.settings import (
     TrainerSettings,
     as_plain,
     describe_differences,
+    drop_epoch_limit,
     is_auto,
     merge,
     same_setting,
-    with_length,
 )
 from recipes.runner.variables import started_by_launcher
 from recipes.runner.verify import Interval, find_interval
@@ -86,7 +94,7 @@ class Resolver:
         typed: what the user typed, for commands in messages.
     """
 
-    def __init__(self, classes: Classes, typed: Command) -> None:
+    def __init__(self, classes: RunClasses, typed: Command) -> None:
         self.classes = classes
         self.typed = typed
         self.parser: FlagParser = classes.parser(typed.program)
@@ -211,14 +219,14 @@ class Resolver:
         given = request.given.settings
         defaults = self.parser.defaults()
         if request.command == "fit":
-            defaults = with_length(defaults, given)
+            defaults = drop_epoch_limit(defaults, given)
         if saved is not None:
             saved = self.parser.read(saved, "the saved settings")
         return merge(self._marks, defaults, given, saved, auto_settings, keeps, request.given.typed)
 
     def _config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that define the experiment, as they are saved."""
-        return {name: as_plain(value) for name, value in settings.items() if name not in self._marks.one_call}
+        return {name: as_plain(value) for name, value in settings.items() if name not in self._marks.transient}
 
     def _find_resume_point(
         self, settings: Mapping[str, Any], given: Mapping[str, Any], before: RunSpec | None
@@ -235,7 +243,7 @@ class Resolver:
         if settings["fast_dev_run"] or settings["enable_checkpointing"] is False:
             resume = "none" if resume in (None, "auto") else resume
         parent = Path(settings["run_dir"]) / self.classes.recipe.title
-        return find_resume_point(resume, name, parent, self._config(settings), given, self._marks.free)
+        return find_resume_point(resume, name, parent, self._config(settings), given, self._marks.changeable)
 
     def _check_recipe(self, saved: SavedRun) -> None:
         """Reject a checkpoint of another recipe."""
@@ -250,8 +258,9 @@ class Resolver:
         """Reject settings of another experiment than the one to resume."""
         config = self._config(settings)
         # Other threads round otherwise, as another precision does, and a line of the run says so.
-        free = self._marks.free | {"threads"} | {name for name in self._marks.null_ends if config[name] is None}
-        differences = describe_differences(saved.config, config, free, saved.auto_settings)
+        changeable = self._marks.changeable | {"threads"}
+        changeable |= {name for name in self._marks.null_disables if config[name] is None}
+        differences = describe_differences(saved.config, config, changeable, saved.auto_settings)
         if differences:
             raise UserError(
                 f"{relative_path(saved.path)} is of another experiment: {'; '.join(differences)}; leave these out, or"
@@ -289,8 +298,8 @@ class Resolver:
     def _settings_of_interval(self, request: Request, interval: Interval) -> dict[str, Any]:
         """Return the settings with which an interval was trained; by default on as many devices as the run had."""
         given = request.given.settings
-        may_differ = self._marks.of_machine | {"enable_progress_bar"} | free_parameters(self.classes)
-        compared = [name for name in given if name not in self._marks.one_call | may_differ]
+        may_differ = self._marks.machine_only | {"enable_progress_bar"} | changeable_parameters(self.classes)
+        compared = [name for name in given if name not in self._marks.transient | may_differ]
         changed = [name for name in compared if not same_setting(name, interval.config.get(name), given[name])]
         if changed:
             raise UserError(f"verify trains with the settings of the run: leave out {', '.join(map(flag_of, changed))}")

@@ -66,7 +66,7 @@ def _announce(args: Sequence[str]) -> None:
             print("loading PyTorch and Lightning ...", file=stream, flush=True)
 
 
-def _answer_at_once(args: Sequence[str]) -> None:
+def _handle_early_flags(args: Sequence[str]) -> None:
     """Print the help or the version, or reject a flag that does not exist, before anything is imported.
 
     The help and the flags of another program than a recipe of this package are left to its parser.
@@ -154,7 +154,7 @@ def quick_imports() -> Iterator[None]:
     # Slurm's signal before a time limit: otherwise it would end the process, and no rank would ask for a requeue.
     keep_until_imported(SIGUSR1)
     args = without_local_rank(sys.argv[1:], os.environ)
-    _answer_at_once(args)
+    _handle_early_flags(args)
     _announce(args)
     if _will_start_processes(args):
         spec = sys.modules["__main__"].__spec__

@@ -22,8 +22,10 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory, spelled
 from datamodules.lightning import Callback, CombinedLoader, DummyLogger, is_overridden, pl
 from datamodules.notes import warn
+from recipes.evaluation_tables import ResultTable
 from recipes.figures.images import Picture
 from recipes.prediction import all_rows, prediction_table
+from recipes.runner.build import BuiltRun, build_trainer, checkpoint_callbacks, why_stopped
 from recipes.runner.command import Command
 from recipes.runner.errors import (
     difference_of_weights,
@@ -33,7 +35,6 @@ from recipes.runner.errors import (
     rank_zero_print,
     relative_path,
 )
-from recipes.runner.experiment import Experiment, build_trainer, checkpoint_callbacks, why_stopped
 from recipes.runner.folder import locked, start_from, write_config
 from recipes.runner.loggers import log_settings
 from recipes.runner.report import (
@@ -57,13 +58,12 @@ from recipes.runner.verify import (
     read_saves,
     weights_hash,
 )
-from recipes.tables import ResultTable
 from recipes.weights import load_initial_weights
 
 
 @contextmanager
-def guarded(
-    trainer: pl.Trainer, experiment: Experiment, folder: Path | None = None, restores: str | None = None
+def handle_run_errors(
+    trainer: pl.Trainer, built: BuiltRun, folder: Path | None = None, restores: str | None = None
 ) -> Iterator[None]:
     """Turn an error that ends a command into one line that says what to type.
 
@@ -71,7 +71,7 @@ def guarded(
         folder: the run's folder, if it has one.
         restores: the checkpoint to restore, if any.
     """
-    with _interruptible(trainer, experiment, folder), restoring(restores), _within_memory(trainer, experiment):
+    with _interruptible(trainer, built, folder), restoring(restores), _within_memory(trainer, built):
         yield
 
 
@@ -98,16 +98,16 @@ def restoring(checkpoint: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None]:
+def _within_memory(trainer: pl.Trainer, built: BuiltRun) -> Iterator[None]:
     """Turn an out-of-memory error into one line that says what to pass."""
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError) or not is_out_of_memory(error):
             raise
-        config = experiment.spec.config
+        config = built.spec.config
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        names = [name for name in (experiment.tokens_parameter or "batch_size", "eval_batch_size") if name in config]
+        names = [name for name in (built.tokens_parameter or "batch_size", "eval_batch_size") if name in config]
         sizes = ", ".join(spelled(name, config[name]) for name in names)
         raise RunFailedError(
             f"out of memory{rank} with {sizes}: pass a smaller one; a larger {spelled('accumulate')}, or"
@@ -116,12 +116,12 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
 
 
 @contextmanager
-def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None) -> Iterator[None]:
+def _interruptible(trainer: pl.Trainer, built: BuiltRun, folder: Path | None) -> Iterator[None]:
     """Print how to resume when a signal ends the run, and exit; a program that called `fit` continues."""
     try:
         yield
     except Preempted as stopped:
-        if experiment.typed.in_program:
+        if built.typed.in_program:
             last = folder / "checkpoints" / "last.ckpt" if folder else None
             saved = f"; {spelled('resume', relative_path(last))} resumes it" if last and last.exists() else ""
             rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
@@ -130,15 +130,15 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             # Slurm sends SIGTERM to a job that was requeued; it must not end this process before the message.
             for signum in SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
-        rank_zero_print(_how_to_go_on(trainer, experiment, folder, stopped))
+        rank_zero_print(_resume_message(trainer, built, folder, stopped))
         sys.stderr.flush()
         # Loggers and loader processes are closed already, and a regular exit would take another second.
         exit_now(int(stopped.code or 1))
 
 
-def _how_to_go_on(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopped: Preempted) -> str:
+def _resume_message(trainer: pl.Trainer, built: BuiltRun, folder: Path | None, stopped: Preempted) -> str:
     """Return which signal ended a run, and the command that resumes it."""
-    typed = experiment.typed
+    typed = built.typed
     text = f"\nended by {stopped.signal_name}"
     note = requeue_on(stopped.signum) if stopped.at_once and is_rank_zero() else ""
     if note:
@@ -155,7 +155,7 @@ def _how_to_go_on(trainer: pl.Trainer, experiment: Experiment, folder: Path | No
         test = typed.alone("test").using(ckpt=relative_path(best if best.exists() else last))
         return f"{text}; the training is done, so test with\n  {test}"
     # The signal may have been for another node, which leaves an elastic run.
-    goes_on = experiment.launch.is_elastic and experiment.launch.restarts
+    goes_on = built.launch.is_elastic and built.launch.restarts
     stays = "the nodes that stay go on without it, and if none does, " if goes_on else ""
     return f"{text}; {stays}{how_to_resume(typed, folder, last)}"
 
@@ -189,7 +189,7 @@ class _LoaderAsIterable:
         return len(self.loader)
 
 
-def share_of(loader: Any, rank: int, world_size: int) -> Any:
+def shard_loader(loader: Any, rank: int, world_size: int) -> Any:
     """Return this rank's batches of a DataLoader in order; other loaders are returned unchanged.
 
     The ranks take whole batches in turn, as with `datamodules.EvaluationLoader`, or single samples where there are
@@ -208,71 +208,71 @@ def share_of(loader: Any, rank: int, world_size: int) -> Any:
         if batches:
             warn(f"warning: of fewer samples ({len(batches)}) than devices ({world_size}) some are evaluated twice")
         return loader
-    share = copy(loader)
+    shard = copy(loader)
     # `DataLoader.__setattr__` raises where the batch sampler is changed.
-    vars(share)["batch_sampler"] = batches[rank::world_size]
-    return _LoaderAsIterable(share)
+    vars(shard)["batch_sampler"] = batches[rank::world_size]
+    return _LoaderAsIterable(shard)
 
 
-def _shared(make: Callable[[], Any], rank: int, world_size: int) -> Any:
+def _shard_loaders(make: Callable[[], Any], rank: int, world_size: int) -> Any:
     """Return this rank's shares of all loaders that a method of a data module returns."""
     loaders = make()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
-    combined.flattened = [share_of(loader, rank, world_size) for loader in combined.flattened]
+    combined.flattened = [shard_loader(loader, rank, world_size) for loader in combined.flattened]
     return loaders if combined is loaders else combined.iterables
 
 
 def evaluate_each_sample_once(data: pl.LightningDataModule, rank: int, world_size: int) -> None:
-    """Replace the evaluation loaders of a data module by their `share_of` this rank."""
+    """Replace the evaluation loaders of a data module by their `shard_loader` this rank."""
     for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
         if is_overridden(name, data):
             # Not a closure: in a copy of the data module it would build the loaders of the original.
-            setattr(data, name, partial(_shared, getattr(data, name), rank, world_size))
+            setattr(data, name, partial(_shard_loaders, getattr(data, name), rank, world_size))
 
 
-def train(experiment: Experiment, started_at: float) -> RunResult:
+def train(built: BuiltRun, started_at: float) -> RunResult:
     """Train in the run's folder, then test the best checkpoint; a trial of a few batches has no folder.
 
     Args:
         started_at: `time.monotonic` at the start of the program.
     """
     forget_failures()
-    if experiment.spec.trainer.fast_dev_run:
-        return _train_in(None, experiment, Stopwatch(started_at))
-    assert experiment.spec.point.folder is not None, "the record of a run names its folder"
-    folder = Path(experiment.spec.point.folder)
+    if built.spec.trainer.fast_dev_run:
+        return _train_in(None, built, Stopwatch(started_at))
+    assert built.spec.point.folder is not None, "the record of a run names its folder"
+    folder = Path(built.spec.point.folder)
     with locked(folder):
-        files = RunFiles(started_at, folder, experiment)
-        return _train_in(folder, experiment, files)
+        files = RunFiles(started_at, folder, built)
+        return _train_in(folder, built, files)
 
 
-def _train_in(folder: Path | None, experiment: Experiment, stopwatch: Stopwatch) -> RunResult:
+def _train_in(folder: Path | None, built: BuiltRun, stopwatch: Stopwatch) -> RunResult:
     saves: list[Callback] = []
     checkpoint_io = None
-    if folder and experiment.spec.trainer.enable_checkpointing is not False:
-        monitor = experiment.recipe.monitor if experiment.validates else None
-        saves += checkpoint_callbacks(folder, monitor, experiment.recipe, experiment.spec.run)
+    if folder and built.spec.trainer.enable_checkpointing is not False:
+        monitor = built.recipe.monitor if built.validates else None
+        saves += checkpoint_callbacks(folder, monitor, built.recipe, built.spec.run)
         checkpoint_io = RecordedCheckpointIO(
             folder,
-            experiment.recipe.title,
-            experiment.spec.saved,
-            experiment.spec.config,
-            experiment.spec.auto_settings,
+            built.recipe.title,
+            built.spec.saved,
+            built.spec.config,
+            built.spec.auto_settings,
         )
-    trainer = build_trainer(experiment, experiment.callbacks(saves, [stopwatch]), folder, checkpoint_io)
+    trainer = build_trainer(built, built.callbacks(saves, [stopwatch]), folder, checkpoint_io)
     if checkpoint_io is not None:
         checkpoint_io.begin(trainer)
     if folder and is_rank_zero():
-        write_config(folder, experiment.spec.config)
-        graph_of = experiment.recipe if experiment.spec.run.log_graph else None
-        log_settings(trainer.loggers, experiment.spec.config, graph_of)
-        for path in start_from(experiment.spec.point, folder):
+        write_config(folder, built.spec.config)
+        graph_of = built.recipe if built.spec.run.log_graph else None
+        log_settings(trainer.loggers, built.spec.config, graph_of)
+        for path in start_from(built.spec.point, folder):
             rank_zero_print(
                 f"{relative_path(path)} has more updates than the checkpoint to resume from, and is renamed"
             )
-    result = _train_and_test(trainer, experiment, folder, stopwatch)
+    result = _train_and_test(trainer, built, folder, stopwatch)
     if trainer.is_global_zero:
-        report(trainer, experiment, stopwatch, result)
+        report(trainer, built, stopwatch, result)
         report_unsaved(folder)
     return result
 
@@ -318,16 +318,14 @@ def _last_logged(trainer: pl.Trainer) -> dict[str, float]:
     return {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in duplicates}
 
 
-def _train_and_test(
-    trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch
-) -> RunResult:
+def _train_and_test(trainer: pl.Trainer, built: BuiltRun, folder: Path | None, stopwatch: Stopwatch) -> RunResult:
     """Train, then score the best checkpoint as validate and test do."""
-    recipe = experiment.recipe
-    data = experiment.data
-    resume = experiment.spec.point.checkpoint
+    recipe = built.recipe
+    data = built.data
+    resume = built.spec.point.checkpoint
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
-    with guarded(trainer, experiment, folder, restores=resume):
+    with handle_run_errors(trainer, built, folder, restores=resume):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
         raise_failures(trainer)
     stopped_early = why_stopped(callbacks_of(trainer))
@@ -342,13 +340,13 @@ def _train_and_test(
     figures: dict[str, Picture] = figures_of(trainer)
     # New callbacks, because those of the training may replace the checkpoint's weights: Lightning's `WeightAveraging`
     # loads weights that were not averaged.
-    set_callbacks(trainer, experiment.callbacks(records=[stopwatch]))
+    set_callbacks(trainer, built.callbacks(records=[stopwatch]))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
-    if folder and (experiment.validates or tests):
+    if folder and (built.validates or tests):
         rank_zero_print(f"scoring {relative_path(best) if best else 'the weights'} ...")
     ckpt = str(best) if best else None
-    with guarded(trainer, experiment, folder):
-        if experiment.validates:
+    with handle_run_errors(trainer, built, folder):
+        if built.validates:
             with _without_points(trainer):
                 scores |= merged(trainer.validate(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False))
             tables |= tables_of(trainer)
@@ -371,71 +369,71 @@ def _train_and_test(
     )
 
 
-def verify(experiment: Experiment, interval: Interval) -> None:
+def verify(built: BuiltRun, interval: Interval) -> None:
     """Train an interval of a run again, and compare the weights; the run's folder is not changed.
 
     Raises:
         RunFailedError: the weights differ.
     """
-    recipe = experiment.recipe
-    check_beginning(interval, experiment.launch.world_size, experiment.spec.run.global_batch_size)
+    recipe = built.recipe
+    check_beginning(interval, built.launch.world_size, built.spec.run.global_batch_size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        monitor = recipe.monitor if experiment.validates else None
+        monitor = recipe.monitor if built.validates else None
         # The callbacks of the run, so that checkpoints are saved at the same moments.
-        saves = checkpoint_callbacks(folder, monitor, recipe, experiment.spec.run)
-        checkpoint_io = RecordedCheckpointIO(folder, recipe.title, None, experiment.spec.config)
-        callbacks = experiment.callbacks(saves, [IntervalEnd(interval.step, folder / "end.ckpt")])
-        trainer = build_trainer(experiment, callbacks, checkpoint_io=checkpoint_io)
+        saves = checkpoint_callbacks(folder, monitor, recipe, built.spec.run)
+        checkpoint_io = RecordedCheckpointIO(folder, recipe.title, None, built.spec.config)
+        callbacks = built.callbacks(saves, [IntervalEnd(interval.step, folder / "end.ckpt")])
+        trainer = build_trainer(built, callbacks, checkpoint_io=checkpoint_io)
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need a logger.
         checkpoint_io.begin(trainer)
         with suppress(IntervalEnd.Reached):
-            trainer.fit(recipe, experiment.data, ckpt_path=experiment.spec.point.checkpoint, weights_only=True)
+            trainer.fit(recipe, built.data, ckpt_path=built.spec.point.checkpoint, weights_only=True)
         if trainer.is_global_zero:
             repeated = read_saves(folder).get(interval.step)
             on_gpu = trainer.strategy.root_device.type == "cuda"
-            repeats_bits = experiment.spec.run.deterministic or not on_gpu
+            repeats_bits = built.spec.run.deterministic or not on_gpu
             print_pairs(compare(interval, repeated, repeats_bits=bool(repeats_bits)))
 
 
-def evaluate(experiment: Experiment, step: str) -> None:
+def evaluate(built: BuiltRun, step: str) -> None:
     """Validate, test or predict with a checkpoint.
 
     Args:
         step: the recipe's method that the command calls, such as validation_step.
     """
-    recipe = experiment.recipe
-    data = experiment.data
-    ckpt = experiment.spec.run.ckpt
-    predicts = experiment.spec.command == "predict"
-    trainer = build_trainer(experiment, experiment.callbacks())
+    recipe = built.recipe
+    data = built.data
+    ckpt = built.spec.run.ckpt
+    predicts = built.spec.command == "predict"
+    trainer = build_trainer(built, built.callbacks())
     # Lightning converts the module only after it has loaded the checkpoint; float32 parameters would round float64.
     trainer.precision_plugin.convert_module(recipe)
     if ckpt is None:
         load_initial_weights(recipe, exact=True)
     rows: Sequence[dict[str, Any]]
-    with guarded(trainer, experiment, restores=ckpt):
+    with handle_run_errors(trainer, built, restores=ckpt):
         if predicts:
             outputs = trainer.predict(recipe, data, ckpt_path=ckpt, weights_only=True)
             rows = all_rows(recipe, outputs or [], data_contract(data))
         else:
-            evaluate_loaders = trainer.validate if experiment.spec.command == "validate" else trainer.test
+            evaluate_loaders = trainer.validate if built.spec.command == "validate" else trainer.test
             scores_of_loaders = evaluate_loaders(recipe, data, ckpt_path=ckpt, weights_only=True, verbose=False)
             rows = [merged(scores_of_loaders)] if scores_of_loaders else []
     if not rows:
-        raise _nothing_to_evaluate(experiment)
+        raise _nothing_to_evaluate(built)
     if not any(rows):
         raise UserError(f"{step} of {type(recipe).__name__} logs no score; call self.log(NAME, VALUE) in it")
     if not trainer.is_global_zero:
         return
     tables = tables_of(trainer)
-    problem = _write(experiment, rows, tables)
+    problem = _write(built, rows, tables)
     if predicts:
         print_rows(prediction_table(rows))
     else:
-        print_scores(rows[0], tables, {} if problem else _files_of(experiment, tables))
+        print_scores(rows[0], tables, {} if problem else _files_of(built, tables))
     if problem:
-        raise RunFailedError(f"{experiment.spec.run.output} could not be written: {problem}")
+        raise RunFailedError(f"{built.spec.run.output} could not be written: {problem}")
     unreadable = list(data_contract(data).unreadable_inputs.values())
     # After the other inputs were predicted and written, so that one bad file does not cost their predictions.
     if predicts and unreadable:
@@ -443,36 +441,36 @@ def evaluate(experiment: Experiment, step: str) -> None:
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
 
 
-def _nothing_to_evaluate(experiment: Experiment) -> UserError:
+def _nothing_to_evaluate(built: BuiltRun) -> UserError:
     """Return the error of a command whose part of the data does not exist, with the command that works."""
-    command = experiment.spec.command
+    command = built.spec.command
     problem = f"there is nothing to {command}: the data have no such part, or it is empty"
-    if command != "test" or not experiment.validates:
+    if command != "test" or not built.validates:
         return UserError(problem)
-    validate = experiment.typed.alone("validate").using(ckpt=experiment.spec.run.ckpt)
+    validate = built.typed.alone("validate").using(ckpt=built.spec.run.ckpt)
     return UserError(f"{problem}; this scores the validation part:", commands=[validate])
 
 
-def _files_of(experiment: Experiment, tables: Mapping[str, ResultTable]) -> dict[str, Path]:
+def _files_of(built: BuiltRun, tables: Mapping[str, ResultTable]) -> dict[str, Path]:
     """Return the paths of the tables, beside ``--output``; none without it."""
-    if not experiment.spec.run.output:
+    if not built.spec.run.output:
         return {}
-    output = Path(experiment.spec.run.output)
+    output = Path(built.spec.run.output)
     return {name: output.with_name(f"{output.stem}_{name}") for name in tables}
 
 
-def _write(experiment: Experiment, rows: Sequence[dict[str, Any]], tables: Mapping[str, ResultTable]) -> str:
+def _write(built: BuiltRun, rows: Sequence[dict[str, Any]], tables: Mapping[str, ResultTable]) -> str:
     """Write ``--output`` and the tables beside it; return the reason of a failure, or an empty text."""
-    if not experiment.spec.run.output:
+    if not built.spec.run.output:
         return ""
-    output = Path(experiment.spec.run.output)
-    text_columns = experiment.recipe.prediction_columns[1:2]
-    content: Any = rows if experiment.spec.command == "predict" else rows[0]
+    output = Path(built.spec.run.output)
+    text_columns = built.recipe.prediction_columns[1:2]
+    content: Any = rows if built.spec.command == "predict" else rows[0]
     if output.suffix == ".txt":
         content = [{name: row[name] or "" for name in text_columns} for row in rows]
     try:
         write_rows(output, content, text_columns if output.suffix == ".txt" else None)
-        for name, path in _files_of(experiment, tables).items():
+        for name, path in _files_of(built, tables).items():
             write_rows(path, tables[name].rows, tables[name].columns)
     except OSError as error:
         return error.strerror or str(error)

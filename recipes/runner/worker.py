@@ -113,7 +113,7 @@ def end_with_torchrun() -> None:
 
 
 @contextmanager
-def meeting_reported(launch: Launch, timeout: float) -> Iterator[None]:
+def rendezvous_errors_reported(launch: Launch, timeout: float) -> Iterator[None]:
     """Turn an error of processes that do not find each other into one line.
 
     Raises:
@@ -245,7 +245,7 @@ def _store_of_run(launch: Launch, timeout: float) -> dist.Store:
     return open_store(address, launch.port, timeout, serves=launch.rank == 0, world_size=launch.world_size)
 
 
-def join_run(launch: Launch, timeout: float, classes: Iterable[type] = ()) -> Launch:
+def init_distributed(launch: Launch, timeout: float, classes: Iterable[type] = ()) -> Launch:
     """Form the process group with the other ranks, and compare the versions.
 
     Args:
@@ -278,7 +278,7 @@ def _form_group(launch: Launch, timeout: float) -> Launch:
         if launch.num_nodes == 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     # An error of a worker may reflect the end of another rank, which its agent reports.
-    with nullcontext() if launch.store_prefix else meeting_reported(launch, timeout):
+    with nullcontext() if launch.store_prefix else rendezvous_errors_reported(launch, timeout):
         store = _store_of_run(launch, timeout)
         limit = timedelta(seconds=launch.collective_timeout)
         dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
@@ -318,13 +318,13 @@ class RankZeroFailed(SystemExit):
     """End of a rank since rank 0 has ended with an error, which rank 0 reports."""
 
 
-def leave_run() -> None:
+def shut_down_distributed() -> None:
     """End the process group of this process, if it has one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def share(compute: Callable[[], _T]) -> _T:
+def broadcast_from_rank_zero(compute: Callable[[], _T]) -> _T:
     """Return a value that rank 0 computes and all ranks get, such as the record of the run.
 
     Args:

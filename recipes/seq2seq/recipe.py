@@ -21,23 +21,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules import TranslationDataModule
-from datamodules.contract import Free, OneCall, data_contract
+from datamodules.contract import Changeable, Transient, data_contract
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.loaders import TranslationBatch
 from datamodules.translation.text import PAD, Normalization, SubwordVocabulary, vocabulary_from_state
 from recipes.base import Recipe
+from recipes.evaluation_tables import Headline
 from recipes.optim import build_optimizer, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
-from recipes.tables import Headline
 
 from .attention import AttentionMap, AttentionWriter, add_examples, attention_maps, forget_examples
 from .decoding import Vocabularies, beam_search, sentences_of
 from .network import Seq2SeqNet, TranslationNetwork, target_positions
 from .scores import BleuTokenizer, DetokenizedScores, TranslationScores, sentences_to_translate
 from .transformer import TransformerNet
-from .vocabularies import check_given, check_sizes, known, take_vocabularies, vocabulary_metadata
+from .vocabularies import check_given, check_sizes, known, load_vocabularies, vocabulary_metadata
 
 NetworkName = Literal["rnn", "transformer"]
 
@@ -122,12 +122,12 @@ class Seq2SeqTranslator(Recipe):
         weight_decay: float = 0.0,
         schedule: ScheduleName = "one_cycle",
         label_smoothing: float = 0.1,
-        val_sentences: Free[int] = 2000,
-        beam: Free[int] = 5,
-        length_penalty: Free[float] = 0.6,
-        bleu_tokenize: Free[BleuTokenizer] = "13a",
+        val_sentences: Changeable[int] = 2000,
+        beam: Changeable[int] = 5,
+        length_penalty: Changeable[float] = 0.6,
+        bleu_tokenize: Changeable[BleuTokenizer] = "13a",
         teacher_forcing: float = 1.0,
-        attention: OneCall[str | None] = None,
+        attention: Transient[str | None] = None,
         **kwargs: Any,
     ) -> None:
         check_given(source_vocab_size, target_vocab_size)
@@ -302,7 +302,7 @@ class Seq2SeqTranslator(Recipe):
         from_data: dict[str, Any] = {}
         if isinstance(data, TranslationDataModule):
             data.vocabularies()
-            take_vocabularies(data, settings.get("weights"), settings.get("weights_skip"))
+            load_vocabularies(data, settings.get("weights"), settings.get("weights_skip"))
             source, target = data.vocabularies()
             from_data = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
         samples = data_contract(data).sizes.get("train")
@@ -321,7 +321,7 @@ class Seq2SeqTranslator(Recipe):
         takes = stage == "fit" or (stage != "predict" and self.vocabularies is None)
         if takes and isinstance(data, TranslationDataModule):
             if stage == "fit" and not self.has_weights and self.trainer.ckpt_path is None:
-                take_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
+                load_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
             self.vocabularies = data.vocabularies()
             self.normalization = data.normalization
 

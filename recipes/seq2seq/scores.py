@@ -17,8 +17,8 @@ from callbacks.lib.ranks import gather
 from datamodules.lightning import Strategy
 from datamodules.loading.randomness import uniform
 from datamodules.translation.data_module import TranslationDataModule
+from recipes.evaluation_tables import Headline, ResultTable
 from recipes.scores import MeanOverTargets
-from recipes.tables import Headline, ResultTable
 
 BleuTokenizer = Literal["13a", "intl", "zh", "char", "none"]
 """sacrebleu's names of tokenizers. 13a is the standard; zh is for Chinese."""

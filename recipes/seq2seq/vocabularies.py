@@ -20,7 +20,7 @@ _LAYERS = ("source_embedding", "target_embedding", "output")
 """The layers with a row for each token."""
 
 
-def take_vocabularies(data: TranslationDataModule, weights: str | None, weights_skip: Any) -> None:
+def load_vocabularies(data: TranslationDataModule, weights: str | None, weights_skip: Any) -> None:
     """Make the data use the vocabularies in a file of weights, whose embeddings have a row for each token.
 
     The data keeps its own vocabularies if `weights_skip` names source_embedding, target_embedding and output.

@@ -3,7 +3,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
-from datamodules.contract import DataContract, Free, OneCall, Rare, data_contract, marked_parameters
+from datamodules.contract import Advanced, Changeable, DataContract, Transient, data_contract, marked_parameters
 
 MEMBERS = [name for name in vars(DataContract) if not name.startswith("_")]
 
@@ -36,7 +36,7 @@ def test_a_stock_data_module_gets_the_defaults():
     stock = data_contract(Stock())
     assert stock.title == "Stock"
     assert (stock.seed, stock.sizes, stock.num_classes, stock.class_names) == (0, {}, None, ())
-    assert (stock.image_size, stock.photographs, stock.validates, stock.prediction_names) == (None, True, True, ())
+    assert (stock.image_size, stock.natural_images, stock.validates, stock.prediction_names) == (None, True, True, ())
     assert stock.resolve() == {}
     assert stock.tokens_parameter is None
     assert data_contract(None).num_classes is None
@@ -64,6 +64,6 @@ def test_every_member_of_ours_can_be_read_before_any_data(data_class: type[pl.Li
         getattr(contract, name)
     assert contract.seed == 5
     assert "Data" not in contract.title
-    for mark in (Free, OneCall, Rare):
+    for mark in (Changeable, Transient, Advanced):
         assert marked_parameters(data_class, mark) <= set(contract.hparams)
     assert (contract.tokens_parameter or "seed") in contract.hparams

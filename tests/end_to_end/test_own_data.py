@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from typing_extensions import override
 
-from datamodules.images.known_sets import load_digits
+from datamodules.images.builtin_datasets import load_digits
 from tests.support.command_lines import type_line, typed
 from tests.support.ranks import run_ranks
 from tests.support.tables import equal

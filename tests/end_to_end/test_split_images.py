@@ -73,7 +73,7 @@ def _digits(batch_size: int, test: int) -> MNISTDataModule:
     generator = torch.Generator().manual_seed(1)
     images, labels = torch.rand(80, 28, 28, generator=generator), torch.arange(80) % 10
     data = MNISTDataModule(batch_size=batch_size, eval_batch_size=4, val_fraction=0.0, num_classes=10)
-    data.take_samples({"train": (images[:17], labels[:17]), "test": (images[-test:], labels[-test:])})
+    data.set_samples({"train": (images[:17], labels[:17]), "test": (images[-test:], labels[-test:])})
     return data
 
 
@@ -195,7 +195,7 @@ def _balanced_data(batch_size: int, balance: str) -> MNISTDataModule:
     test = images[::9], labels[::9]
     options: dict[str, Any] = {"batch_size": batch_size, "val_fraction": 0.0, "balance": balance}
     data = MNISTDataModule(**options)
-    data.take_samples({"train": (images, labels), "test": test})
+    data.set_samples({"train": (images, labels), "test": test})
     return data
 
 

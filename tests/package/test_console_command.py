@@ -70,7 +70,7 @@ def test_a_copied_folder_is_a_recipe(console: str, with_letters: Path) -> None:
     page = _call(console, "letters", "--help", root=with_letters).stdout
     assert page.startswith("usage: lightning-recipes letters [")
     assert "--ckpt runs/letters/NAME/" in page
-    script = "from recipes.finding import recipe_class; print(recipe_class('letters'))"
+    script = "from recipes.registry import recipe_class; print(recipe_class('letters'))"
     found = _call(sys.executable, "-c", script, root=with_letters, folder=with_letters)
     assert found.stdout == "<class 'recipes.letters.recipe.LetterClassifier'>\n", found.stderr
 

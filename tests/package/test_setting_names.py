@@ -20,7 +20,7 @@ ALLOWED = {
     ("callbacks/warmup_lr.py", "scale="),  # An argument of WarmupLR, which is no flag.
     ("datamodules/images/file_pipeline.py", "augment="),  # What a run says of itself, whoever asks.
     ("datamodules/images/tensor_pipeline.py", f"{FILLED}="),
-    ("datamodules/images/known_sets.py", f"{FILLED}="),  # USE=COLUMN, of the value of `columns`.
+    ("datamodules/images/builtin_datasets.py", f"{FILLED}="),  # USE=COLUMN, of the value of `columns`.
     ("datamodules/images/proposals.py", f"{FILLED}="),
     ("datamodules/translation/parallel_corpus.py", f"{FILLED}="),
     ("datamodules/translation/corpus.py", "max_length="),

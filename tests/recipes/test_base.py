@@ -23,7 +23,7 @@ from callbacks.step_metrics import TrainLoss
 from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
-from recipes.calls import call_network
+from recipes.forward import call_network
 from recipes.mnist import MNISTClassifier
 from recipes.optim import learning_rate_scale, parameter_groups
 from recipes.resnet import ResNetFineTuner

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules import DataContract, UserError
 from datamodules.loading.sampling import evaluation_spans
+from recipes.evaluation_tables import Headline
 from recipes.inputs import in_dtype_of
 from recipes.labels import mean_cross_entropy
 from recipes.prediction import prediction_table
 from recipes.scores import ClassificationScores, macro_f1
-from recipes.tables import Headline
 from recipes.weights import load_initial_weights
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks

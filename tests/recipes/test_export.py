@@ -22,7 +22,7 @@ from datamodules.translation.text import Vocabulary
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, __version__, predict
 from recipes.export import export
 from recipes.inputs import preprocessing
-from recipes.photograph_graph import take_photographs
+from recipes.photograph_graph import add_photograph_input
 from tests.support.plain_recipe import Plain
 
 
@@ -283,7 +283,7 @@ def test_the_graph_computes_the_pixels_of_evaluation(size: int):
     identity = onnx.helper.make_node("Identity", ["images"], ["pixels"])
     graph = onnx.helper.make_graph([identity], "network", [image], [pixels])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
-    take_photographs(model, size, crop_pct(size))
+    add_photograph_input(model, size, crop_pct(size))
     session = onnxruntime.InferenceSession(model.SerializeToString())
     generator = torch.Generator().manual_seed(1)
     differences = torch.zeros(256, dtype=torch.int64)

@@ -136,7 +136,7 @@ def test_probabilities_are_labels_in_training_alone():
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels are not read in each step."""
-    monkeypatch.setattr("recipes.labels.is_at_hand", lambda _: False)
+    monkeypatch.setattr("recipes.labels.is_on_cpu", lambda _: False)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

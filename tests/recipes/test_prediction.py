@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
-from datamodules.images.arrays import given_images
-from datamodules.images.known_sets import load_digits
+from datamodules.images.arrays import collect_images
+from datamodules.images.builtin_datasets import load_digits
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
 from recipes.inputs import new_data_module, preprocessing
 from recipes.prediction import all_rows
@@ -92,9 +92,9 @@ def test_images_are_taken_in_every_form(digits, tmp_path: Path):
 
 def test_only_a_color_network_reads_three_channels_as_one_image():
     pixels = np.zeros((3, 40, 40), np.uint8)
-    assert given_images(pixels, color=True).names == ["images[0]"]
-    assert given_images(pixels, color=False).names == ["images[0]", "images[1]", "images[2]"]
-    assert len(given_images(pixels.transpose(1, 2, 0), color=False)) == 1
+    assert collect_images(pixels, color=True).names == ["images[0]"]
+    assert collect_images(pixels, color=False).names == ["images[0]", "images[1]", "images[2]"]
+    assert len(collect_images(pixels.transpose(1, 2, 0), color=False)) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_only_a_color_network_reads_three_channels_as_one_image():
 )
 def test_what_is_no_image_is_rejected(given, message):
     with pytest.raises(UserError, match=message):
-        given_images(given, color=False)
+        collect_images(given, color=False)
 
 
 def test_predicting_leaves_the_modes_of_all_modules(tmp_path: Path):

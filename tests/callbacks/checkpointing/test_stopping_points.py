@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.stopping_points import (
-    RULES,
-    Place,
+    SAVE_POINTS,
+    SavePoint,
     move_counters,
-    place_after_update,
+    save_point_after_update,
     trains,
 )
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -24,18 +24,18 @@ from tests.support.tables import Tiny, image_network, noisy_images, quiet_traine
 
 
 def test_counters_are_moved_only_where_a_run_may_be_saved():
-    assert {rule.moves for rule in RULES.values() if not rule.saves} == {""}
+    assert {rule.adjusts for rule in SAVE_POINTS.values() if not rule.saves} == {""}
 
 
 class SaveAt(pl.Callback):
     """Saves a run at one place of its second epoch, or where the place is first met, whatever the table says of it."""
 
-    def __init__(self, place: Place | None, file: Path) -> None:
+    def __init__(self, place: SavePoint | None, file: Path) -> None:
         self.place, self.file, self.saving = place, file, False
         self.updates, self.validations = -1, 0
         self.validated: list[int] = []
         in_second: Callable[[pl.Trainer], bool] = lambda trainer: trainer.current_epoch == 1  # noqa: E731
-        hooks: dict[str, tuple[Place, Callable[[pl.Trainer], bool]]] = {
+        hooks: dict[str, tuple[SavePoint, Callable[[pl.Trainer], bool]]] = {
             "on_sanity_check_start": ("evaluation", bool),
             "on_train_start": ("run start", bool),
             "on_train_epoch_start": ("epoch start", in_second),
@@ -48,7 +48,7 @@ class SaveAt(pl.Callback):
         for hook, (at, is_time) in hooks.items():
             setattr(self, hook, lambda trainer, *_, at=at, is_time=is_time: self._at(trainer, at, is_time(trainer)))
 
-    def _at(self, trainer: pl.Trainer, place: Place, is_time: bool) -> None:
+    def _at(self, trainer: pl.Trainer, place: SavePoint, is_time: bool) -> None:
         if place == self.place and is_time and self.updates < 0:
             self.updates, self.validations, self.saving = trainer.global_step, len(self.validated), True
             trainer.save_checkpoint(self.file)
@@ -65,12 +65,12 @@ class SaveAt(pl.Callback):
             self.validated.append(trainer.global_step)
 
     def on_update_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        place = place_after_update(trainer)
+        place = save_point_after_update(trainer)
         # A run that has no epoch left would not show that it miscounts them.
         self._at(trainer, place, place == "before epoch end" or trainer.current_epoch == 1)
 
 
-def trained(place: Place | None, file: Path, resume: Path | None = None) -> tuple[SaveAt, list[Any]]:
+def trained(place: SavePoint | None, file: Path, resume: Path | None = None) -> tuple[SaveAt, list[Any]]:
     """A run of two epochs, and what it ends with: its weights, updates and epochs.
 
     The updates of an epoch have 2, 2, 2 and 1 micro-batches; a validation comes after the second.
@@ -85,9 +85,9 @@ def trained(place: Place | None, file: Path, resume: Path | None = None) -> tupl
     return save, [hash_of(model), trainer.global_step, trainer.current_epoch]
 
 
-@pytest.mark.parametrize("place", RULES)
-def test_the_table_says_from_where_a_run_resumes_exactly(place: Place, tmp_path: Path):
-    rule, (save, whole) = RULES[place], trained(place, tmp_path / "saved.ckpt")
+@pytest.mark.parametrize("place", SAVE_POINTS)
+def test_the_table_says_from_where_a_run_resumes_exactly(place: SavePoint, tmp_path: Path):
+    rule, (save, whole) = SAVE_POINTS[place], trained(place, tmp_path / "saved.ckpt")
     if place == "within update":
         assert not save.updates > 0, "only a module that optimizes manually comes by"
         return

@@ -136,7 +136,7 @@ def without_numbers() -> list[Tensor]:
     case = Case(count=4)
     network, rank = new_network(case), dist.get_rank()
     gradients = GradientSum(model := DistributedDataParallel(network))
-    gradients.begin(None)
+    gradients.start_update(None)
     for number, last in ((rank, False), (rank + 2, True)):
         with contextlib.nullcontext() if last else model.no_sync():
             loss, targets = loss_of(case, model, number)

@@ -81,7 +81,7 @@ def test_epoch_sums_continue_from_the_sums_of_all_ranks(reduce_fx: str, ends: fl
 
     def go_on(trainer: pl.Trainer, _: Any) -> None:
         saved = [{"on_train_batch_end.x": [torch.tensor(value), torch.tensor(1)]} for value in (4.0, 6.0, 5.0)]
-        install_update_loop(trainer).results.go_on_from(trainer, saved)
+        install_update_loop(trainer).results.resume_from(trainer, saved)
 
     def log(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if index := trainer.fit_loop.batch_idx:  # Not after the first batch.
@@ -107,7 +107,7 @@ def test_epoch_sums_continue_from_the_sums_of_all_ranks(reduce_fx: str, ends: fl
 def test_saved_sums_end_with_their_epoch() -> None:
     def go_on(trainer: pl.Trainer, _: Any) -> None:
         saved = [{"on_train_batch_end.x": [torch.tensor(100.0), torch.tensor(1)]}]
-        install_update_loop(trainer).results.go_on_from(trainer, saved)
+        install_update_loop(trainer).results.resume_from(trainer, saved)
 
     def log(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.current_epoch:

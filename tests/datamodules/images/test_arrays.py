@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.images.arrays import from_arrays, given_images
-from datamodules.images.finding import find_images
-from datamodules.images.known_sets import load_digits
+from datamodules.images.arrays import collect_images, from_arrays
+from datamodules.images.builtin_datasets import load_digits
+from datamodules.images.layouts import find_images
 from datamodules.images.source import Source
 from datamodules.images.tensor_pipeline import read_digits
 
@@ -44,7 +44,7 @@ def _read(tree: Source, invert: bool = False) -> tuple[Tensor, Tensor]:
 
 def _given(images: Any, labels: Any, test: tuple[Any, Any] | None = None, **options: Any) -> MNISTDataModule:
     data = MNISTDataModule(**options)
-    data.take_samples({"train": (images, labels), "test": test})
+    data.set_samples({"train": (images, labels), "test": test})
     return data
 
 
@@ -121,7 +121,7 @@ def test_images_of_any_size_take_mnists_form_as_in_predict(tmp_path: Path, digit
         image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
     found, found_labels = _read(find_images(tmp_path), invert=True)
     files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
-    predicted = read_digits(given_images([large[number] for number in files], color=False), invert=True)
+    predicted = read_digits(collect_images([large[number] for number in files], color=False), invert=True)
     assert torch.equal(found, predicted.pixels)
     assert found_labels.tolist() == [0] * 10 + [1] * 10
     assert found[:, 0].max() < 64
@@ -139,7 +139,7 @@ def test_small_images_are_enlarged(digits: Digits):
         found, _ = _read(from_arrays({"train": (given, digits[1])}, "small"), invert)
         assert found[:, :4].max() == found[:, :, 24:].max() == 0
         assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
-        predicted = read_digits(given_images(given, color=False), invert)
+        predicted = read_digits(collect_images(given, color=False), invert)
         assert torch.equal(predicted.pixels, found), "predict sees what was trained on"
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from datamodules import from_arrays
-from datamodules.images.finding import find_images
+from datamodules.images.layouts import find_images
 
 NAMES = {
     "numbers": (["10", "9", "2", "11", "1", "0"], ("0", "1", "2", "9", "10", "11")),

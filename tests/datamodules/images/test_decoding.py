@@ -8,7 +8,7 @@ from PIL import Image
 
 from datamodules import UserError
 from datamodules.images.decoding import load_image
-from datamodules.images.finding import find_images
+from datamodules.images.layouts import find_images
 
 
 def _tiff(pixels: np.ndarray, path: Path, **tags: int) -> Path:

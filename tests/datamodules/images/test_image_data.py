@@ -47,7 +47,7 @@ def _batches(data: ImageDataModule) -> list[Any]:
     ],
 )
 def test_the_flags_give_the_batches_of_a_source_in_a_pipeline(pixels, pipeline, flags):
-    flags.take_samples(_source(pixels))
+    flags.set_samples(_source(pixels))
     plain = ImageDataModule(_source(pixels), pipeline, **SIZES)
     assert all(map(torch.equal, _batches(plain), _batches(flags)))
     assert plain.state_dict() == flags.state_dict()

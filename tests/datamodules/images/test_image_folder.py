@@ -420,7 +420,7 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
     expected = _data(tree, image_size=32, **options)
     reader = expected.train_dataloader().reader
     assert reader.is_in_memory
-    monkeypatch.setattr("datamodules.images.file_pipeline._MOST_IN_MEMORY", 0)
+    monkeypatch.setattr("datamodules.images.file_pipeline._MAX_BYTES_IN_MEMORY", 0)
     for num_workers in (0, 2):
         data = _data(tree, image_size=32, num_workers=num_workers, **options)
         assert not data.train_dataloader().reader.is_in_memory

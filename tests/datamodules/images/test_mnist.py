@@ -16,8 +16,8 @@ from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
 from datamodules.base import Process
+from datamodules.images.builtin_datasets import DATASETS, find_files, load_digits
 from datamodules.images.image_data import Order, Part
-from datamodules.images.known_sets import DATASETS, find_files, load_digits
 from datamodules.loading.sampling import epoch_order, split_indices
 from tests.support.tables import quiet_trainer
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from datamodules import UserError
-from datamodules.images.arrays import from_arrays, from_samples, given_images, read_npz
+from datamodules.images.arrays import collect_images, from_arrays, from_samples, read_npz
 
 IMAGES = np.random.default_rng(1).integers(0, 256, (12, 28, 28), dtype=np.uint8)
 LABELS = np.arange(12) % 3
@@ -105,7 +105,7 @@ def test_the_printed_names_of_arrays_are_read(tmp_path):
 def test_rows_of_pixels_are_not_predicted_as_one_image(shape: tuple[int, ...]):
     side = 28 if shape[-1] == 784 else 8
     with pytest.raises(UserError, match=rf"{shape[0]} rows of {side} x {side} pixels.*reshape\(-1, {side}, {side}\)"):
-        given_images(np.zeros(shape, np.uint8), color=False)
-    assert len(given_images(np.zeros((28, 28), np.uint8), color=False)) == 1
-    assert len(given_images(np.zeros((30, 50), np.uint8), color=False)) == 1
+        collect_images(np.zeros(shape, np.uint8), color=False)
+    assert len(collect_images(np.zeros((28, 28), np.uint8), color=False)) == 1
+    assert len(collect_images(np.zeros((30, 50), np.uint8), color=False)) == 1
     assert from_arrays({"train": (IMAGES, LABELS)}).classes == ("0", "1", "2")

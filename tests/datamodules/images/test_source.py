@@ -29,7 +29,7 @@ def test_images_in_memory_give_the_batches_of_their_files(folder: Path, augment:
     batches = []
     for samples in (source, from_folder(folder), (torch.from_numpy(PIXELS[order]), [NAMES[row] for row in order])):
         data = ImageFolderDataModule(batch_size=4, val_fraction=0.25, augment=augment, num_workers=0)  # type: ignore[arg-type]
-        data.take_samples(samples)
+        data.set_samples(samples)
         data.setup("fit")
         assert (data.class_names, data.image_size) == (("ant", "bee", "cow"), 16)
         batches.append([batch for loader in (data.train_dataloader(), data.val_dataloader()) for batch in loader])
@@ -41,7 +41,7 @@ def test_images_in_memory_give_the_batches_of_their_files(folder: Path, augment:
 
 def test_a_source_serves_the_small_recipe_as_well(folder: Path):
     data = MNISTDataModule(batch_size=4, val_fraction=0.25, test_fraction=0)
-    data.take_samples(from_folder(folder))
+    data.set_samples(from_folder(folder))
     data.setup("fit")
     assert (data.dataset, data.num_classes, data.sizes) == ("custom", 3, {"train": 9, "val": 3})
 
@@ -49,4 +49,4 @@ def test_a_source_serves_the_small_recipe_as_well(folder: Path):
 def test_what_is_no_set_of_images_is_rejected():
     for samples in (PIXELS, (PIXELS,), {"val": (PIXELS, NAMES)}, {"train": (PIXELS, NAMES), "dev": (PIXELS, NAMES)}):
         with pytest.raises(UserError, match="expected \\(images, labels\\), or a dict of such pairs"):
-            ImageFolderDataModule().take_samples(samples)
+            ImageFolderDataModule().set_samples(samples)

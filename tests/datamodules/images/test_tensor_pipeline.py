@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.arrays import GivenImages, given_images
+from datamodules.images.arrays import InputImages, collect_images
 from datamodules.images.tensor_pipeline import Digits, as_mnist, gray_image, read_digits
 
 
@@ -27,7 +27,7 @@ def _form(image: Image.Image | np.ndarray, invert: bool = False) -> Tensor:
 
 
 def _read(images: Any, invert: bool = False) -> Digits:
-    return read_digits(given_images(images, color=False), invert)
+    return read_digits(collect_images(images, color=False), invert)
 
 
 EXPECTED = _form(_seven())
@@ -112,7 +112,7 @@ def test_each_file_that_cannot_be_read_is_named(tmp_path: Path):
     (tmp_path / "folder.png").mkdir()
     names = ["text.png", "cut.png", "empty.png", "folder.png", "nothing.png"]
     files = [str(good), *(str(tmp_path / name) for name in names), str(good)]
-    found = read_digits(GivenImages(files, [*files]))
+    found = read_digits(InputImages(files, [*files]))
     assert found.numbers.tolist() == [0, 6]
     assert found.pixels.shape == (2, 28, 28)
     assert torch.equal(found.pixels[0].float(), EXPECTED)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
 from datamodules.images.file_pipeline import ImageFiles
-from datamodules.images.finding import find_images
+from datamodules.images.layouts import find_images
 from datamodules.images.pixel_cache import PixelCache
 from datamodules.images.source import Source
 
@@ -84,7 +84,7 @@ def test_an_archive_holds_its_folders_files_in_the_same_order(photos, tmp_path, 
 def test_cached_images_follow_a_changed_archive(photos, tmp_path, monkeypatch):
     archive = _zip(photos, tmp_path / "x.zip", compression=zipfile.ZIP_STORED)
     files = find_images(archive).parts["train"][0]
-    cache = PixelCache(tmp_path / "cache", len(files.whole()), 1 << 20)
+    cache = PixelCache(tmp_path / "cache", len(files.base_table()), 1 << 20)
     images = ImageFiles(files, 20, cache)
     before = [images[row].clone() for row in range(20)]
     with monkeypatch.context() as patch:

@@ -41,7 +41,7 @@ def test_only_equal_tables_have_the_same_digest():
     assert (
         table.digest()
         == FileTable(["1", "2", "3"], root="a/").digest()
-        == table.select(torch.arange(2)).whole().digest()
+        == table.select(torch.arange(2)).base_table().digest()
     )
     names = (["1", "23"], ["1", "3", "2"], ["1", "2", "3", ""])
     parts = [table.select(torch.tensor(rows)) for rows in ([0, 1], [1, 2])]

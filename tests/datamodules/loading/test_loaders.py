@@ -35,7 +35,7 @@ def test_without_shuffling_each_epoch_keeps_the_rows_order():
 
 def _numbered(loader) -> dict[int, Any]:
     """The targets of the loader's next epoch, or of the rest of the present one, by number; stand-ins are left out."""
-    updates = [update for update in loader if not update.is_stand_in]
+    updates = [update for update in loader if not update.is_dummy]
     return {number: targets.tolist() for update in updates for number, (_, targets) in update}
 
 
@@ -141,7 +141,7 @@ def test_a_rank_without_a_micro_batch_repeats_the_first():
     *_, stand_in = _targets(loaders[1])
     assert stand_in == first
     loaders[1].divide_updates(4)
-    assert [update.is_stand_in for update in loaders[1]] == [False, True]
+    assert [update.is_dummy for update in loaders[1]] == [False, True]
     loaders[1].divide_updates(None)
     assert [len(targets) for targets in _targets(loaders[1])] == [2, 1]
 
@@ -218,7 +218,7 @@ def test_data_rounded_by_another_machine_are_the_same():
 
 
 def test_of_large_tensors_some_rows_count(monkeypatch):
-    monkeypatch.setattr("datamodules.loading.loaders._MOST", 16)
+    monkeypatch.setattr("datamodules.loading.loaders._MAX_FINGERPRINT_BYTES", 16)
     numbers = torch.arange(6).view(3, 2)
     first, second = numbers.clone(), numbers.clone()
     first[0, 0], second[1, 0] = 9, 9

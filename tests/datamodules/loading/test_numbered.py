@@ -103,7 +103,7 @@ def by_number(loaders: Sequence[Any]) -> dict[int, list[list[float]]]:
     for loader in loaders:
         for update in loader:
             for number, batch in update:
-                if not update.is_stand_in:
+                if not update.is_dummy:
                     assert number not in found
                     found[number] = batch.tolist()
     return dict(sorted(found.items()))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import Division, epoch_order, number_draws, split_indices, weighted_order
+from datamodules.loading.sampling import UpdateDivision, epoch_order, number_draws, split_indices, weighted_order
 
 
 @st.composite
@@ -14,7 +14,7 @@ def divisions(draw):
     """An epoch on one rank, and the numbers of ranks that can share its updates."""
     batch_size = draw(st.integers(1, 12))
     items, update_size = draw(st.integers(1, 200)), draw(st.integers(1, 12 * batch_size))
-    alone = Division(items, batch_size, update_size, 1)
+    alone = UpdateDivision(items, batch_size, update_size, 1)
     return alone, draw(st.lists(st.integers(1, min(9, alone.micro_batches)), min_size=2, max_size=2))
 
 
@@ -43,8 +43,8 @@ def test_ranks_compute_ranges_of_the_same_micro_batches(cut):
         assert division.updates == alone.updates
         computed = {}
         for update in range(division.updates):
-            shares = [division.share(update, rank) for rank in range(division.world_size)]
-            real = [share for share in shares if not share.is_stand_in]
+            shares = [division.rank_slice(update, rank) for rank in range(division.world_size)]
+            real = [share for share in shares if not share.is_dummy]
             dealt = [(share.first + place, span) for share in real for place, span in enumerate(share.spans)]
             numbers = [number for number, _ in dealt]
             first = update * alone.micro_batches

@@ -63,7 +63,7 @@ def _numbered(loaders: list[SentenceTrainLoader]) -> dict[int, list[int]]:
     for loader in loaders:
         for update in loader:
             for number, batch in update:
-                if not update.is_stand_in:
+                if not update.is_dummy:
                     assert number not in found
                     found[number] = batch.numbers.tolist()
     return dict(sorted(found.items()))
@@ -162,7 +162,7 @@ def test_a_batch_by_tokens_never_exceeds_them(max_tokens, world_size):
     for _ in range(3):
         for loader in loaders:
             loader.divide_updates(world_size)
-        updates = [update for loader in loaders for update in loader if not update.is_stand_in]
+        updates = [update for loader in loaders for update in loader if not update.is_dummy]
         batches = [batch for update in updates for batch in update.batches]
         assert all(batch.source.numel() + batch.target.numel() <= max_tokens for batch in batches if len(batch.source))
         lengths.append(len(batches))

@@ -10,7 +10,7 @@ import pytest
 from datamodules.lightning import pl
 from recipes import MNISTClassifier, Recipe, ResNetFineTuner, Seq2SeqTranslator
 from recipes.runner.command import help_text
-from recipes.runner.flags import Classes, read_request
+from recipes.runner.flags import RunClasses, read_request
 from recipes.runner.hints import read_help, read_trainer_parameters
 
 RECIPES = [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator]
@@ -19,7 +19,7 @@ MAIN = """
 from typing import Any, Literal
 
 from datamodules import MNISTDataModule
-from datamodules.contract import Rare
+from datamodules.contract import Advanced
 from recipes.mnist.recipe import MNISTClassifier
 
 Ink = Literal["black", "blue"]
@@ -34,7 +34,7 @@ class Mine(Mixin, MNISTClassifier):
 
     trainer_defaults = dict(max_epochs=3)
 
-    def __init__(self, ink: Ink = "blue", *, pages: Rare[list[int] | None] = None, {own}**kwargs: Any) -> None:
+    def __init__(self, ink: Ink = "blue", *, pages: Advanced[list[int] | None] = None, {own}**kwargs: Any) -> None:
         super().__init__({passed}**kwargs)
 
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 def printed_by_the_parser(recipe: type[Recipe], flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert recipe.data_class is not None
-    assert read_request(Classes(recipe, recipe.data_class).parser("program"), recipe, [flag]) is None
+    assert read_request(RunClasses(recipe, recipe.data_class).parser("program"), recipe, [flag]) is None
     return capsys.readouterr().out
 
 

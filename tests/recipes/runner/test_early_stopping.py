@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from datamodules.errors import RunFailedError
-from recipes.runner.experiment import PatientStopping, why_stopped
+from recipes.runner.build import PatientStopping, why_stopped
 from tests.support.command_lines import MNIST, typed
 
 

@@ -16,21 +16,21 @@ from datamodules import MNISTDataModule, UserError
 from recipes.mnist import MNISTClassifier
 from recipes.runner import folder as rule
 from recipes.runner import settings as merging
-from recipes.runner.flags import Classes, marks_of
+from recipes.runner.flags import RunClasses, marks_of
 from recipes.runner.folder import ResumePoint, locked, start_from
 from recipes.runner.saved_run import newest_valid_checkpoint, read_run
 from recipes.runner.variables import job_name
 from recipes.runner.worker import RankZeroFailed
 from tests.support.ranks import run_ranks
 
-FREE = marks_of(Classes(MNISTClassifier, MNISTDataModule).parser()).free
-describe_differences = partial(merging.describe_differences, free=FREE)
+FREE = marks_of(RunClasses(MNISTClassifier, MNISTDataModule).parser()).changeable
+describe_differences = partial(merging.describe_differences, changeable=FREE)
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
 
 
 def find_resume_point(*args: Any, **options: Any) -> ResumePoint:
     rule._used.clear()  # As in a process that has made no run.
-    return rule.find_resume_point(*args, **options, free=FREE)
+    return rule.find_resume_point(*args, **options, changeable=FREE)
 
 
 def save(path: Path, updates: int, epochs: int = 0, config: dict = CONFIG, items: Any = 64, **more: Any) -> Path:

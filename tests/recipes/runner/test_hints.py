@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from recipes import MNISTClassifier, Recipe, ResNetFineTuner, Seq2SeqTranslator
-from recipes.runner.flags import Classes
-from recipes.runner.hints import OTHER_NAMES, flag_meant, meant, not_here, unknown_flag
+from recipes.runner.flags import RunClasses
+from recipes.runner.hints import ALIASES, flag_meant, meant, unknown_flag, unsupported_settings
 
 PAGE = Path(__file__).parents[3] / "docs/help/coming-from.md"
 OURS = {
     name
     for recipe in (MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator)
-    for name in Classes(recipe, recipe.data_class).parser().flags  # type: ignore[arg-type]
+    for name in RunClasses(recipe, recipe.data_class).parser().flags  # type: ignore[arg-type]
 }
 
 
@@ -60,14 +60,14 @@ def test_a_flag_of_another_program_leads_to_ours():
 )
 def test_a_name_leads_to_a_flag_that_is_near_or_to_none(name: str, recipe: type[Recipe], hint: str | None):
     expected = f"; did you mean --{hint}?" if hint else ""
-    assert flag_meant(name.replace("-", "_"), Classes(recipe, recipe.data_class).parser().flags) == expected
+    assert flag_meant(name.replace("-", "_"), RunClasses(recipe, recipe.data_class).parser().flags) == expected
 
 
 def test_what_other_names_stand_for_are_flags():
-    meanings = {text.partition(" ")[0] for texts in OTHER_NAMES.values() for text in texts}
+    meanings = {text.partition(" ")[0] for texts in ALIASES.values() for text in texts}
     assert meanings - OURS == set()
-    assert OTHER_NAMES.keys() & OURS == set(), "a flag of ours is no other name"
-    assert not_here().keys() & (OURS | OTHER_NAMES.keys()) == set()
+    assert ALIASES.keys() & OURS == set(), "a flag of ours is no other name"
+    assert unsupported_settings().keys() & (OURS | ALIASES.keys()) == set()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_other_names_stand_for_are_flags():
     ],
 )
 def test_a_flag_of_another_recipe_is_answered_with_the_reason(name: str, error: str):
-    flags = Classes(MNISTClassifier, MNISTClassifier.data_class).parser().flags  # type: ignore[arg-type]
+    flags = RunClasses(MNISTClassifier, MNISTClassifier.data_class).parser().flags  # type: ignore[arg-type]
     assert unknown_flag(name.replace("_", "-"), name, flags, []) == error
     no_cuda = "there is no flag --no-cuda; did you mean --accelerator cpu?"
     assert unknown_flag("no-cuda", "cuda", flags, []) == no_cuda, "it is not the contrary of a switch"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.optimization import reject_plateau_by_time
+from recipes.check_optimization import reject_plateau_by_time
 from recipes.runner.settings import TrainerSettings, limits_per_device, micro_batches_of_update
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence

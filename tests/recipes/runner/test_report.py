@@ -12,12 +12,12 @@ from PIL import Image
 from typing_extensions import override
 
 from datamodules.errors import RunFailedError
+from recipes.evaluation_tables import Headline
 from recipes.figures.images import ImageGrid, Picture
 from recipes.figures.plots import attention_plot, confusion_plot
 from recipes.mistakes import EXPLAINED_SIDE
 from recipes.runner.loggers import curves
 from recipes.runner.report import split_scores, write_page
-from recipes.tables import Headline
 from tests.support.command_lines import MNIST, typed
 from tests.support.pages import Page, read_page
 

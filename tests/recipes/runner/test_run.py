@@ -58,7 +58,7 @@ def _digits(folder: str) -> list[RunResult]:
     parts = {"train": (images[:1000], labels[:1000]), "val": (images[1000:1400], labels[1000:1400])}
     given = fit("mnist", parts | {"test": (images[1400:], labels[1400:])}, **FEW)
     module = MNISTDataModule(batch_size=64)
-    module.take_samples((images, labels))
+    module.set_samples((images, labels))
     built = fit(MNISTClassifier, module, **{name: value for name, value in FEW.items() if name != "batch_size"})
     assert built.data is module
     assert given.data is not None

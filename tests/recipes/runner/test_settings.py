@@ -8,14 +8,14 @@ import pytest
 
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier
-from recipes.runner.flags import Classes, marks_of
-from recipes.runner.settings import Marks, TrainerSettings, as_plain, fill, merge, with_length
+from recipes.runner.flags import RunClasses, marks_of
+from recipes.runner.settings import SettingMarks, TrainerSettings, as_plain, drop_epoch_limit, merge, resolve_auto
 
-MARKS = Marks(
-    free=frozenset({"logger"}),
-    one_call=frozenset({"name"}),
-    of_machine=frozenset({"devices"}),
-    null_ends=frozenset({"ema"}),
+MARKS = SettingMarks(
+    changeable=frozenset({"logger"}),
+    transient=frozenset({"name"}),
+    machine_only=frozenset({"devices"}),
+    null_disables=frozenset({"ema"}),
 )
 DEFAULTS = {"lr": 0.1, "dataset": "auto", "ema": None, "logger": "csv", "name": None, "devices": "auto"}
 SAVED = {"lr": 0.2, "dataset": "mnist", "ema": 0.9, "logger": "none", "name": "a", "devices": 2, "gone": 1}
@@ -51,7 +51,7 @@ def test_parameters_in_a_file_stay_beside_typed_ones(tmp_path: Path):
     file = tmp_path / "settings.yaml"
     file.write_text("trainer: {benchmark: true, min_epochs: 1}\n")
     given = (
-        Classes(MNISTClassifier, MNISTDataModule)
+        RunClasses(MNISTClassifier, MNISTDataModule)
         .parser()
         .parse(["--config", str(file), "--trainer.detect_anomaly", "--trainer.min_epochs", "2"])
     )
@@ -60,13 +60,14 @@ def test_parameters_in_a_file_stay_beside_typed_ones(tmp_path: Path):
 
 def test_a_length_in_steps_replaces_the_recipes_epochs():
     defaults = {"max_epochs": 10, "max_steps": -1}
-    assert with_length(defaults, {"max_steps": 5})["max_epochs"] == -1
-    assert with_length(defaults, {"max_steps": 5, "max_epochs": 3})["max_epochs"] == 10
-    assert with_length(defaults, {}) == defaults
+    assert drop_epoch_limit(defaults, {"max_steps": 5})["max_epochs"] == -1
+    assert drop_epoch_limit(defaults, {"max_steps": 5, "max_epochs": 3})["max_epochs"] == 10
+    assert drop_epoch_limit(defaults, {}) == defaults
 
 
 def test_only_what_is_open_is_filled():
-    assert fill({"a": None, "b": "auto", "c": 1}, {"a": 2, "b": None, "c": 3, "d": 4}) == {"a": 2, "b": "auto", "c": 1}
+    settings = {"a": None, "b": "auto", "c": 1}
+    assert resolve_auto(settings, {"a": 2, "b": None, "c": 3, "d": 4}) == {"a": 2, "b": "auto", "c": 1}
 
 
 def test_values_are_saved_as_plain_ones():
@@ -83,12 +84,12 @@ def test_values_are_saved_as_plain_ones():
 
 
 def test_what_is_special_about_a_setting_stands_at_its_field():
-    marks = marks_of(Classes(MNISTClassifier, MNISTDataModule).parser())
-    assert marks.of_machine == {"accelerator", "strategy", "devices"}
-    assert marks.null_ends == {"ema"}
-    assert {"resume", "ckpt", "node_rank", "predict_inputs", "profiler"} <= marks.one_call
-    assert {"max_epochs", "logger", "batch_size", "trainer"} <= marks.free
-    assert not {"lr", "seed", "fast_dev_run", "gradient_clip_val"} & (marks.free | marks.one_call)
+    marks = marks_of(RunClasses(MNISTClassifier, MNISTDataModule).parser())
+    assert marks.machine_only == {"accelerator", "strategy", "devices"}
+    assert marks.null_disables == {"ema"}
+    assert {"resume", "ckpt", "node_rank", "predict_inputs", "profiler"} <= marks.transient
+    assert {"max_epochs", "logger", "batch_size", "trainer"} <= marks.changeable
+    assert not {"lr", "seed", "fast_dev_run", "gradient_clip_val"} & (marks.changeable | marks.transient)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from recipes.runner.training import evaluate_each_sample_once, share_of
+from recipes.runner.training import evaluate_each_sample_once, shard_loader
 
 
 class Several(pl.LightningDataModule):
@@ -30,7 +30,7 @@ def test_every_sample_of_every_loader_is_evaluated_once(world_size):
 
 def test_a_share_keeps_how_batches_are_made():
     loader = DataLoader(range(8), batch_size=2, collate_fn=lambda batch: torch.tensor(batch) * 10, num_workers=1)
-    share = share_of(loader, 1, 2)
+    share = shard_loader(loader, 1, 2)
     assert share.loader.num_workers == 1
     assert share.loader.collate_fn is loader.collate_fn
     assert share.dataset is loader.dataset
@@ -45,4 +45,4 @@ def test_loaders_whose_order_is_their_own_are_left_to_lightning():
     weighted = DataLoader(range(8), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8))
     short, unbatched = DataLoader(range(2), batch_size=2), DataLoader(range(8), batch_size=None)
     for loader in (weighted, short, unbatched, DataLoader(Stream(), batch_size=2), [1, 2]):
-        assert share_of(loader, 0, 3) is loader
+        assert shard_loader(loader, 0, 3) is loader

@@ -13,7 +13,7 @@ from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import MNISTDataModule
 from recipes import MNISTClassifier
 from recipes.runner.command import Command
-from recipes.runner.flags import Classes, Given, Request
+from recipes.runner.flags import ParsedArguments, Request, RunClasses
 from recipes.runner.saved_run import readable_checkpoints
 from recipes.runner.spec import Resolver
 from recipes.runner.verify import find_interval
@@ -32,8 +32,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_interval_is_trained_again_after_a_restart(trained: Path) -> None:
-    classes = Classes(MNISTClassifier, MNISTDataModule)
-    request = Request("verify", Given({}, {}), trained / "runs" / "quadrants" / "one")
+    classes = RunClasses(MNISTClassifier, MNISTDataModule)
+    request = Request("verify", ParsedArguments({}, {}), trained / "runs" / "quadrants" / "one")
     interval = find_interval(request.folder, readable_checkpoints(request.folder / "checkpoints"))
     request = replace(request, interval=replace(interval, recipe="mnist", config={}))
     resolver = Resolver(classes, Command("python -m recipes.mnist"))

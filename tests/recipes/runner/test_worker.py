@@ -15,13 +15,13 @@ from recipes.runner import worker
 from recipes.runner.launch import Launch
 from recipes.runner.worker import (
     RankZeroFailed,
+    broadcast_from_rank_zero,
     check_files,
     code_version,
+    init_distributed,
     interface_towards,
-    join_run,
-    meeting_reported,
     open_store,
-    share,
+    rendezvous_errors_reported,
 )
 from tests.support.ranks import free_port, run_ranks
 
@@ -41,10 +41,10 @@ def _join(port: int, of_rank: dict[int, str], seconds: float = 600.0) -> tuple[s
         return "absent", None
     with patch.object(worker, "code_version", return_value=of_rank[rank]):
         try:
-            joined = join_run(_launch(port), seconds)
+            joined = init_distributed(_launch(port), seconds)
         except UserError as error:
             return str(error), None
-    return joined.describe(), share(lambda: f"of rank {rank}")
+    return joined.describe(), broadcast_from_rank_zero(lambda: f"of rank {rank}")
 
 
 def test_ranks_that_join_share_what_rank_0_says():
@@ -66,13 +66,13 @@ def test_a_missing_rank_is_counted_by_the_others():
 
 
 def _settle(port: int) -> Any:
-    join_run(_launch(port), 600.0)
+    init_distributed(_launch(port), 600.0)
 
     def reject() -> None:
         raise UserError("no data")
 
     try:
-        share(reject)
+        broadcast_from_rank_zero(reject)
     except RankZeroFailed as ended:
         return ended.code
     except UserError as error:
@@ -86,7 +86,7 @@ def test_an_error_of_rank_0_ends_the_others_with_its_status():
 
 
 def _look(port: int, missing: str) -> str:
-    launch = join_run(_launch(port, nodes=2), 600.0)
+    launch = init_distributed(_launch(port, nodes=2), 600.0)
     lines: list[str] = []
     with patch.object(worker, "warn", lines.append), patch.object(Path, "exists", _exists(launch.rank, missing)):
         try:
@@ -119,7 +119,7 @@ def test_a_node_that_does_not_share_the_folder_is_named(missing: str, message: s
 def test_a_taken_port_is_an_error(address: str):
     with socket.create_server(("", 0)) as taken:
         launch = Launch("manual", 2, 1, address=address, port=taken.getsockname()[1])
-        with pytest.raises(UserError, match="another `master_port`"), meeting_reported(launch, 5.0):
+        with pytest.raises(UserError, match="another `master_port`"), rendezvous_errors_reported(launch, 5.0):
             open_store(launch.address, launch.port, 5.0, serves=True)
 
 
@@ -128,7 +128,7 @@ def test_a_silent_node_0_leads_to_what_to_check(address: str, serves: bool):
     """On another machine than node 0, and on node 0 with an address that is none of its own."""
     launch = Launch("manual", 2, 1, address=address, port=free_port())
     line = "within 1 s: .*start all of them, check firewalls and that `master_addr` is an address of node 0"
-    with pytest.raises(UserError, match=line), meeting_reported(launch, 1.0):
+    with pytest.raises(UserError, match=line), rendezvous_errors_reported(launch, 1.0):
         open_store(launch.address, launch.port, 1.0, serves)
 
 

@@ -16,11 +16,11 @@ import torch
 from datamodules.errors import UserError, spelled
 from datamodules.images import proposals
 from datamodules.images.arrays import from_samples, read_npz
+from datamodules.images.builtin_datasets import ImageSet, digits_source, download_cifar, from_cifar
 from datamodules.images.decoding import ending, is_image
-from datamodules.images.known_sets import ImageSet, digits_source, download_cifar, from_cifar
+from datamodules.images.image_tables import find_tables, from_tables, other_parts
 from datamodules.images.labels import check_same_classes, class_order, same_name
 from datamodules.images.source import PART_FOLDERS, PART_WORDS, PARTS, Source, named_source, part_folders
-from datamodules.images.tables import find_tables, from_tables, other_parts
 from datamodules.loading.file_table import (
     FileTable,
     Folder,
@@ -31,7 +31,7 @@ from datamodules.loading.file_table import (
     open_archive,
     unpacked,
 )
-from datamodules.loading.tables import TABLE_SUFFIXES, text_suffix
+from datamodules.loading.table_files import TABLE_SUFFIXES, text_suffix
 from datamodules.notes import inform, inform_if_slow, warn
 from datamodules.ranges import check_choice
 
@@ -43,7 +43,7 @@ def _count_suffixes(files: Sequence[str]) -> dict[str, int]:
     return dict(Counter(ending(file) or "no ending" for file in files).most_common())
 
 
-def open_place(place: Path) -> tuple[Folder, FileTable]:
+def open_path(path: Path) -> tuple[Folder, FileTable]:
     """List a folder on disk or an archive, and return its folder tree and the table of its files.
 
     The top folder of an archive is left out if there is no other folder.
@@ -51,20 +51,20 @@ def open_place(place: Path) -> tuple[Folder, FileTable]:
     Raises:
         UserError: there is no such folder or archive.
     """
-    if place.is_dir():
-        return list_folder(place)
-    if not is_archive(place) or not place.is_file():
-        problem = "is neither a folder nor a .zip archive" if place.is_file() else "does not exist"
+    if path.is_dir():
+        return list_folder(path)
+    if not is_archive(path) or not path.is_file():
+        problem = "is neither a folder nor a .zip archive" if path.is_file() else "does not exist"
         raise UserError(
-            f"{spelled('data_dir', str(place))} {problem}; pass a folder that holds a folder of images for each class,"
+            f"{spelled('data_dir', str(path))} {problem}; pass a folder that holds a folder of images for each class,"
             " or a .zip of it"
         )
-    unpacked_folder = unpacked(place, cache_folder("archives"))
+    unpacked_folder = unpacked(path, cache_folder("archives"))
     if unpacked_folder:
-        inform(f"{place} is compressed as a whole, so it is unpacked in {unpacked_folder}")
+        inform(f"{path} is compressed as a whole, so it is unpacked in {unpacked_folder}")
         folder, table = list_folder(unpacked_folder)
     else:
-        folder, table = open_archive(place)
+        folder, table = open_archive(path)
     # Archives usually hold one folder, with the name of the data set.
     while len(folder.folders) == 1:
         inner = next(iter(folder.folders.values()))
@@ -159,19 +159,19 @@ def _source(top: Folder, table: FileTable, matches: _Matches, layout: str, title
     return named_source(parts, title, f"{top.path} holds", expected, notes, _count_suffixes(left_out))
 
 
-def from_folder(place: str | Path, opened: tuple[Folder, FileTable] | None = None) -> Source:
+def from_folder(path: str | Path, opened: tuple[Folder, FileTable] | None = None) -> Source:
     """Make a data set of the images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
 
     Args:
-        place: a folder on disk, or an archive of one.
-        opened: result of `open_place` for this path, if it was called before.
+        path: a folder on disk, or an archive of one.
+        opened: result of `open_path` for this path, if it was called before.
 
     Raises:
         UserError: there is no such folder, it has another structure, there are fewer than two classes, or val or test
             has a class that train lacks.
     """
-    place = Path(place)
-    top, table = opened or open_place(place)
+    path = Path(path)
+    top, table = opened or open_path(path)
     parts = part_folders(top)
     layout = proposals.RECOGNIZED[0 if parts else 1]
     matches = _Matches(top, layout, PART_FOLDERS)
@@ -192,11 +192,11 @@ def from_folder(place: str | Path, opened: tuple[Folder, FileTable] | None = Non
             files = [folder.prefix + name for name in folder.files]
             held = f", but {proposals.describe_left_out(files)}" if files else ""
             notes.append(f"class {folder.name} is left out: {folder.path} holds no image{held}")
-    return _source(top, table, matches, layout, place.resolve().name, notes)
+    return _source(top, table, matches, layout, path.resolve().name, notes)
 
 
 def find_images(
-    place: str | Path,
+    path: str | Path,
     layout: str | None = None,
     columns: str | None = None,
     on_faults: Literal["error", "skip"] | None = None,
@@ -204,7 +204,7 @@ def find_images(
     """Find images in an .npz file, a table, tables of the parts of a folder or archive, or folders of classes.
 
     Args:
-        place: a file, a folder or an archive.
+        path: a file, a folder or an archive.
         layout: where class and part are in the path of an image, see `from_layout`; None: see `from_folder`.
         columns: names of columns or arrays that are called otherwise, see `parse_columns`.
         on_faults: "error" or "skip" for rows of a table that cannot be used, see `from_tables`.
@@ -212,29 +212,29 @@ def find_images(
     Raises:
         UserError: there is nothing to train on, or rows cannot be used; the message says what to pass.
     """
-    place = Path(place)
-    is_table = place.is_file() and (columns is not None or text_suffix(place) in (*TABLE_SUFFIXES, ".txt"))
+    path = Path(path)
+    is_table = path.is_file() and (columns is not None or text_suffix(path) in (*TABLE_SUFFIXES, ".txt"))
     if layout is not None and (columns is not None or is_table):
         raise UserError("a table or an array has no layout", setting="layout", value=layout)
-    if place.suffix.lower() == ".npz":
-        return read_npz(place, columns)
-    if is_table and not is_archive(place):
-        return from_tables(place, {"train": [str(place)]}, columns, on_faults, others=other_parts(place))
-    opened = open_place(place)
+    if path.suffix.lower() == ".npz":
+        return read_npz(path, columns)
+    if is_table and not is_archive(path):
+        return from_tables(path, {"train": [str(path)]}, columns, on_faults, others=other_parts(path))
+    opened = open_path(path)
     if layout is not None:
-        return from_layout(*opened, layout, place.resolve().name)
+        return from_layout(*opened, layout, path.resolve().name)
     tables, others = find_tables(opened[0])
     if tables:
-        return from_tables(place, tables, columns, on_faults, opened, others)
+        return from_tables(path, tables, columns, on_faults, opened, others)
     if columns is not None:
-        problem = f"{place} holds no table train.csv, or folders of classes beside it"
+        problem = f"{path} holds no table train.csv, or folders of classes beside it"
         raise UserError(problem, setting="columns", value=columns, to_type="pass the table itself")
-    source = from_folder(place, opened)
+    source = from_folder(path, opened)
     source.notes.extend(f"{path} is not used: the class folders are" for path in others)
     return source
 
 
-def checked_place(dataset: str, data_dir: str | Path | None, sets: Collection[str]) -> str | None:
+def check_path(dataset: str, data_dir: str | Path | None, sets: Collection[str]) -> str | None:
     """Check the name of a data set, and return its path with ~ expanded.
 
     Raises:
@@ -244,12 +244,12 @@ def checked_place(dataset: str, data_dir: str | Path | None, sets: Collection[st
     if data_dir is None:
         return None
     # As text, since a Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
-    place = str(Path(data_dir).expanduser())
+    path = str(Path(data_dir).expanduser())
     if dataset == "digits":
         raise UserError(
-            f"{spelled('dataset', dataset)} comes with this package, so {spelled('data_dir', place)} would not be read"
+            f"{spelled('dataset', dataset)} comes with this package, so {spelled('data_dir', path)} would not be read"
         )
-    return place
+    return path
 
 
 class DataSet:
@@ -262,7 +262,7 @@ class DataSet:
         source: the user's images, if they have been read already.
     """
 
-    given_num_classes: int | None = None
+    declared_num_classes: int | None = None
     """Number of classes, if it is not that of the data."""
     _download_error: Exception | None = None
 
@@ -302,13 +302,13 @@ class DataSet:
     def num_classes(self) -> int:
         """Number of classes. For the user's images, this lists them, unless a checkpoint has named them."""
         has_names = self._saved_classes or not self.is_own
-        return self.given_num_classes or len(self.info.classes if has_names else self.source.classes)
+        return self.declared_num_classes or len(self.info.classes if has_names else self.source.classes)
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes. Empty until the data set has been read, and if another number of them was given."""
         names = self.info.classes
-        return names if self.given_num_classes in (None, len(names)) else ()
+        return names if self.declared_num_classes in (None, len(names)) else ()
 
     @property
     def parts(self) -> Collection[str]:
@@ -342,7 +342,7 @@ class DataSet:
             return from_cifar(self.info, self.folder, self._download_error)
         return digits_source(color=len(self.info.mean) == 3)
 
-    def take(self, samples: Any) -> None:
+    def set_source(self, samples: Any) -> None:
         """Use a `Source`, or images and labels in memory, see `from_samples`."""
         self._source = samples if isinstance(samples, Source) else from_samples(samples)
         self.name = self.own

@@ -273,7 +273,7 @@ class Table:
     names: list[str] = field(default_factory=list)
     rows: list[tuple[int, list[Any]]] = field(default_factory=list)
     faults: Faults = field(default_factory=Faults)
-    apart: dict[str, int] = field(default_factory=dict)
+    skipped_lines: dict[str, int] = field(default_factory=dict)
     class_names: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -362,14 +362,14 @@ def read_text_table(
     rows = (_csv_rows if quoted else _plain_rows)(lines, table.faults, separator)
     for number, cells in rows:
         if not any(cells):
-            table.apart["blank"] = table.apart.get("blank", 0) + 1
+            table.skipped_lines["blank"] = table.skipped_lines.get("blank", 0) + 1
         elif not table.names:
             # A separator at the end of the header makes an empty name, which is not a column.
             while header and not cells[-1].strip():
                 cells.pop()
             table.names = cells if header else [str(column) for column in range(1, len(cells) + 1)]
             if header:
-                table.apart["header"] = 1
+                table.skipped_lines["header"] = 1
             else:
                 table.rows.append((number, cells))
         elif len(cells) < len(table.names):
@@ -391,7 +391,7 @@ def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
             table.faults.add(NOT_UTF8, [number])
             continue
         if not line.strip():
-            table.apart["blank"] = table.apart.get("blank", 0) + 1
+            table.skipped_lines["blank"] = table.skipped_lines.get("blank", 0) + 1
             continue
         try:
             value = json.loads(line)

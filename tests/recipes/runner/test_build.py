@@ -196,18 +196,18 @@ def test_threads_of_the_flag_hold_in_each_process(tmp_path: Path) -> None:
     ],
 )
 def test_the_updates_of_a_checkpoint_count_on_other_devices(batch_size, line, tmp_path, capsys):
+    from recipes.runner.build import _global_batch_text, build_run
     from recipes.runner.command import Command
-    from recipes.runner.experiment import _global_batch_text, build_experiment
-    from recipes.runner.flags import Classes, Given, Request
+    from recipes.runner.flags import ParsedArguments, Request, RunClasses
     from recipes.runner.launch import Launch
     from recipes.runner.spec import Resolver
     from tests.recipes.runner.test_folder import save
 
     config = {"batch_size": batch_size, "accumulate": 1, "num_classes": 3, "shade": "gray"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # On one device.
-    classes = Classes(Points3, Points, list)
+    classes = RunClasses(Points3, Points, list)
     typed = Command("prog")
-    spec = Resolver(classes, typed).resolve(Request("fit", Given({"resume": last}, {})))
-    experiment = build_experiment(spec, classes, Launch("local", 1, 4), typed)
-    assert _global_batch_text(experiment) == line
+    spec = Resolver(classes, typed).resolve(Request("fit", ParsedArguments({"resume": last}, {})))
+    built = build_run(spec, classes, Launch("local", 1, 4), typed)
+    assert _global_batch_text(built) == line
     assert "devices: 1 before, 4 now; the updates and their order stay" in capsys.readouterr().out

@@ -25,7 +25,7 @@ from typing_extensions import override
 from datamodules.errors import UserError, spelled
 from datamodules.images.source import ArrayImages, PartsOnDemand, Samples, Source
 from datamodules.loading.download import digest_of, download
-from datamodules.loading.tables import parse_columns
+from datamodules.loading.table_files import parse_columns
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -55,7 +55,7 @@ class ImageSet:
     image_size: int = 28
     parts: tuple[str, ...] = ("train", "test")
     """Parts of the data set as it is published."""
-    photographs: bool = False
+    natural_images: bool = False
     """Whether the images are photographs, as those that published weights were trained on."""
     splits_by_class: bool = True
     """Whether a held-out part has its share of each class; else of all samples."""
@@ -84,10 +84,10 @@ _CIFAR100 = """
     skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
     tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
-_CIFAR = ImageSet("CIFAR-10", _CIFAR10, flip=True, image_size=32, photographs=True)
+_CIFAR = ImageSet("CIFAR-10", _CIFAR10, flip=True, image_size=32, natural_images=True)
 IMAGE_SETS: dict[str, ImageSet] = {
     "folder": ImageSet(
-        "images", (), IMAGENET_MEAN, IMAGENET_STD, flip=True, image_size=224, parts=(), photographs=True
+        "images", (), IMAGENET_MEAN, IMAGENET_STD, flip=True, image_size=224, parts=(), natural_images=True
     ),
     "digits": replace(DATASETS["digits"], mean=IMAGENET_MEAN, std=IMAGENET_STD, image_size=32, splits_by_class=True),
     "cifar10": replace(_CIFAR, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), torchvision_name="CIFAR10"),
@@ -332,12 +332,12 @@ def _torchvision_cifar(info: ImageSet) -> Any:
     return getattr(torchvision.datasets, info.torchvision_name or "")
 
 
-def _archive_of(info: ImageSet, place: Path) -> Path:
-    """Return the path of the archive of CIFAR: `place`, or the file of the published name in this folder."""
-    return place if place.is_file() else place / _torchvision_cifar(info).filename
+def _archive_of(info: ImageSet, path: Path) -> Path:
+    """Return the path of the archive of CIFAR: `path`, or the file of the published name in this folder."""
+    return path if path.is_file() else path / _torchvision_cifar(info).filename
 
 
-def download_cifar(info: ImageSet, place: Path) -> None:
+def download_cifar(info: ImageSet, path: Path) -> None:
     """Download the archive of CIFAR into a folder, unless it is there.
 
     Raises:
@@ -345,7 +345,7 @@ def download_cifar(info: ImageSet, place: Path) -> None:
         OSError: the file cannot be written.
     """
     published = _torchvision_cifar(info)
-    download([published.url], _archive_of(info, place), published.tgz_md5)
+    download([published.url], _archive_of(info, path), published.tgz_md5)
 
 
 def _read_cifar_batch(file: IO[bytes]) -> tuple[npt.NDArray[np.uint8], list[int]]:
@@ -357,24 +357,24 @@ def _read_cifar_batch(file: IO[bytes]) -> tuple[npt.NDArray[np.uint8], list[int]
     return batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 
-def from_cifar(info: ImageSet, place: Path, download_error: Exception | None = None) -> Source:
+def from_cifar(info: ImageSet, path: Path, download_error: Exception | None = None) -> Source:
     """Make a data set of the published archive of CIFAR-10 or CIFAR-100 (Krizhevsky, 2009). A part is read on demand.
 
     The archive holds pickles. It is read only if it has the published digest, and by an unpickler that calls nothing.
 
     Args:
-        place: path of the archive, or of its folder.
+        path: path of the archive, or of its folder.
         download_error: reason why it was not downloaded, if that was tried.
 
     Raises:
         UserError: there is no archive, or it is another file than the published one.
     """
     published = _torchvision_cifar(info)
-    archive = _archive_of(info, place)
+    archive = _archive_of(info, path)
     if not archive.is_file():
         reason = f"; {download_error}" if download_error else ""
         raise UserError(
-            f"{place} has no {published.filename} of {info.title}{reason}; download {published.url} elsewhere, and pass"
+            f"{path} has no {published.filename} of {info.title}{reason}; download {published.url} elsewhere, and pass"
             f" {spelled('data_dir', 'FOLDER')} of it"
         )
     digest = digest_of(archive)

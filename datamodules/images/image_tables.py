@@ -1,6 +1,6 @@
 """Makes a data set of the images that tables list, in the columns path, label and perhaps split, or declared ones.
 
-Tested in `tests/datamodules/images/test_finding.py`.
+Tested in `tests/datamodules/images/test_layouts.py`.
 """
 
 import io
@@ -19,7 +19,7 @@ from datamodules.images.decoding import is_image
 from datamodules.images.labels import same_name
 from datamodules.images.source import PART_FOLDERS, PART_WORDS, PARTS, BytesImages, Source, named_source, part_folders
 from datamodules.loading.file_table import FileTable, Folder, files_below
-from datamodules.loading.tables import TABLE_SUFFIXES, Table, decoded_lines, parse_columns, read_table, text_suffix
+from datamodules.loading.table_files import TABLE_SUFFIXES, Table, decoded_lines, parse_columns, read_table, text_suffix
 
 OnFaults = Literal["error", "skip"] | None
 
@@ -264,7 +264,7 @@ def _indices(table: Table, columns: Mapping[str, str], part: str, files: Sequenc
 
 
 def from_tables(
-    place: Path,
+    data_path: Path,
     tables: Mapping[str, Sequence[str]],
     columns: str | None,
     on_faults: OnFaults,
@@ -274,7 +274,7 @@ def from_tables(
     """Make a data set of the images in the tables of its parts.
 
     Args:
-        place: path of the data set, or of a table.
+        data_path: path of the data set, or of a table.
         tables: paths of the tables of each part.
         columns: declared columns, see `parse_columns`.
         on_faults: "error" or "skip" for rows that cannot be used: the parameter `on_corrupt`. None raises an error for
@@ -286,12 +286,12 @@ def from_tables(
         UserError: rows cannot be used, or there are no classes to train on; see also `read_table`.
     """
     declared = parse_columns(columns, USES)
-    rows = _Rows(opened[0].path if opened else str(place.parent), opened)
+    rows = _Rows(opened[0].path if opened else str(data_path.parent), opened)
     for part, paths in tables.items():
         for path in paths:
             rows.read(path, part, declared, on_faults)
     if others:
-        whole = "" if opened else f"; pass {spelled('data_dir', str(place.parent))} for all parts"
+        whole = "" if opened else f"; pass {spelled('data_dir', str(data_path.parent))} for all parts"
         rows.notes.append(f"not used: {', '.join(others)}{whole}")
     if opened and not rows.contents:
         used = {path for labels in rows.labels.values() for path in labels}
@@ -302,5 +302,5 @@ def from_tables(
     parts = {part: (rows.images(part), list(labels.values())) for part, labels in rows.labels.items() if labels}
     where = " and ".join(path for paths in tables.values() for path in paths)
     return named_source(
-        parts, place.resolve().name, f"{where} lists", "expected path,label", rows.notes, dict(rows.left_out)
+        parts, data_path.resolve().name, f"{where} lists", "expected path,label", rows.notes, dict(rows.left_out)
     )

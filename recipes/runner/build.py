@@ -50,7 +50,7 @@ from recipes.base import Recipe
 from recipes.optim import learning_rate_scale
 from recipes.runner.command import Command
 from recipes.runner.errors import prints_progress, rank_zero_print
-from recipes.runner.flags import Classes, free_parameters
+from recipes.runner.flags import RunClasses, changeable_parameters
 from recipes.runner.launch import Launch, on_devices_of
 from recipes.runner.loggers import NotebookProgress, in_notebook, logger_names, loggers
 from recipes.runner.machine import detect_machine, shared_cores
@@ -59,12 +59,12 @@ from recipes.runner.settings import (
     RunSettings,
     as_plain,
     build_strategy,
-    fill,
     limits_per_device,
     micro_batches_of_update,
+    resolve_auto,
 )
 from recipes.runner.spec import RunSpec
-from recipes.runner.worker import share
+from recipes.runner.worker import broadcast_from_rank_zero
 
 
 class PatientStopping(EarlyStopping):
@@ -107,7 +107,7 @@ def why_stopped(callbacks: Sequence[Callback]) -> str:
 def callbacks_maker(
     settings: RunSettings,
     recipe: Recipe,
-    further: Callable[[], Sequence[Callback]],
+    user_callbacks: Callable[[], Sequence[Callback]],
     *,
     seeds: SeedControl,
     world_size: int,
@@ -118,7 +118,7 @@ def callbacks_maker(
     The function takes the callbacks that save, which come first, and those that record the run, which come last.
 
     Args:
-        further: makes the user's callbacks.
+        user_callbacks: makes the user's callbacks.
         seeds: has seeded the initial weights.
         world_size: processes of the run.
         shows_progress: whether the run shows its progress, unless a user's callback does.
@@ -146,7 +146,7 @@ def callbacks_maker(
             callbacks.append(PatientStopping(recipe.monitor, patience=settings.patience, mode=recipe.monitor_mode))
         if settings.summary:
             callbacks.append(ModelSummary(max_depth=-1))
-        callbacks += further()
+        callbacks += user_callbacks()
         has_progress_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if shows_progress and prints_progress() and not has_progress_bar:
             if in_notebook():
@@ -203,7 +203,7 @@ def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class BuiltRun:
     """A run with its recipe, data module and callbacks; read-only.
 
     Args:
@@ -256,7 +256,7 @@ def _settle_threads(command: str, run: RunSettings, saved: SavedRun | None, laun
     """
     of_program = threads_of_program()
     default = of_program or shared_cores(os.environ, launch.devices, torch.get_num_threads())
-    threads = int(run.threads or share(lambda: default))
+    threads = int(run.threads or broadcast_from_rank_zero(lambda: default))
     set_threads(threads)
     if not on_cpu or command in ("predict", "export"):
         return threads
@@ -278,13 +278,13 @@ def _settle_threads(command: str, run: RunSettings, saved: SavedRun | None, laun
 
 def _set_arguments(data: pl.LightningDataModule, values: Mapping[str, Any]) -> None:
     """Set the arguments of a data module that are None or "auto"."""
-    data.hparams.update(fill(data.hparams, values))
+    data.hparams.update(resolve_auto(data.hparams, values))
 
 
 def _resolve_data(
     options: dict[str, Any],
     saved: Mapping[str, Any] | None,
-    classes: Classes,
+    classes: RunClasses,
     data: pl.LightningDataModule,
     recipe: Recipe,
     launch: Launch,
@@ -296,17 +296,17 @@ def _resolve_data(
             saved values hold. Settings that do not change the result are resolved again.
     """
     if saved is not None:
-        free = free_parameters(classes)
-        resolved_values = {name: value for name, value in saved.items() if name not in free}
+        changeable = changeable_parameters(classes)
+        resolved_values = {name: value for name, value in saved.items() if name not in changeable}
         data_has_resolved = False
     else:
         recipe_settings = recipe.settings_for_data()
-        options = fill(options, recipe_settings)
+        options = resolve_auto(options, recipe_settings)
         # A data module that was passed to `fit` has no options, so that the recipe's settings reach it only here.
         _set_arguments(data, {**recipe_settings, **options})
-        resolved_values = share(data_contract(data).resolve)
-        data_has_resolved = launch.rank == 0  # `share` calls `resolve` on rank 0 only.
-    resolved = fill(options, resolved_values)
+        resolved_values = broadcast_from_rank_zero(data_contract(data).resolve)
+        data_has_resolved = launch.rank == 0  # `broadcast_from_rank_zero` calls `resolve` on rank 0 only.
+    resolved = resolve_auto(options, resolved_values)
     if resolved == options:
         return data, resolved
     if not data_has_resolved:
@@ -327,7 +327,7 @@ def _check_reached(recipe: Recipe, decided: Mapping[str, Any]) -> None:
             )
 
 
-def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Command, notes: str = "") -> Experiment:
+def build_run(spec: RunSpec, classes: RunClasses, launch: Launch, typed: Command, notes: str = "") -> BuiltRun:
     """Complete the settings that are None or "auto", and build recipe, data module and callbacks.
 
     Args:
@@ -355,7 +355,7 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
         if saved is None and not run.ckpt:
             length = {"max_epochs": spec.trainer.max_epochs, "max_steps": spec.trainer.max_steps}
             from_data = classes.recipe.settings_from_data(data, **{**recipe_options, **length})
-            recipe_options = fill(recipe_options, from_data)
+            recipe_options = resolve_auto(recipe_options, from_data)
         recipe = classes.recipe(**recipe_options)
         not_passed = {name: value for name, value in from_data.items() if name not in recipe_options}
         _check_reached(recipe, not_passed)
@@ -364,9 +364,9 @@ def build_experiment(spec: RunSpec, classes: Classes, launch: Launch, typed: Com
             data, data_options = _resolve_data(data_options, saved_config, classes, data, recipe, launch)
     trainer = on_devices_of(launch, spec.trainer)
     # The recipe first: its constructor computes defaults, and it may share parameters with the data module.
-    resolved = fill(fill({**spec.config, "threads": run.threads}, recipe.hparams), data_options)
+    resolved = resolve_auto(resolve_auto({**spec.config, "threads": run.threads}, recipe.hparams), data_options)
     config = {name: as_plain(value) for name, value in resolved.items()}
-    return Experiment(
+    return BuiltRun(
         spec=replace(spec, run=run, trainer=trainer, config=config, notes=spec.notes + notes),
         launch=launch,
         recipe=recipe,
@@ -399,35 +399,35 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural if number != 1 else ''}"
 
 
-def _global_batch_text(experiment: Experiment) -> str:
+def _global_batch_text(built: BuiltRun) -> str:
     """Describe the global batch for a run's first line: micro-batches, their size, and devices."""
-    launch = experiment.launch
-    micro_batches = experiment.micro_batches
-    limited = experiment.tokens_parameter is not None
-    size = experiment.spec.config.get(experiment.tokens_parameter or "batch_size")
+    launch = built.launch
+    micro_batches = built.micro_batches
+    limited = built.tokens_parameter is not None
+    size = built.spec.config.get(built.tokens_parameter or "batch_size")
     if not isinstance(size, int):
         return ""
     tokens = " tokens" if limited else ""
     placement = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
     if micro_batches is None:
         return f"micro-batches of {size}{tokens} {placement}"
-    total = (None if limited else experiment.update_items) or micro_batches * size
+    total = (None if limited else built.update_items) or micro_batches * size
     last_size = f", the last of {total % size}," if total % size else ""
     micro_batch_text = f"{_counted(micro_batches, 'micro-batch', 'es')} of {size}{tokens}{last_size} {placement}"
     return f"global batch {total}{tokens} = {micro_batch_text}"
 
 
-def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
-    launch = f"{experiment.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
-    batch = _global_batch_text(experiment) if experiment.spec.command == "fit" else ""
+def _print_first_line(trainer: pl.Trainer, built: BuiltRun) -> None:
+    launch = f"{built.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
+    batch = _global_batch_text(built) if built.spec.command == "fit" else ""
     rank_zero_print(
-        f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}precision"
-        f" {experiment.spec.run.precision}{experiment.spec.notes}"
+        f"{built.recipe.title}: {launch}{hardware(trainer)}, {batch}precision"
+        f" {built.spec.run.precision}{built.spec.notes}"
     )
 
 
 def build_trainer(
-    experiment: Experiment,
+    built: BuiltRun,
     callbacks: Sequence[Callback],
     folder: Path | None = None,
     checkpoint_io: VerifiedCheckpointIO | None = None,
@@ -439,9 +439,9 @@ def build_trainer(
         folder: the run's folder, for logs; None for a command that logs nothing.
         checkpoint_io: writes the checkpoints.
     """
-    run = experiment.spec.run
-    launch = experiment.launch
-    options: dict[str, Any] = experiment.spec.trainer.options()
+    run = built.spec.run
+    launch = built.launch
+    options: dict[str, Any] = built.spec.trainer.options()
     options |= limits_per_device(options, launch.rank, launch.world_size)
     if not prints_progress():
         options["enable_progress_bar"] = False
@@ -452,7 +452,7 @@ def build_trainer(
             **options,
             precision=run.precision,  # type: ignore[arg-type]
             deterministic=run.deterministic or None,
-            logger=loggers(folder, experiment.spec.saved, logger_names(run.logger)) if folder else False,
+            logger=loggers(folder, built.spec.saved, logger_names(run.logger)) if folder else False,
             callbacks=list(callbacks),
             plugins=[_environment(launch), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
@@ -462,6 +462,6 @@ def build_trainer(
     # Lightning's EarlyStopping reads this attribute, which a Trainer that validates by time does not have.
     vars(trainer).setdefault("val_check_interval", None)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
-    if experiment.spec.command != "predict":
-        _print_first_line(trainer, experiment)
+    if built.spec.command != "predict":
+        _print_first_line(trainer, built)
     return trainer

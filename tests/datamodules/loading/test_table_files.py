@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from datamodules import UserError
-from datamodules.loading.tables import parse_columns, read_table, read_text_table
+from datamodules.loading.table_files import parse_columns, read_table, read_text_table
 
 FEWER = "with fewer cells than the first line"
 MORE = "with more cells than the first line"
@@ -70,7 +70,7 @@ def test_a_line_that_is_no_json_object_is_a_fault(tmp_path: Path):
     table = read_table(path, {})
     assert table.names == ["a", "b", "c"]
     assert table.rows == [(1, [1, "x", ""]), (4, ["", "y", None])]
-    assert (table.faults.lines, table.apart) == ({"no JSON object": [2, 5]}, {"blank": 1})
+    assert (table.faults.lines, table.skipped_lines) == ({"no JSON object": [2, 5]}, {"blank": 1})
 
 
 def test_a_parquet_file_names_its_classes(tmp_path: Path):

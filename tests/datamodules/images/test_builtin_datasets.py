@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits as digits_of_scikit_learn
 from sklearn.model_selection import train_test_split
 
 from datamodules.errors import UserError
-from datamodules.images.known_sets import bundled_digits, check_pair, load_digits, read_idx
+from datamodules.images.builtin_datasets import bundled_digits, check_pair, load_digits, read_idx
 from datamodules.images.labels import check_labels
 from tests.datamodules.images.test_mnist import idx
 

@@ -17,7 +17,7 @@ from PIL import Image
 from datamodules import ImageFolderDataModule, UserError
 from datamodules.errors import spelling_as_flags
 from datamodules.images.arrays import from_arrays
-from datamodules.images.finding import find_images
+from datamodules.images.layouts import find_images
 from datamodules.images.source import Source
 
 

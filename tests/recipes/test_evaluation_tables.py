@@ -18,10 +18,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, Te
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
 from datamodules.loading.loaders import EvaluationLoader, sample_numbers
+from recipes.evaluation_tables import class_table
 from recipes.runner.report import tables_of
 from recipes.runner.saved_run import write_rows
-from recipes.runner.training import evaluate_each_sample_once, share_of
-from recipes.tables import class_table
+from recipes.runner.training import evaluate_each_sample_once, shard_loader
 from tests.support.command_lines import MNIST, typed
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
@@ -133,13 +133,13 @@ def test_mistakes_keep_file_names_in_any_encoding(tmp_path: Path):
 def test_the_order_of_an_unshuffled_stock_loader_is_known():
     data = TensorDataset(torch.arange(7))
     assert sample_numbers(DataLoader(Subset(data, [4, 2, 6]), 2)).tolist() == [0, 1, 2]
-    shares = [sample_numbers(share_of(DataLoader(data, 2), rank, 2)).tolist() for rank in (0, 1)]
+    shares = [sample_numbers(shard_loader(DataLoader(data, 2), rank, 2)).tolist() for rank in (0, 1)]
     assert shares == [[0, 1, 4, 5], [2, 3, 6]]
-    assert sample_numbers(share_of(DataLoader(data, 2), 0, 1)).tolist() == list(range(7))
+    assert sample_numbers(shard_loader(DataLoader(data, 2), 0, 1)).tolist() == list(range(7))
     batches = BatchSampler(RandomSampler(data), 2, drop_last=False)
     shuffled = DataLoader(data, shuffle=True)
     unknown = [shuffled, DataLoader(data, batch_sampler=batches), DataLoader(data, None), [1], None]
-    assert [sample_numbers(loader) for loader in [*unknown, share_of(shuffled, 0, 1)]] == [None] * 6
+    assert [sample_numbers(loader) for loader in [*unknown, shard_loader(shuffled, 0, 1)]] == [None] * 6
     rows = torch.tensor([3, 5, 6, 0, 1])
     own = [EvaluationLoader(torch.arange(7), torch.arange(7), rows, 2, rank, 2) for rank in (0, 1)]
     assert [sample_numbers(loader).tolist() for loader in own] == [[3, 5, 1], [6, 0]]
