@@ -296,11 +296,8 @@ class FlagParser(ArgumentParser):
 
     def _check_name(self, flag: str, name: str) -> None:
         """Reject a flag that does not exist."""
-        if (
-            name in self.flags
-            or name == "config"
-            or (name.startswith(f"{TRAINER_FLAG}.") and TRAINER_FLAG in self.flags)
-        ):
+        is_trainer_flag = TRAINER_FLAG in self.flags and name.startswith(f"{TRAINER_FLAG}.")
+        if name in self.flags or name == "config" or is_trainer_flag:
             return
         raise UserError(unknown_flag(flag, name, self.flags, inspect.signature(pl.Trainer).parameters))
 
@@ -473,11 +470,8 @@ def marks_of(parser: FlagParser) -> SettingMarks:
 
 def changeable_parameters(classes: RunClasses) -> frozenset[str]:
     """Return the parameters of recipe and data that do not define the experiment."""
-    return (
-        marked_parameters(classes.recipe, Changeable)
-        | marked_parameters(classes.data_class, Changeable)
-        | USUALLY_CHANGEABLE
-    )
+    owners = (classes.recipe, classes.data_class)
+    return frozenset().union(USUALLY_CHANGEABLE, *(marked_parameters(owner, Changeable) for owner in owners))
 
 
 @dataclass(frozen=True)
