@@ -27,7 +27,7 @@ class Process(NamedTuple):
 class BaseDataModule(OneLightning, pl.LightningDataModule, DataContract):
     """Base class of the data modules. Without a Trainer it acts as rank 0 of 1 on the CPU, for a plain PyTorch loop."""
 
-    hparams: Any  # Lightning's annotation has no attribute access, its object does.
+    hparams: Any  # Lightning annotates a mapping; the object also has the values as attributes.
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class BaseDataModule(OneLightning, pl.LightningDataModule, DataContract):
 
     @property
     def _shuffles(self) -> bool:
-        """Whether training batches are shuffled. ``overfit_batches`` turns shuffling off to repeat the same batches."""
+        """Whether training batches are shuffled. ``overfit_batches`` turns it off, to repeat the same batches."""
         # Trainer sets this attribute in a helper, where mypy does not see it.
         return not getattr(self.trainer, "overfit_batches", 0)
 
     def _note(self, text: str, log: Callable[[str], None] = inform) -> None:
-        """Log a text the first time only, since callbacks may build the same loader again."""
+        """Log a text once: callbacks may build the same loader again."""
         if text not in self._noted:
             self._noted.add(text)
             log(text)

@@ -1,7 +1,7 @@
-"""Defines the attributes and methods that recipes, callbacks and the command line use of a data module.
+"""Interface of a data module: the attributes and methods that recipes, callbacks and the command line use.
 
-A data module that inherits from `DataContract` overrides what applies to it. `data_contract` returns the defaults for
-any other LightningDataModule, whatever its attributes are called.
+A data module that inherits from `DataContract` overrides the members that apply to it. For any other
+LightningDataModule, `data_contract` returns the defaults, even if it has attributes of the same names.
 """
 
 import inspect
@@ -17,20 +17,20 @@ from datamodules.errors import UserError
 _T = TypeVar("_T")
 
 Changeable = Annotated[_T, "changeable"]
-"""Marks a constructor parameter that does not affect results: a run may be resumed with another value."""
+"""Mark of a constructor parameter that does not affect results: a resumed run may have another value."""
 
 Transient = Annotated[_T, "transient"]
-"""Marks a constructor parameter of a single call, such as an output file. It is not saved with a run."""
+"""Mark of a constructor parameter of a single call, such as an output file. It is not saved with a run."""
 
 Advanced = Annotated[_T, "advanced"]
-"""Marks a constructor parameter whose flag is listed by ``--help-all`` only."""
+"""Mark of a constructor parameter whose flag is listed by ``--help-all`` only."""
 
 USUALLY_CHANGEABLE = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
-"""Parameters of any data module that do not affect results. Others are marked with `Changeable`."""
+"""Parameters that do not affect results in any data module, even without the mark `Changeable`."""
 
 
 def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
-    """Return the constructor parameters that have a mark, such as `Changeable`; those of base classes are included.
+    """Return the constructor parameters with a mark, such as `Changeable`. Base classes are included.
 
     Example:
         >>> class Mine:
@@ -58,7 +58,7 @@ class DataContract(Protocol):
     """Name of the parameter for the path of the data, which `recipes.fit` sets."""
 
     tokens_parameter: ClassVar[str | None] = None
-    """Name of the parameter that limits a batch by tokens and replaces ``batch_size``, if there is one."""
+    """Name of the parameter that limits a batch by tokens and replaces ``batch_size``; None if there is none."""
 
     @property
     def title(self) -> str:
@@ -77,7 +77,7 @@ class DataContract(Protocol):
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """Number of files or lines that were read and not used, by reason."""
+        """Number of unused files or lines, by reason."""
         return {}
 
     @property
@@ -102,7 +102,7 @@ class DataContract(Protocol):
 
     @property
     def natural_images(self) -> bool:
-        """Whether the images are photographs, as those that published weights were trained on."""
+        """Whether weights pretrained on ImageNet suit the images: photographs, not digits or drawings."""
         return True
 
     @property
@@ -116,17 +116,17 @@ class DataContract(Protocol):
         return ()
 
     def sample_names(self, part: str) -> Sequence[str]:
-        """Return the names, such as files, of the samples of "val" or "test" by sample number, or an empty sequence.
+        """Return the name of each sample of "val" or "test", such as its file, by sample number; may be empty.
 
-        Sample numbers are those of the loaders of `datamodules.loading`, or indices into the data set of a
-        `DataLoader`.
+        The loaders of `datamodules.loading` yield the sample numbers; in a `DataLoader` they are indices of the data
+        set.
         """
         return ()
 
     def numbered(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of an evaluation with the position of each sample, from 0, in place of its target.
+        """Yield evaluation batches in which each target is replaced by the position of its sample, counted from 0.
 
-        Predictions for these batches name their samples, whose numbers and names `recipes.predict` looks up.
+        `recipes.predict` looks up the name of each sample by its position.
         """
         position = 0
         for inputs, *_ in batches:
@@ -136,13 +136,13 @@ class DataContract(Protocol):
     def numbered_batches(
         self, part: str, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Return an iterator of (inputs, targets, sample numbers) of a part, on the device, equal in every epoch.
+        """Return an iterator of (inputs, targets, sample numbers) of a part, on the device. All epochs are equal.
 
-        The ranks together get each sample once. The numbers are those of the part's loader, whose ``use_features`` puts
-        features in place of the samples.
+        Each sample is visited once, by one of the ranks. The part's loader has the same numbers, and its
+        ``use_features`` replaces samples by features.
 
         Raises:
-            UserError: training samples differ from epoch to epoch, or the samples have no numbers.
+            UserError: training samples change from epoch to epoch, or the samples have no numbers.
         """
         raise UserError(f"{self.title} does not number its samples", to_type="pass an ImageFolderDataModule")
 
@@ -151,12 +151,12 @@ class DataContract(Protocol):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Return an iterator of (inputs, targets, sample numbers) of some samples of a part, on the device.
 
-        The samples are prepared without augmentation, and unreadable ones are left out. The ranks together get each
-        sample once, in batches that do not depend on the number of ranks.
+        Samples are not augmented, and unreadable samples are left out. Each sample is visited once, by one of the
+        ranks, in batches that do not depend on the number of ranks.
 
         Args:
             part: a part that has been set up, such as "train".
-            numbers: the numbers of the samples, int64 of shape (n,).
+            numbers: sample numbers, int64 of shape (n,).
 
         Raises:
             UserError: the samples have no numbers.
@@ -167,7 +167,7 @@ class DataContract(Protocol):
     def unreadable_inputs(self) -> Mapping[int, UserError]:
         """Errors of inputs that cannot be read, by index in `prediction_names`. Complete after prediction.
 
-        The subject of an error is the name of its input, so that a table with the name needs the problem only.
+        The subject of an error is the name of the input, so a table with a column of names shows the problem only.
         """
         return {}
 
@@ -177,21 +177,21 @@ class DataContract(Protocol):
         return {}
 
     def set_inputs(self, inputs: Any) -> None:
-        """Set the inputs of `predict` from Python. They replace those of the predict command."""
+        """Set the inputs of `predict` from Python, in place of the arguments of the predict command."""
         raise UserError(f"{self.title} takes no inputs to predict")
 
     def preprocessing(self) -> nn.Module | None:
-        """Return the module that maps uint8 images to the network's inputs, or None if the inputs are not images.
+        """Return the module that maps uint8 images to the network's inputs; None if the inputs are not images.
 
         It may depend on the data set, so call it after `setup` or `load_state_dict`.
         """
         return None
 
     def set_samples(self, samples: Any) -> None:
-        """Use samples in memory instead of files. `recipes.fit` calls this before `setup`.
+        """Set samples in memory, which replace files. `recipes.fit` calls this before `setup`.
 
         Raises:
-            UserError: this data module has no support for samples in memory.
+            UserError: this data module does not support samples in memory.
         """
         raise UserError(
             f"{type(self).__name__} takes no samples in memory, found {type(samples).__name__}; pass a path"
@@ -200,14 +200,14 @@ class DataContract(Protocol):
     def resolve(self) -> dict[str, Any]:
         """Return values for the parameters that are None or "auto", such as ``{"dataset": "mnist"}``.
 
-        This may read and download. Further calls return the same values. The command line calls this method on rank 0
-        before anything else is built, and passes the values to the constructors of all ranks.
+        This may read and download files. Later calls return the same values. The command line calls this method on
+        rank 0, before it builds anything else, and passes the values to the constructors on all ranks.
         """
         return {}
 
 
 class _Defaults(DataContract):
-    """Contract with all defaults, of a data module that does not inherit from it."""
+    """Default contract of a data module that does not inherit from `DataContract`."""
 
     def __init__(self, title: str) -> None:
         self._title = title

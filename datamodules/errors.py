@@ -1,7 +1,7 @@
-"""Exceptions for user errors, which the command line prints without a traceback, and hints for system errors.
+"""Exceptions for user errors, which are printed without a traceback, and hints for system errors.
 
-Messages spell each setting with `spelled`: as a parameter in Python, and as a flag for users who typed a command line,
-which says so once with `spelling_as_flags`.
+Messages spell each setting with `spelled`: as a parameter in Python, and as a flag on a command line, which calls
+`spelling_as_flags` once.
 """
 
 import errno
@@ -22,16 +22,16 @@ from typing_extensions import override
 _PACKAGES = [str(Path(__file__).parents[1] / name) for name in ("recipes", "callbacks", "datamodules")]
 
 _flags: frozenset[str] = frozenset()
-"""The settings that are flags, for the whole process: also threads and loader workers spell settings."""
+"""The settings that are flags. Global, because threads and loader workers also spell settings."""
 
 
 class MISSING:
-    """The value of a setting that is named without one. Not None, which is a value."""
+    """Placeholder for the value of a setting without a value, since None is a value."""
 
 
 @contextmanager
 def spelling_as_flags(names: Iterable[str]) -> Iterator[None]:
-    """Have messages of this process spell these settings as flags; others stay as in Python."""
+    """Spell these settings as flags in the messages of this process. Other settings are spelled as in Python."""
     global _flags
     before = _flags
     _flags = frozenset(names)
@@ -47,7 +47,7 @@ def flag_of(name: str) -> str:
 
 
 def spelled(name: str, value: Any = MISSING) -> str:
-    """Return a setting as the reader of a message writes it, with or without a value.
+    """Return a setting as the reader of a message would type it, with or without a value.
 
     Example:
         >>> f"pass {spelled('batch_size', 4)} or another {spelled('optimizer')}"
@@ -68,15 +68,15 @@ def spelled(name: str, value: Any = MISSING) -> str:
 class UserError(ValueError):
     """Error that the user can correct before the run starts, in parameters, data or environment.
 
-    The message says what was found, what was expected and what to pass instead: ``SETTING: problem; to_type``. Other
-    settings in it are spelled with `spelled`. An error of a file or an input begins with its name: ``SUBJECT problem``.
+    The message says what was found, what was expected and what to pass instead: ``SETTING: problem; to_type``. All
+    settings in it are spelled with `spelled`. An error in a file or an input begins with its name: ``SUBJECT problem``.
 
     Args:
-        problem: what was found and expected; the whole message where the error is of no single setting or subject.
-        setting: the name of the setting.
-        value: its value.
+        problem: what was found and what was expected; the whole message if there is no setting and no subject.
+        setting: name of the setting.
+        value: value of the setting.
         to_type: what to pass instead.
-        commands: what to type instead; each stands on a line of its own.
+        commands: what to type instead, one command per line.
         subject: name of the file or the input that has the problem.
     """
 
@@ -100,7 +100,7 @@ class UserError(ValueError):
         self.commands = tuple(commands)
         text = f"{subject} {problem}" if subject else problem
         text = f"{spelled(setting, value)}: {text}" if setting else text
-        # The only argument of the exception: another process gets the text as it is, and the fields besides.
+        # One argument, the finished text: exceptions are pickled by their arguments and attributes.
         super().__init__(f"{text}; {to_type}" if to_type else text)
 
     @override
@@ -113,11 +113,11 @@ class UserError(ValueError):
 
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error that ends a program; of a `UserError` the lines of the program that led to it, and the message."""
+    """Print an error that ends a program. The traceback of a `UserError` has the frames of the program only."""
     if not isinstance(error, UserError):
         sys.__excepthook__(kind, error, trace)
         return
-    # Here, since reading the paths of this Python takes longer than all else that a wrong flag needs.
+    # Read here, not on import: this takes longer than everything else that the error for a wrong flag needs.
     libraries = tuple(folder + os.sep for folder in (*_PACKAGES, get_paths()["purelib"]))
     frames = traceback.extract_tb(trace)
     of_program = list(takewhile(lambda frame: not frame.filename.startswith(libraries), frames))
@@ -125,25 +125,25 @@ def _print_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
     sys.stderr.write("".join([*lines, f"{kind.__name__}: {error}\n"]))
 
 
-# As in a notebook; a hook of somebody else stays.
+# As `_render_traceback_` does in a notebook. A hook that another library has installed is kept.
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = _print_uncaught
 
 
 class RunFailedError(UserError):
-    """Error that ends a run after it has started, such as divergence or a full disk."""
+    """Error that ends a run after it has started, such as NaN weights or a full disk."""
 
     exit_status: ClassVar[int] = 1
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the type of an exception and the first line of its message; for NCCL, the line after "Last error:".
+    r"""Return the type of an exception and the first line of its message, or NCCL's line after "Last error:".
 
     Example:
         >>> first_line(ValueError("NCCL error in: NCCLUtils.cpp:93\nLast error:\nDuplicate GPU detected"))
         'ValueError: Duplicate GPU detected'
     """
-    # NCCL's message begins with the C++ source line, and names the cause only after "Last error:".
+    # NCCL's message begins with the C++ source line. The cause comes after "Last error:".
     message = str(error).rpartition("Last error:")[2]
     lines = [line for line in message.splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
@@ -156,7 +156,7 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that a device or the host has no memory left.
+    """Return whether an error means that a device or the host is out of memory.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("out of memory"))
@@ -173,12 +173,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def system_failure(error: BaseException) -> str | None:
-    """Return a hint for an error about files, processes or memory of the system, and None for any other error."""
+    """Return a hint for an error about files, processes or memory of the system; None for any other error."""
     if not isinstance(error, (MemoryError, OSError, RuntimeError, TypeError)):
         return None
     number = getattr(error, "errno", None)
     text = str(error)
-    # torch passes tensors of workers as file descriptors; "0 items of ancdata" is how Python reports that none is left.
+    # torch passes the tensors of workers as file descriptors. Python reports "0 items of ancdata" if none is left.
     if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text or "received 0 items of ancdata" in text:
         return (
             "too many files are open; allow more, as ulimit -n 65536 does, or run with fewer loader workers or devices"

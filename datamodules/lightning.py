@@ -1,6 +1,6 @@
-"""The names of Lightning that our packages use, from the package of Lightning that the program uses.
+"""Names of Lightning that our packages use, imported from the package of Lightning that the program uses.
 
-Nothing else in our packages names a package of Lightning. A name is listed twice, and mypy reads the first list.
+No other module of our packages imports Lightning. Each name is listed twice; mypy reads the first list.
 
 Tested in `tests/package/test_lightning_package.py`.
 """

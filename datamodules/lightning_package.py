@@ -1,7 +1,7 @@
-"""The choice between `lightning` and `pytorch_lightning`, which hold the same code twice, with different classes.
+"""Choice between `lightning` and `pytorch_lightning`, which have the same code but different classes.
 
-A program with sorted imports imports our callbacks before either, so they may be of the wrong one. The program's
-Trainer calls their hooks anyway, but they would not recognize its loaders and checkpoint callbacks: they end the run.
+With sorted imports a program imports our callbacks before Lightning, so they may use the wrong package. The program's
+Trainer would call their hooks, but they would not recognize its loaders and checkpoint callbacks. So they raise.
 
 Tested in `tests/package/test_lightning_package.py`.
 """
@@ -16,19 +16,19 @@ from datamodules.errors import UserError
 
 VARIABLE = "LIGHTNING_RECIPES_LIGHTNING"
 TRAINERS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-"""The packages of Lightning, and the module of each that holds the Trainer."""
+"""The packages of Lightning, and the module of each with the Trainer."""
 
 _KINDS = ("Trainer", "Callback", "LightningModule", "LightningDataModule")
 
 
 @cache
 def lightning_package() -> str:
-    """Return the package to import: the environment variable's, else the imported one, else the installed one.
+    """Return the package to import: from the environment variable, else the imported, else the installed package.
 
-    If both are imported, or none is and both are installed, it is `lightning`. A process decides once.
+    A tie is broken in favor of `lightning`. The result is fixed for the process.
 
     Raises:
-        UserError: the environment variable names no package of Lightning.
+        UserError: the value of the environment variable is not a package of Lightning.
     """
     name = os.environ.get(VARIABLE)
     if name:
@@ -41,20 +41,20 @@ def lightning_package() -> str:
 
 
 def package_of(value: object) -> str | None:
-    """Return the package of Lightning that a Trainer, callback, module or data module is of; None for others."""
+    """Return the package of Lightning of a Trainer, callback, module or data module; None for other objects."""
     packages = (base.__module__.partition(".")[0] for base in type(value).__mro__ if base.__name__ in _KINDS)
     return next((package for package in packages if package in TRAINERS), None)
 
 
 def check_package(package: str | None, value: object) -> None:
-    """Raise if a callback, module or data module is of another package of Lightning than its Trainer.
+    """Raise a UserError if a callback, module or data module is not of its Trainer's package of Lightning.
 
     Args:
-        package: the package of the Trainer.
-        value: what the Trainer gets.
+        package: package of the Trainer.
+        value: object that is passed to the Trainer.
 
     Raises:
-        UserError: the value is of the other package.
+        UserError: the object is of the other package.
     """
     other = package_of(value)
     if package is None or other is None or other == package:
@@ -69,9 +69,9 @@ def check_package(package: str | None, value: object) -> None:
 
 @cache
 def _name_packages_in_errors(package: str) -> None:
-    """Have the Trainer of a package raise our line in place of "Expected a parent".
+    """Replace the error "Expected a parent" of a package's Trainer by our message.
 
-    Lightning calls this function of its own for a module that is of none of its classes, and only then.
+    Lightning calls the replaced function only for a module that is not of its own classes.
     """
     for name in ("model_helpers", "compile"):
         module: Any = sys.modules[f"{TRAINERS[package]}.utilities.{name}"]
@@ -79,13 +79,13 @@ def _name_packages_in_errors(package: str) -> None:
 
 
 class OneLightning:
-    """Base of our modules and data modules: a Trainer of the other package rejects them in one line.
+    """Base class of our modules and data modules: a Trainer of the other package rejects them in one line.
 
-    The other package may be imported after ours, so it is prepared when an object is made.
+    The other package may be imported after ours, so it is prepared when an object is created.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Build the object, and prepare the other package if it is imported."""
+        """Create the object, and prepare the other package if it is imported."""
         for package in TRAINERS.keys() - {lightning_package()}:
             if hasattr(sys.modules.get(TRAINERS[package]), "Trainer"):  # Its import has ended.
                 _name_packages_in_errors(package)

@@ -20,8 +20,8 @@ class Range:
     """Interval of the numbers from `low` to `high`.
 
     Args:
-        above: whether `low` itself is excluded.
-        below: whether `high` itself is excluded.
+        above: whether `low` is excluded.
+        below: whether `high` is excluded.
         whole: whether only integers are valid.
     """
 
@@ -60,7 +60,7 @@ COUNT = Range(1, _INT32_MAX, whole=True)
 SIZE = Range(1, 2**16, whole=True)
 """Size of a layer."""
 RATE = Range(0, 10**6, above=True)
-"""Learning rate, or a factor of one."""
+"""Learning rate, or a factor on it."""
 SECONDS = Range(0, 10**7, above=True)
 
 
@@ -68,7 +68,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Check that a parameter is one of the allowed values.
 
     Raises:
-        UserError: with the parameter, its value and the choices.
+        UserError: the value is not allowed; the message has the choices.
     """
     if value not in allowed:
         raise UserError(f"expected one of {', '.join(allowed)}", setting=name, value=value)
@@ -78,10 +78,10 @@ def check_types(**values: tuple[Any, bool, str]) -> None:
     """Check the types of parameters.
 
     Args:
-        values: each parameter by its name: its value, whether the type is right, and what is expected.
+        values: value of each parameter, whether its type is right, and the expected type, by name.
 
     Raises:
-        UserError: with the first parameter, its value and what is expected.
+        UserError: a type is wrong.
     """
     for name, (value, is_right, expected) in values.items():
         if not is_right:
@@ -89,13 +89,13 @@ def check_types(**values: tuple[Any, bool, str]) -> None:
 
 
 def check_ranges(**numbers: tuple[Any, Range]) -> None:
-    """Check that parameters are within their ranges. None, for a parameter that is not set, passes every check.
+    """Check that parameters are within their ranges. None, an unset parameter, is always valid.
 
     Args:
-        numbers: value and range of each parameter, by its name.
+        numbers: value and range of each parameter, by name.
 
     Raises:
-        UserError: with the first parameter, its value and the range.
+        UserError: a value is outside of its range; the message has the range.
     """
     for name, (value, allowed) in numbers.items():
         if value is not None and value not in allowed:

@@ -1,4 +1,4 @@
-"""Images from Python: data sets of arrays, tensors and NumPy files, and the images to predict."""
+"""Images from Python: data sets of arrays, tensors and NumPy files, and inputs of `predict`."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -24,10 +24,10 @@ from datamodules.notes import warn
 _MAX_CLASSES = 100_000
 
 USES = ("images", "labels", "val_images", "val_labels", "test_images", "test_labels")
-"""Names of the arrays in a NumPy file, and what `columns` declares for arrays that are called otherwise."""
+"""Names of the arrays in a NumPy file. `columns` maps them to other names."""
 
 
-# Share of the full range that the brightest pixel must reach: a darker set has another scale, such as 0 to 16.
+# Share of the full range that the brightest pixel must reach. A darker set has another scale, such as 0 to 16.
 _MIN_BRIGHTNESS = 0.25
 
 
@@ -37,7 +37,7 @@ def as_bytes(pixels: npt.NDArray[Any], source: str, if_dark: str = "") -> npt.ND
     Args:
         pixels: booleans, integers from 0 to 255, or floats from 0 to 1.
         source: name of the pixels for messages, such as "the train images".
-        if_dark: what to pass for images that are meant to be dark, for messages.
+        if_dark: advice for images that are meant to be dark, for messages.
 
     Raises:
         UserError: the pixels have another range.
@@ -77,7 +77,7 @@ def as_array(values: Any, source: str) -> npt.NDArray[Any]:
     """Convert an array, a dense tensor or a list of numbers to a NumPy array.
 
     Raises:
-        UserError: the values are sparse, quantized or masked, or do not form an array; the message has what to pass.
+        UserError: the values are sparse, quantized or masked, or do not form an array.
     """
     form = ""
     if isinstance(values, Tensor) and values.is_quantized:
@@ -102,7 +102,7 @@ def as_array(values: Any, source: str) -> npt.NDArray[Any]:
 
 
 def side_of_rows(shape: tuple[int, ...]) -> int:
-    """Return the side of square images that are stored as rows of pixels, of shape (n, pixels); 0 for other shapes."""
+    """Return the side of square images stored as rows of pixels, of shape (n, pixels); 0 for other shapes."""
     side: int = round(shape[-1] ** 0.5)
     return side if len(shape) == 2 and side >= 8 and side * side == shape[1] else 0
 
@@ -115,7 +115,7 @@ def channels_last(pixels: npt.NDArray[Any], source: str) -> npt.NDArray[Any]:
         source: name of the images, for messages.
 
     Raises:
-        UserError: the images have another shape, or both dimensions may be that of the channels.
+        UserError: the images have another shape, or the channels may be in either dimension.
     """
     shape = pixels.shape
     axes = [axis for axis in (1, 3) if pixels.ndim == 4 and shape[axis] in (1, 3, 4)]
@@ -144,7 +144,7 @@ def _pixels(images: Any, source: str) -> npt.NDArray[np.uint8]:
 
 
 def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", source: str = "") -> Source:
-    """Make a data set of images and labels in memory.
+    """Make a data set from images and labels in memory.
 
     Args:
         parts: images and labels by part, at least "train". Images are uint8 (or other integers) from 0 to 255 or
@@ -154,7 +154,7 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
         source: name of the file, for messages.
 
     Raises:
-        UserError: types, shapes or values are not supported; the message says what to pass.
+        UserError: types, shapes or values are not supported.
     """
     of = f" of {source}" if source else ""
     arrays: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]] = {}
@@ -173,7 +173,7 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
         raise UserError(f"the train labels{of} are all {train[0]}; expected two classes or more")
     for part, (_, labels) in arrays.items():
         if (labels.dtype.kind == "U") != (train.dtype.kind == "U"):
-            raise UserError(f"the {part} labels{of} are {labels.dtype}, and those of train {train.dtype}")
+            raise UserError(f"the {part} labels{of} are {labels.dtype}, and the train labels {train.dtype}")
     left_out = {"without a label": unlabeled} if unlabeled else {}
     images_of = {part: ArrayImages(pixels, f"the {part} images{of}") for part, (pixels, _) in arrays.items()}
     if train.dtype.kind == "U":
@@ -185,7 +185,7 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
             f"the train labels{of} go to {highest:,}, expected class numbers from 0, below {_MAX_CLASSES:,}; pass"
             " names of the classes, as texts, which are numbered in their order"
         )
-    # All numbers up to the highest one are classes, even without an image: a label is its own class number.
+    # A label is a class number, so every number up to the highest one is a class, even without an image.
     classes = tuple(str(number) for number in range(max(2, highest + 1)))
     samples: dict[str, Samples] = {}
     notes: list[str] = []
@@ -198,10 +198,10 @@ def from_arrays(parts: Mapping[str, tuple[Any, Any]], title: str = "arrays", sou
 
 
 def from_samples(samples: Any) -> Source:
-    """Make a data set of (images, labels), or of a dict of such pairs by part.
+    """Make a data set from (images, labels), or from a dict of such pairs by part.
 
     Raises:
-        UserError: the samples have another form, or see `from_arrays`.
+        UserError: the samples have another form; see also `from_arrays`.
     """
     pairs = samples if isinstance(samples, Mapping) else {"train": samples}
     pairs = {part: pair for part, pair in pairs.items() if pair is not None}
@@ -214,25 +214,25 @@ def from_samples(samples: Any) -> Source:
 
 
 def read_npz(path: Path, columns: str | None = None) -> Source:
-    """Read a data set from the arrays of a NumPy file: `USES`, of which those of val and test may be missing.
+    """Read a data set from the arrays of a NumPy file, named as in `USES`. The parts val and test are optional.
 
     Args:
         path: path of the file.
-        columns: names of arrays that are called otherwise, see `parse_columns`.
+        columns: other names of the arrays, see `parse_columns`.
 
     Raises:
-        UserError: the file cannot be read or holds no images and labels, or see `from_arrays`.
+        UserError: the file cannot be read, or lacks images or labels; see also `from_arrays`.
     """
     names = {**{use: use for use in USES}, **parse_columns(columns, USES)}
     arrays: dict[str, Any] = {}
     try:
-        # np.load unpickles nothing by default: a file of objects raises an error.
+        # np.load does not unpickle by default, so a file of objects raises an error.
         with np.load(path) as archive:
             keys = archive.files
             arrays = {use: archive[name] for use, name in names.items() if name in keys}
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    # NumPy and zipfile raise errors of many kinds for damaged files, from tokenize.TokenError to zlib.error.
+    # NumPy and zipfile raise many kinds of errors for damaged files, from tokenize.TokenError to zlib.error.
     except Exception as error:
         raise UserError(f"{path} is no NumPy file (.npz) of numbers and texts, or damaged: {error}") from error
     declared = [use for use in names if names[use] != use and use not in arrays]
@@ -253,14 +253,14 @@ def read_npz(path: Path, columns: str | None = None) -> Source:
 
 
 def _images_below(folder: str | Path) -> tuple[list[str], list[str]]:
-    """Return the sorted paths of the images in a folder and its subfolders, by their suffix, and of the other files."""
+    """Return the sorted paths of the images in a folder and its subfolders, and of the other files, by suffix."""
     files = files_below(list_folder(Path(folder))[0])
     return [file for file in files if is_image(file)], [file for file in files if not is_image(file)]
 
 
 @dataclass
 class InputImages:
-    """Sequence of the images to predict, in the order of the input."""
+    """Images to predict, in the order of the input."""
 
     names: list[str]
     """File of each image, or its index, such as "images[3]"."""
@@ -279,13 +279,12 @@ class InputImages:
 
 
 def collect_images(inputs: Any, color: bool) -> InputImages:
-    """Collect the images of a file, a folder with its subfolders, a PIL image, an array or a tensor, or of several.
+    """Collect the images to predict: from files, folders with their subfolders, PIL images, arrays and tensors.
 
     Args:
         inputs: one input or a list. Arrays hold integers from 0 to 255, or floats from 0 to 1, of shape
-            (height, width), (height, width, channels) or (channels, height, width), or several such images with a
-            first dimension more.
-        color: whether an array of shape (3, height, width) is one image in color, or three in gray.
+            (height, width), (height, width, channels) or (channels, height, width), or a batch of such images.
+        color: whether an array of shape (3, height, width) is one color image; otherwise it is three gray images.
 
     Raises:
         UserError: there is no image, or an input is not an image.
@@ -336,7 +335,7 @@ def _images_of(array: Any, color: bool) -> Iterator[Image.Image]:
     shape = pixels.shape
     if pixels.dtype.kind not in "buif" or pixels.ndim not in (2, 3, 4) or 0 in shape[1:]:
         raise UserError(f"an array of {pixels.dtype} and shape {shape} holds no images; {expected}")
-    # The width of a photograph may be a square number by chance, that of a small gray image is not by rows of pixels.
+    # Checked for gray images only: the width of a photograph may be a square number by chance.
     side = side_of_rows(shape)
     if not color and side and shape[0] != shape[1]:
         raise UserError(
@@ -349,5 +348,5 @@ def _images_of(array: Any, color: bool) -> Iterator[Image.Image]:
     pixels = channels_last(pixels, "the images")
     if pixels.any():
         pixels = as_bytes(pixels, "the images", ", or PIL.Image.fromarray(image) if it is meant to be dark")
-    # Of black images no scale is known, nor needed.
+    # The scale of black images is unknown, and not needed.
     return map(Image.fromarray, np.ascontiguousarray(pixels.astype(np.uint8, copy=False)))

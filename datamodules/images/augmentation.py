@@ -1,8 +1,7 @@
 """Normalization and augmentation of batches: colors, affine maps, MixUp and CutMix.
 
-Augmentations are functions of (seed, epoch, sample) only. They take a whole batch, on the device of the batch. The
-result for a sample does not depend on the other samples of its batch, since another number of processes puts it into
-another batch.
+Augmentations are functions of (seed, epoch, sample). They transform a whole batch on its device, but the result for a
+sample does not depend on the other samples in the batch: another number of processes puts it into another batch.
 """
 
 import math
@@ -58,13 +57,13 @@ class Normalize(nn.Module):
 @lru_cache(maxsize=4)
 def normalizer(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> Normalize:
     """Return the cached `Normalize` of these statistics on a device."""
-    # A validation in inference mode may be the first caller. Its tensors could not be used in training later.
+    # The first caller may be a validation in inference mode, and inference tensors cannot be used in training later.
     with torch.inference_mode(False):
         return Normalize(mean, std).to(device)
 
 
 def check_statistics(name: str, numbers: Sequence[float] | None, least: float) -> list[float] | None:
-    """Check a parameter with a number for each of three channels, and return it as a list, as it is saved.
+    """Check a parameter with one number per channel, and return it as a list, for the checkpoint.
 
     Raises:
         UserError: there are not three numbers, or they are not from `least` to 1.
@@ -79,7 +78,7 @@ def check_statistics(name: str, numbers: Sequence[float] | None, least: float) -
 
 
 AUGMENTATIONS = ("none", "light", "standard")
-# Largest change of brightness, contrast and saturation: half of that of the usual recipes for ImageNet.
+# Largest change of brightness, contrast and saturation: half of the 0.4 that is usual for ImageNet.
 _COLOR = 0.2
 
 
@@ -96,14 +95,14 @@ def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, 
 
     Args:
         images: of shape (batch, channels, height, width).
-        shifts: rows and columns, int64 of shape (batch, 2), from 0 to ``2 * most``; the value `most` is no translation.
+        shifts: offsets of rows and columns, int64 of shape (batch, 2), from 0 to ``2 * most``; `most` moves nothing.
         flips: which images are mirrored, bool of shape (batch,).
         most: largest translation in each direction, in pixels.
     """
     if shifts is None:
         if flips is None:
             return images
-        # `torch.where` writes the whole image. On a GPU, the condition below would wait for the device.
+        # Faster than `torch.where`, which writes the whole image. On a GPU this condition would synchronize.
         if flips.device.type == "cpu" and len(flips) == 1:
             return images.flip(3) if flips else images
         return torch.where(flips.view(-1, 1, 1, 1), images.flip(3), images)
@@ -130,7 +129,7 @@ def _gray(channels: Tensor) -> Tensor:
 def adjust_colors(images: Tensor, factors: Tensor, normalize: Normalize, out: Tensor | None = None) -> Tensor:
     """Adjust brightness, contrast and saturation of each image as torchvision's ColorJitter does, and normalize it.
 
-    The three steps are one affine map of the colors, so values are clamped to 0..255 once, at the end.
+    The three steps are one affine map of the colors. Values are therefore clamped to 0..255 once, at the end.
 
     Args:
         images: uint8 of shape (batch, 3, height, width).
@@ -146,8 +145,8 @@ def adjust_colors(images: Tensor, factors: Tensor, normalize: Normalize, out: Te
     if pixels is None:
         pixels = torch.empty(images.shape, dtype=torch.float32, device=images.device)
     pixels.copy_(images)
-    # Sums of integers do not depend on the order of the terms, which may change with the size of the batch. A float32
-    # holds the sum of a row exactly.
+    # Integer sums do not depend on the order of the terms, which may change with the batch size. The sum of a row is
+    # exact in float32.
     sums = pixels.sum(3).long().sum(2).float()
     mean = _gray(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
     gray = _gray(pixels).mul_(bright_contrast - pixel_factor).add_((brightness - bright_contrast) * mean)
@@ -204,7 +203,7 @@ class BatchAugmentation:
 
         if images.device.type != "cpu" or is_small(self.size):
             return augment(slice(None))
-        # Image by image, since the cache of a core holds one large image but not a batch of them.
+        # Image by image: the cache of a core holds one large image, but not a batch.
         augmented = torch.empty(images.shape, dtype=torch.float32)
         for i in range(len(images)):
             augment(slice(i, i + 1), augmented[i : i + 1])
@@ -213,12 +212,12 @@ class BatchAugmentation:
 
 @lru_cache(maxsize=8)
 def _beta_quantiles(alpha: float, device: torch.device, steps: int = 4096) -> Tensor:
-    """Return the quantiles of Beta(alpha, alpha) at `steps` + 1 equal steps from 0 to 1, of that length.
+    """Return the quantiles of Beta(alpha, alpha) at ``steps + 1`` evenly spaced levels from 0 to 1.
 
     The distribution function is ``F(x) = (x (1 - x))**alpha / (alpha B) * S(x)``, with a series S of positive terms
     (Abramowitz and Stegun 1964, 26.5.4). Its logarithm is a concave function of log x, so Newton's method converges.
     """
-    # The cached table outlives a validation in inference mode, whose tensors could not be used in training.
+    # Cached, so not an inference tensor, even if a validation is the first caller.
     with torch.inference_mode(False):
         # The distribution is symmetric, so the upper half is the mirrored lower half.
         levels = torch.linspace(0, 1, steps + 1, dtype=torch.float64)[1 : steps // 2 + 1]
@@ -264,10 +263,10 @@ def _boxes(share: Tensor, y: Tensor, x: Tensor, height: int, width: int) -> Tens
 
 @dataclass(frozen=True)
 class Mixing:
-    """MixUp (Zhang et al., 2018) and CutMix (Yun et al., 2019) of a sample and its predecessor in the epoch's order.
+    """MixUp (Zhang et al., 2018) and CutMix (Yun et al., 2019) of each sample with its predecessor in the epoch.
 
-    If both are on, each sample takes one of them at random. The partner is the predecessor and not a random sample of
-    the batch, so that it does not depend on how the epoch is cut into batches.
+    If both are on, one of them is chosen at random for each sample. The partner is the predecessor, and not a random
+    sample of the batch, so it does not depend on how the epoch is cut into batches.
 
     Args:
         mixup: alpha of MixUp's beta distribution; 0 is off.
@@ -300,7 +299,7 @@ class Mixing:
         kind, amount, y, x = uniform(self.seed, "mixing", epoch, numbers, 4).unbind(1)
         share = torch.ones_like(amount)
         mixed = images
-        # Share of the samples that take CutMix.
+        # Probability of CutMix.
         share_cut = 0.0
         if self.cutmix:
             share_cut = 0.5 if self.mixup else 1.0
@@ -311,7 +310,7 @@ class Mixing:
         if self.cutmix:
             inside = _boxes(_beta(self.cutmix, amount), y, x, images.shape[2], images.shape[3]) & cut.view(-1, 1, 1)
             mixed = torch.where(inside.unsqueeze(1), partners, mixed)
-            # The share of the pixels, not of the box drawn, which the borders may have cut off.
+            # The share of mixed pixels: the borders may have cut off a part of the box.
             share = torch.where(cut, 1 - inside.sum((1, 2)) / (images.shape[2] * images.shape[3]), share)
         one_hot = F.one_hot(targets, self.num_classes).float()
         partner_one_hot = F.one_hot(partner_targets, self.num_classes).float()
@@ -331,7 +330,7 @@ def affine_matrices(
         rotation: largest rotation in each direction, in degrees.
         scale: largest change of scale, as in 0.1 for 0.9 to 1.1.
         size: side of the image, in pixels.
-        flip: whether to mirror half of the samples in even epochs, and the other half in odd ones.
+        flip: whether to mirror half of the samples in even epochs, and the other half in odd epochs.
 
     Returns:
         float32 of shape (n, 6): the rows (a, b, c, d, e, f) of x' = ax + by + c and y' = dx + ey + f.
@@ -346,14 +345,14 @@ def affine_matrices(
     dx, dy = (signed[:, 2:] * (2 * shift / size)).unbind(1)
     maps = torch.stack((cos, -sin, dx, sin, cos, dy), dim=1)
     if flip:
-        # Only the factors of x change their sign: the output is mirrored, and the random map stays as it is.
+        # Negating the factors of x mirrors the output, and does not change the random map.
         maps[:, 0::3] *= 1 - 2 * alternating_flips(seed, epoch, index).unsqueeze(1).float()
     return maps
 
 
 @lru_cache(maxsize=2)
 def _epoch_matrices(seed: int, epoch: int, count: int, device: torch.device, *options: Any) -> Tensor:
-    """Return the maps of all samples of an epoch. For each batch, dozens of small operations would cost more."""
+    """Return the maps of all samples of an epoch, computed at once: per batch, small operations would dominate."""
     return affine_matrices(seed, epoch, torch.arange(count, device=device), *options)
 
 
@@ -375,8 +374,8 @@ def warp(images: Tensor, matrices: Tensor) -> Tensor:
     batch, _, height, width = images.shape
     x, y = _pixel_centers(height, width, images.device)
     a, b, c, d, e, f = matrices.unsqueeze(2).unbind(1)
-    # Two planes, then a view with them as the last dimension. `F.affine_grid` takes 4 times longer. Stacking along the
-    # last dimension takes 2 times longer, since an inner size of 2 does not vectorise.
+    # Two planes, then a view with the planes as the last dimension. `F.affine_grid` takes 4 times as long. Stacking
+    # along the last dimension takes twice as long, because an inner size of 2 is not vectorized.
     planes = torch.stack((torch.addcmul(c, a, x).addcmul_(b, y), torch.addcmul(f, d, x).addcmul_(e, y)), dim=1)
     positions = planes.view(batch, 2, height, width).permute(0, 2, 3, 1)
     return F.grid_sample(images, positions, mode="bilinear", align_corners=False)
@@ -391,9 +390,8 @@ class RandomAffine:
         shift: largest translation in each direction, in pixels.
         rotation: largest rotation in each direction, in degrees.
         scale: largest change of scale, as in 0.1 for 0.9 to 1.1.
-        flip: whether to mirror half of the samples in even epochs, and the other half in odd ones.
-        count: number of samples of the data set, whose maps are then computed once per epoch; 0 computes the maps of
-            each batch.
+        flip: whether to mirror half of the samples in even epochs, and the other half in odd epochs.
+        count: number of samples of the data set, to compute all maps once per epoch; 0 computes them per batch.
     """
 
     seed: int

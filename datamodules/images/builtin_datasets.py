@@ -1,6 +1,6 @@
-"""Image data sets that are known by name: the bundled digits, MNIST and Fashion-MNIST, CIFAR-10 and CIFAR-100.
+"""Image data sets known by name: the bundled digits, MNIST and Fashion-MNIST, CIFAR-10 and CIFAR-100.
 
-The four idx files of MNIST and the archives of CIFAR are found, downloaded, read and checked here.
+This module finds, downloads, reads and checks the four idx files of MNIST and the archives of CIFAR.
 """
 
 import gzip
@@ -34,10 +34,9 @@ _DIGITS = tuple(string.digits)
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Names of a data set, mean and std of its training pixels (0..1) by channel, and its usual augmentation.
+    """Facts about a data set: names, mean and std of each channel (pixels from 0 to 1), and usual augmentation.
 
-    Photographs have the statistics of ImageNet, which published weights expect. `classes` is empty for the user's
-    images.
+    Photographs have ImageNet's statistics, which published weights expect. `classes` is empty for the user's images.
     """
 
     title: str
@@ -45,7 +44,7 @@ class ImageSet:
     mean: tuple[float, ...] = (0.1307,)
     std: tuple[float, ...] = (0.3081,)
     torchvision_name: str | None = None
-    """Name of the class in `torchvision.datasets` that knows URLs and digests; None if nothing is downloaded."""
+    """Class in `torchvision.datasets` with URLs and digests; None if nothing is downloaded."""
     flip: bool = False
     """Whether images may be mirrored."""
     rotation: float = 10.0
@@ -54,11 +53,11 @@ class ImageSet:
     """Largest change of scale of the usual augmentation, as in 0.1 for 0.9 to 1.1."""
     image_size: int = 28
     parts: tuple[str, ...] = ("train", "test")
-    """Parts of the data set as it is published."""
+    """Published parts of the data set."""
     natural_images: bool = False
-    """Whether the images are photographs, as those that published weights were trained on."""
+    """Whether weights pretrained on ImageNet suit the images."""
     splits_by_class: bool = True
-    """Whether a held-out part has its share of each class; else of all samples."""
+    """Whether a held-out part is a share of each class; otherwise it is a share of all samples."""
 
 
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -69,7 +68,7 @@ DATASETS: dict[str, ImageSet] = {
         *("Fashion-MNIST", _CLOTHES, (0.2860,), (0.3530,), "FashionMNIST", True, 0.0, 0.0), splits_by_class=False
     ),
     "digits": ImageSet("scikit-learn digits", mean=(0.1558,), std=(0.2774,), splits_by_class=False),
-    # The user's images are converted to MNIST's form, so its statistics fit, and a checkpoint need not hold others.
+    # The user's images are converted to MNIST's form, so MNIST's statistics fit, and need not be saved.
     "custom": ImageSet("your images", (), parts=()),
 }
 """Data sets of 28 x 28 gray images, by name."""
@@ -116,7 +115,7 @@ def _digits_file() -> dict[str, npt.NDArray[Any]]:
 
 
 def bundled_digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Load the digits that come with this package, for examples without a download.
+    """Load the digits that are bundled with this package, for examples without a download.
 
     Returns:
         Images of shape (1797, 8, 8) from 0 to 1, and labels of shape (1797,) from 0 to 9.
@@ -133,7 +132,7 @@ def bundled_digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
     """Load the 1,797 bundled digits in MNIST's form: uint8, enlarged to 20 x 20 pixels and padded to 28 x 28.
 
-    A fifth of each class is the test part, the same for every seed.
+    The test part is a fifth of each class, for every seed the same.
     """
     digits = {name: torch.from_numpy(values) for name, values in _digits_file().items()}
     small = digits["images"].float().unsqueeze(1) / 16
@@ -147,7 +146,7 @@ def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def digits_source(color: bool = False) -> Source:
-    """Make a data set of the bundled digits: in MNIST's form, or as 32 x 32 color images with a smaller margin."""
+    """Make a data set from the bundled digits: in MNIST's form, or as 32 x 32 color images with a smaller margin."""
     title = DATASETS["digits"].title
 
     def read(part: str) -> Samples:
@@ -166,14 +165,14 @@ FILES = {
     part: (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
     for part, stem in (("train", "train"), ("test", "t10k"))
 }
-"""Published names of the files of images and labels of each part, without .gz."""
+"""Published names of the image and label files of each part, without .gz."""
 USES = ("images", "labels", "test_images", "test_labels")
-"""What `columns` declares for files that are called otherwise, in the order of `FILES`."""
+"""Uses that `columns` maps to other file names, in the order of `FILES`."""
 _STEMS = [stem for pair in FILES.values() for stem in pair]
 
 
 def _files_in(folder: Path, columns: str | None = None) -> dict[str, Path]:
-    """Return the files of a data set in a folder by their published name, compressed or not."""
+    """Return the files of a data set in a folder by published name, compressed or not."""
     declared = parse_columns(columns)
     files: dict[str, Path] = {}
     for use, stem in zip(USES, _STEMS):
@@ -214,22 +213,22 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     size = len(content) - header
     if size != math.prod(shape) or not math.prod(shape):
         raise UserError(f"{path} holds {size:,} bytes, and its header says {' x '.join(map(str, shape))}")
-    # A bytearray, since torch warns of memory that it may not write to.
+    # A bytearray, because torch warns about read-only memory.
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(shape)
 
 
 def _candidate_folders(name: str, data_dir: Path) -> list[Path]:
-    """Return the folders that may hold the files. The last one is torchvision's, into which files are downloaded."""
+    """Return the folders that may hold the files. Files are downloaded into the last one, torchvision's."""
     return [data_dir, data_dir / (DATASETS[name].torchvision_name or "") / "raw"]
 
 
 def find_files(name: str, data_dir: str | Path, columns: str | None = None) -> dict[str, tuple[Path, Path]] | None:
-    """Return the files of images and labels of "train" and "test", or None if one of the four is missing.
+    """Return the image and label files of "train" and "test", or None if one of the four is missing.
 
     Args:
         name: name of the data set in `DATASETS`.
         data_dir: folder of the files, flat or in torchvision's layout.
-        columns: names of files that are called otherwise, see `USES`.
+        columns: other names of the files, see `USES`.
     """
     for folder in _candidate_folders(name, Path(data_dir)):
         files = _files_in(folder, columns)
@@ -250,7 +249,7 @@ def describe_missing(name: str, data_dir: Path) -> str:
 
 
 def proposal(data_dir: Path) -> str:
-    """Return what to pass for four files of other names, such as train-images.idx3-ubyte; "" if there are none."""
+    """Return what to pass for four files with other names, such as train-images.idx3-ubyte; "" if there are none."""
     others = sorted(path.relative_to(data_dir).as_posix() for path in data_dir.glob("**/*ubyte*") if path.is_file())
     names: dict[str, str] = {}
     for use, stem in zip(USES, _STEMS):
@@ -262,7 +261,7 @@ def proposal(data_dir: Path) -> str:
 
 
 def other_files(data_dir: Path) -> list[str]:
-    """Return the names in a folder, other than downloads and hidden files; of a file, its name."""
+    """Return the names in a folder, without downloads and hidden files; for a file, its name."""
     if not data_dir.is_dir():
         return [data_dir.name] if data_dir.is_file() else []
     downloads = {info.torchvision_name for info in DATASETS.values()}
@@ -297,9 +296,9 @@ def check_pair(images: Tensor, labels: Tensor, images_from: str, labels_from: st
 
 
 def from_idx(info: ImageSet, files: Mapping[str, tuple[Path, Path]]) -> Source:
-    """Make a data set of the files that `find_files` has found. A part is read when it is used.
+    """Make a data set from the result of `find_files`. A part is read on first use.
 
-    Reading a part raises a UserError for damaged files.
+    Reading a part raises a UserError if a file is damaged.
     """
 
     def read(part: str) -> Samples:
@@ -314,11 +313,11 @@ def from_idx(info: ImageSet, files: Mapping[str, tuple[Path, Path]]) -> Source:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickler of containers, text, numbers and NumPy arrays only: no other class or function is looked up."""
+    """Unpickler for containers, text, numbers and NumPy arrays. It looks up no other class or function."""
 
     @override
     def find_class(self, module_name: str, global_name: str) -> Any:
-        # The function that rebuilds an array has moved between versions of NumPy, and is not public.
+        # The function that rebuilds an array is private, and its module changes between versions of NumPy.
         known = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
         if module_name.partition(".")[0] == "numpy" and global_name in known:
             return known[global_name]
@@ -326,19 +325,19 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _torchvision_cifar(info: ImageSet) -> Any:
-    """Return the class of torchvision that knows the URL, the digest and the members of an archive of CIFAR."""
+    """Return torchvision's class with the URL, the digest and the members of an archive of CIFAR."""
     import torchvision.datasets
 
     return getattr(torchvision.datasets, info.torchvision_name or "")
 
 
 def _archive_of(info: ImageSet, path: Path) -> Path:
-    """Return the path of the archive of CIFAR: `path`, or the file of the published name in this folder."""
+    """Return the path of the archive of CIFAR: `path`, or the file with the published name in this folder."""
     return path if path.is_file() else path / _torchvision_cifar(info).filename
 
 
 def download_cifar(info: ImageSet, path: Path) -> None:
-    """Download the archive of CIFAR into a folder, unless it is there.
+    """Download the archive of CIFAR into a folder, unless it exists.
 
     Raises:
         DownloadError: the server does not deliver a file with the expected digest.
@@ -349,8 +348,8 @@ def download_cifar(info: ImageSet, path: Path) -> None:
 
 
 def _read_cifar_batch(file: IO[bytes]) -> tuple[npt.NDArray[np.uint8], list[int]]:
-    """Read a batch of CIFAR: images, uint8 of shape (n, 32, 32, 3), and their labels; of CIFAR-100 the fine ones."""
-    # The text of Python 2, with which the archives were written, has no encoding; NumPy reads the bytes of latin1.
+    """Read a batch of CIFAR: images, uint8 of shape (n, 32, 32, 3), and labels, for CIFAR-100 the fine labels."""
+    # Python 2 wrote the archives, and its strings have no encoding. NumPy requires latin1 for arrays.
     batch = _ArrayUnpickler(file, encoding="latin1").load()
     labels = batch["fine_labels" if "fine_labels" in batch else "labels"]
     # A row has all red values, then all green ones, then all blue ones.
@@ -358,16 +357,16 @@ def _read_cifar_batch(file: IO[bytes]) -> tuple[npt.NDArray[np.uint8], list[int]
 
 
 def from_cifar(info: ImageSet, path: Path, download_error: Exception | None = None) -> Source:
-    """Make a data set of the published archive of CIFAR-10 or CIFAR-100 (Krizhevsky, 2009). A part is read on demand.
+    """Make a data set from the published archive of CIFAR-10 or CIFAR-100 (Krizhevsky, 2009). A part is read on demand.
 
-    The archive holds pickles. It is read only if it has the published digest, and by an unpickler that calls nothing.
+    The archive holds pickles. It is read only if it has the published digest, by an unpickler that calls nothing.
 
     Args:
-        path: path of the archive, or of its folder.
-        download_error: reason why it was not downloaded, if that was tried.
+        path: path of the archive or of its folder.
+        download_error: error of the download, if it was tried.
 
     Raises:
-        UserError: there is no archive, or it is another file than the published one.
+        UserError: there is no archive, or it is not the published file.
     """
     published = _torchvision_cifar(info)
     archive = _archive_of(info, path)

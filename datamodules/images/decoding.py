@@ -1,8 +1,8 @@
-"""From a picture to uint8 pixels: decodes files of any format, equal in every process, and crops to the inputs' size.
+"""Decoding of images to uint8 pixels, equal in every process, and crops to the size of the network's inputs.
 
-`evaluation_pixels` is the way of validation, test, prediction and export. Training decodes photographs at a reduced
-size (`load_image`), which is faster and gives slightly different pixels. A picture that cannot be read raises an error
-with the reason.
+Validation, test, prediction and export use `evaluation_pixels`. Training decodes photographs at a reduced size
+(`load_image`), which is faster and gives slightly different pixels. An unreadable image raises an error with the
+reason.
 """
 
 import math
@@ -27,15 +27,14 @@ from datamodules.loading.randomness import uniform
 
 Source = str | Path | bytes | Image.Image
 
-# Share of the short side that evaluation keeps. Small images are kept whole, since every pixel counts.
+# Share of the short side that evaluation keeps. Small images are not cropped, since every pixel counts.
 _KEPT = 7 / 8
-# Least share of the area that a random crop takes. The usual 0.08 is for runs of a hundred epochs.
+# Smallest share of the area in a random crop. The usual 0.08 is for runs of a hundred epochs.
 _LEAST_AREA = 0.25
 _LEAST_AREA_SMALL = 0.64
 _TRIES = 10
 
-# Version of the rules in this file. A change of them that changes pixels has to raise it, since it is part of the names
-# of caches.
+# Version of the rules in this file, which is part of the names of caches. Increase it with every change of the pixels.
 _RULES = 6
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES: tuple[str, ...] = (
@@ -56,12 +55,12 @@ class UnreadableImage(UserError):
 
 
 def unreadable(name: str, reason: str) -> UnreadableImage:
-    """Return the error for an image, with the reason."""
+    """Return the error for an unreadable image."""
     return UnreadableImage(f"cannot be read as an image: {reason}", subject=name)
 
 
 def ending(file: str | Path) -> str:
-    """Return the suffix of a file in lower case. `pathlib.Path` takes several times longer."""
+    """Return the suffix of a file in lower case, several times faster than `pathlib.Path`."""
     return os.path.splitext(file)[1].lower()  # noqa: PTH122
 
 
@@ -70,7 +69,7 @@ def is_image(file: str | Path) -> bool:
     return ending(file) in _SUFFIXES
 
 
-# Numbers of tags in the specification of TIFF, and a value of the last one.
+# Numbers of TIFF tags, and a value of the tag SampleFormat.
 _BITS_PER_SAMPLE = 258
 _SAMPLES_PER_PIXEL = 277
 _SAMPLE_FORMAT = 339
@@ -83,10 +82,10 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def _reject_other_pixels(image: Image.Image) -> None:
-    """Raise a ValueError for pixels of more than 8 bits or with a sign, for further bands, and for several pages.
+    """Raise a ValueError for pixels with more than 8 bits or a sign, extra bands, or several pages.
 
-    An image that is scaled by its own range could not be compared with the other images of the set. Of colors with 16
-    bits, Pillow would cut the lower bits off.
+    Scaling each image by its own range would make the images of a set incomparable. Pillow would drop the lower bits of
+    16-bit colors.
     """
     bits = 8
     if image.mode[:4] in ("I;16", "I", "F") or any(";16" in str(tile.args) for tile in getattr(image, "tile", ())):
@@ -96,16 +95,16 @@ def _reject_other_pixels(image: Image.Image) -> None:
         bits = max(_numbers(tags.get(_BITS_PER_SAMPLE, 8)))
         if _SIGNED in _numbers(tags.get(_SAMPLE_FORMAT, 1)):
             raise ValueError("its pixels are signed; shift all images of the set to 0 to 255, and save them so")
-        # Pillow reads three colors and transparency only, and would drop further bands.
+        # Pillow reads three colors and transparency, and would drop other bands.
         if tags.get(_SAMPLES_PER_PIXEL, 1) > len(image.getbands()) or image.mode == "RGBX":
             raise ValueError(
-                f"it has {tags.get(_SAMPLES_PER_PIXEL)} bands, expected 1 or 3; save those that are meant as an image"
+                f"it has {tags.get(_SAMPLES_PER_PIXEL)} bands, expected 1 or 3; save the bands of the image alone"
             )
         pages = getattr(image, "n_frames", 1)
         if pages > 1:
             raise ValueError(f"it has {pages} pages; save the one that is meant, or each as a file")
     elif image.format in ("JPEG2000", "PPM"):
-        # Pillow scales deeper pixels of these formats to 8 bits, each image by its own header.
+        # In these formats Pillow scales deeper pixels to 8 bits, by the header of each image.
         raise ValueError(f"its format is {image.format}; save all images of the set as PNG, with 8 bits")
     if bits > 8:
         raise ValueError(
@@ -134,7 +133,7 @@ def _other_kind(content: bytes) -> str:
 
 
 def without_alpha(image: Image.Image) -> Image.Image:
-    """Return an image on a white background if it has transparency."""
+    """Return an image on a white background, if it has transparency."""
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
@@ -142,9 +141,10 @@ def without_alpha(image: Image.Image) -> Image.Image:
 
 
 def _undecoded(image: Image.Image) -> bytes:
-    """Return the content of the file of an image that is opened but not decoded, which stays so; else nothing.
+    """Return the file content of an image that is opened but not decoded, without decoding it; else b"".
 
-    Of an image that the caller has reduced (``draft``) or moved to another frame, the pixels are what the caller chose.
+    An image that the caller has reduced (``draft``) or moved to another frame also gives b"", since its pixels are the
+    caller's choice.
     """
     file = getattr(image, "fp", None)
     if file is None or not getattr(image, "tile", ()) or image.tell():
@@ -160,10 +160,10 @@ def _undecoded(image: Image.Image) -> bytes:
 
 @contextmanager
 def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]:
-    """Open an image and yield it with the content of the file, which is empty for a decoded image in memory.
+    """Open an image, and yield it with its file content, which is empty for a decoded image in memory.
 
-    A PIL image that is not decoded yet is read from its file, so that the caller's object does not change. An error in
-    the ``with`` block is raised with the name of the image and the reason.
+    A PIL image that is not decoded yet is read from its file, so the caller's object does not change. An error in the
+    ``with`` block is raised with the name of the image and the reason.
 
     Args:
         source: path of a file, content of a file, or an image in memory.
@@ -190,7 +190,7 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
         reason = _other_kind(content)
     except OSError as error:
         reason = error.strerror or str(error)
-    # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
+    # Pillow's decoders raise many kinds of exceptions for damaged files, from SyntaxError to zlib.error.
     except Exception as error:
         reason = str(error) or type(error).__name__
     raise unreadable(name, reason)
@@ -198,12 +198,12 @@ def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]
 
 @cache
 def decoders() -> str:
-    """Return the versions that decoded pixels depend on, besides the file, for the names of caches."""
+    """Return the versions on which decoded pixels depend, for the names of caches."""
     return " ".join([str(_RULES), *map(version, ("pillow", "torch", "torchvision"))])
 
 
 def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Return width and height in proportion, with a short side of at most `short_side`."""
+    """Scale width and height down to a short side of at most `short_side`."""
     scale = short_side / min(size)
     if scale >= 1:
         return size
@@ -211,30 +211,30 @@ def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
 
 
 def is_small(size: int) -> bool:
-    """Return whether images are treated as CIFAR's: kept in memory, and translated instead of cropped."""
+    """Return whether images are treated like CIFAR's: kept in memory, and translated instead of cropped."""
     return size < 64
 
 
 def resized(image: Tensor, height: int, width: int) -> Tensor:
     """Resize an image with antialiasing: uint8 of shape (3, any, any) to (3, height, width).
 
-    torch computes it in integers, with equal results on any number of threads. It is fastest with the channels last, as
-    decoders write them.
+    torch computes this in integers, so the result does not depend on the number of threads. Channels last, the layout
+    of decoders, is fastest.
     """
-    # The strides of this batch of one are those of channels_last. With unsqueeze(0) torch would copy the image first.
+    # This batch of one has the strides of channels_last. With unsqueeze(0) torch would copy the image first.
     batch = image.permute(1, 2, 0).unsqueeze(0).permute(0, 3, 1, 2)
     return F.interpolate(batch, (height, width), mode="bilinear", antialias=True)[0]
 
 
 def _as_tensor(image: Image.Image) -> Tensor:
     """Convert an RGB image to uint8 of shape (3, height, width)."""
-    # A bytearray, since torch warns of memory that it may not write to.
+    # A bytearray, because torch warns about read-only memory.
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
 def _decode_jpeg(content: bytes) -> Tensor | None:
-    """Decode a JPEG file to the same RGB pixels as Pillow, but faster; None if torchvision fails."""
+    """Decode a JPEG file to the same RGB pixels as Pillow, but faster. Return None if torchvision fails."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     try:
@@ -262,8 +262,8 @@ def _decode(source: Source, name: str, short_side: int | None) -> tuple[Tensor, 
     Args:
         source: see `open_image`.
         name: name of the image, for messages; by default that of the file.
-        short_side: short side, in pixels, to which the image is reduced later: a JPEG is decoded to an eighth, a
-            quarter or half of its size in a fraction of the time. None decodes all pixels.
+        short_side: short side, in pixels, to which the image is reduced later, so that a JPEG can be decoded at 1/8,
+            1/4 or 1/2 of its size in a fraction of the time. None decodes all pixels.
 
     Returns:
         uint8 of shape (3, height, width), width and height of the full image, and the EXIF orientation.
@@ -275,13 +275,13 @@ def _decode(source: Source, name: str, short_side: int | None) -> tuple[Tensor, 
         full_size = image.size
         if short_side is not None and _reduced(full_size, short_side) != full_size:
             image.draft(None, _reduced(full_size, short_side))
-        # Torchvision decodes to the full size only. CMYK has to be converted by Pillow.
+        # torchvision decodes at full size only. Pillow has to convert CMYK.
         is_full_jpeg = image.format == "JPEG" and image.size == full_size
         if is_full_jpeg and image.mode in ("RGB", "L") and content:
             pixels = _decode_jpeg(content)
         if pixels is None:
             image.load()
-        # A damaged EXIF tag does not make the pixels unreadable, so any error of the tag is ignored.
+        # The pixels are readable even if the EXIF tag is damaged, so any error of the tag is ignored.
         try:
             orientation = image.getexif().get(0x0112, 1)
         except Exception:
@@ -333,8 +333,8 @@ def _side_kept(height: int, width: int, size: int) -> int:
 def center_square(image: Tensor, size: int) -> Tensor:
     """Crop the central square of a training image and resize it. Small images are enlarged.
 
-    The result is that of resizing the short side to 8/7 of `size` and cropping the center, in one step. For inputs
-    below 64 pixels the whole short side is kept.
+    Equivalent to resizing the short side to 8/7 of `size` and cropping the center, in one step. For inputs below 64
+    pixels the whole short side is kept.
 
     Args:
         image: uint8 of shape (3, height, width).
@@ -360,11 +360,11 @@ def crop_box(height: int, width: int, least_area: float, draws: Sequence[float])
         height: height of the image, in pixels.
         width: width of the image, in pixels.
         least_area: least share of the image's area; the greatest is 1.
-        draws: 22 numbers in [0, 1): the position, and ten tries of area and aspect ratio from 3/4 to 4/3. A fixed
-            number is drawn, so that one tensor holds the numbers of all samples.
+        draws: 22 numbers in [0, 1): the position, and ten attempts of area and aspect ratio from 3/4 to 4/3. The
+            number is fixed, so that one tensor holds the numbers of all samples.
 
     Returns:
-        Top, left, height and width. If no try fits, the largest central crop with an aspect ratio within the limits.
+        Top, left, height and width. If no attempt fits, the largest central crop with a valid aspect ratio.
     """
     least_ratio = math.log(3 / 4)
     greatest_ratio = math.log(4 / 3)
@@ -383,11 +383,11 @@ def crop_box(height: int, width: int, least_area: float, draws: Sequence[float])
 
 @dataclass(frozen=True)
 class Crop:
-    """First half of a named augmentation, before `BatchAugmentation`: crops an image to the size of the inputs.
+    """First half of a named augmentation, before `BatchAugmentation`: crop of an image to the size of the inputs.
 
     Args:
-        name: "none", and "light" for small images, crop the center. "light" for large images crops
-            a square of the same size at a random position. "standard" crops and resizes at random (`crop_box`).
+        name: "none" crops the center. "light" crops the center of small images, and a square of the same size at a
+            random position of large images. "standard" crops and resizes at random (`crop_box`).
         size: side of the result, in pixels.
         seed: seed of the run.
     """
@@ -425,10 +425,10 @@ class Crop:
 
 
 def side_to_decode(crop: str, size: int) -> int:
-    """Return the short side to which training images are reduced when they are decoded, in pixels.
+    """Return the short side, in pixels, to which training images are reduced when they are decoded.
 
-    "none" and "light" keep a fixed share of the short side, so that their crops need no further resizing. With
-    "standard", the smallest crop, a quarter of the area, still has a pixel for each pixel of the input.
+    "none" and "light" keep a fixed share of the short side, so their crops need no second resize. With "standard", the
+    smallest crop, a quarter of the area, still has one pixel for each pixel of the input.
     """
     if crop == "standard":
         return 2 * size
@@ -456,7 +456,7 @@ def evaluation_square(image: Tensor, size: int) -> Tensor:
     square = image[:, top : top + side, left : left + side]
     if side == size:
         return square
-    # Channel by channel, since the floats of a photograph take four times the memory of its bytes.
+    # Channel by channel, because float32 takes four times the memory of uint8.
     channels = []
     for channel in square:
         resized = F.interpolate(channel[None, None].float(), (size, size), mode="bilinear", antialias=True)[0, 0]
@@ -465,11 +465,11 @@ def evaluation_square(image: Tensor, size: int) -> Tensor:
 
 
 def evaluation_pixels(source: Source, size: int, name: str = "") -> Tensor:
-    """Return the pixels of a picture as validation, test, prediction and exported graphs see them.
+    """Return the pixels of an image for validation, test, prediction and exported graphs.
 
-    The picture is decoded at its full size (the first frame of an animation), put on white where it is transparent, and
-    turned upright by its EXIF orientation; then `evaluation_square` crops and resizes it. A file, its content, a PIL
-    image and an array of its pixels give the same bits. `source` does not change.
+    The image is decoded at full size (the first frame of an animation), put on a white background, and turned upright
+    by its EXIF orientation. Then `evaluation_square` crops and resizes it. A file, its content, a PIL image and an
+    array of its pixels give the same bits. `source` does not change.
 
     Args:
         source: path of a file, content of a file, or an image in memory.
@@ -480,8 +480,8 @@ def evaluation_pixels(source: Source, size: int, name: str = "") -> Tensor:
         uint8 of shape (3, size, size).
 
     Raises:
-        UnreadableImage: the file is missing, damaged, too large for Pillow, not an image, of more than 8 bits, or a
-            TIFF of several pages.
+        UnreadableImage: the file is missing, damaged, too large for Pillow or not an image, has more than 8 bits, or is
+            a TIFF with several pages.
     """
     pixels, _, orientation = _decode(source, name, None)
     return evaluation_square(_upright(pixels, orientation), size)

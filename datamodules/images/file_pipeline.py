@@ -1,4 +1,4 @@
-"""Pipeline of image files: decoding, caches, crops, augmentation, worker processes, and statistics of a data set.
+"""Pipeline of image files: decoding, caches, crops, augmentation, worker processes, and pixel statistics.
 
 Tested in `tests/datamodules/images/test_image_folder.py`.
 """
@@ -57,14 +57,14 @@ _MAX_BYTES_IN_MEMORY = 2**32  # Bytes of small images that all processes of a ma
 
 
 class ImageFiles:
-    """Sequence of decoded images: ``files[i]`` is the i-th image for training or evaluation, decoded or from a cache.
+    """Decoded images: ``files[i]`` is the i-th image, for training or for evaluation, decoded or from a cache.
 
     Args:
         files: a table of files, or images in memory.
-        side: greatest short side of the decoded images, in pixels (`load_image`); for evaluation, the side of the
-            squares (`evaluation_pixels`).
-        cache: cache of the decoded files on disk; None decodes an image whenever it is read.
-        evaluation: whether the images are `evaluation_pixels`.
+        side: largest short side of a decoded image, in pixels (`load_image`); for evaluation, the side of the square
+            (`evaluation_pixels`).
+        cache: cache of the decoded files on disk; None decodes an image every time it is read.
+        evaluation: whether images are decoded by `evaluation_pixels`.
     """
 
     def __init__(self, files: Images, side: int, cache: PixelCache | None = None, evaluation: bool = False) -> None:
@@ -72,14 +72,14 @@ class ImageFiles:
         self.side = side
         self.cache = cache
         self.evaluation = evaluation
-        # In memory, if they are small; empty before the first try, which reads all of them.
+        # Empty before the first call of `held`; then all images as one tensor, or None if they are not kept in memory.
         self._held: list[Tensor | None] = []
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return an image, uint8 of shape (3, height, width), which must not be changed.
+        """Return an image, uint8 of shape (3, height, width). Do not change it: it may be memory of a cache.
 
         Raises:
             UnreadableImage: the message has the name of the file and the reason.
@@ -87,11 +87,11 @@ class ImageFiles:
         if self.cache is None or not isinstance(self.files, FileTable):
             return self._read(row)
         try:
-            # A file that has been rewritten has another stamp, so that it is decoded again.
+            # A rewritten file has another stamp, so it is decoded again.
             stamp = derive_seed_at(0, *self.files.stamp(row))
         except OSError:
             return self._read(row)
-        # The index in the full table, since the parts of a data set and all its splits share a cache.
+        # Indexed by the full table, because all parts and splits of a data set share a cache.
         cache_row = self.files.base_row(row)
         image = self.cache.get(cache_row, stamp)
         if image is None:
@@ -103,7 +103,7 @@ class ImageFiles:
         return {**self.__dict__, "_held": []}
 
     def held(self, size: int, process: Process) -> Tensor | None:
-        """Return all images in memory, see `held_in_memory`, on the device of the process. They are read once."""
+        """Return all images on the device of the process, see `held_in_memory`. They are read once."""
         if not self._held:
             pixels = held_in_memory(self, size, process.on_machine)
             self._held.append(None if pixels is None else pixels.to(process.device))
@@ -126,10 +126,10 @@ def cores() -> int:
 
 
 def usual_workers(processes: int) -> int:
-    """Return the default number of loader workers for each of the training processes of this machine, on a GPU.
+    """Return the default number of loader workers for each training process of this machine, on a GPU.
 
-    When training on the CPU, workers take cores away: bf16 kernels with AMX wait for each other in a loop, so that one
-    thread without a core makes a step many times slower.
+    On a CPU the default is 0, because workers compete for the cores: the threads of bf16 kernels with AMX wait for each
+    other in a loop, so one thread without a core makes a step many times slower.
     """
     return min(8, cores() // processes // 2)
 
@@ -137,16 +137,16 @@ def usual_workers(processes: int) -> int:
 def held_in_memory(images: ImageFiles, size: int, copies: int) -> Tensor | None:
     """Decode all small images, centrally cropped, to uint8 of shape (n, 3, size, size).
 
-    The result is None if the images are large or too many, or if one cannot be read.
+    The result is None if the images are large or too many, or if an image is unreadable.
 
     Args:
         images: the images.
         size: side of the network's inputs, in pixels.
-        copies: number of processes of the machine that keep the images.
+        copies: number of processes on this machine that keep the images.
     """
     if not is_small(size) or 3 * size * size * len(images) * copies > _MAX_BYTES_IN_MEMORY:
         return None
-    # A validation in inference mode may be the first caller. Its tensors could not be used in training later.
+    # The first caller may be a validation in inference mode, and inference tensors cannot be used in training later.
     with torch.inference_mode(False):
         arrays = images.files
         if isinstance(arrays, ArrayImages) and arrays.pixels.shape[1:] == (size, size, 3):
@@ -170,10 +170,10 @@ class BatchReader:
     """Reader of batches of cropped images, see `SampleReader`.
 
     Args:
-        images: images by sample number, uint8 of shape (3, height, width). A tensor of images that need no crop, as
-            `held_in_memory` returns it, is indexed on its device.
+        images: images by sample number, uint8 of shape (3, height, width). A tensor, as from `held_in_memory`, holds
+            images that need no crop, and is indexed on its device.
         targets: class numbers, int64 of shape (n,).
-        crop: crop of each image, unless the images are those of evaluation, which are squares of its size.
+        crop: crop of each image. Images for evaluation are already squares of its size.
     """
 
     def __init__(self, images: ImageFiles | Tensor, targets: Tensor, crop: Crop) -> None:
@@ -198,21 +198,21 @@ class BatchReader:
             return LoadedBatch(inputs, self.targets[samples], numbers, [])
         errors: list[tuple[int, UserError]] = []
         kept: list[int] = []
-        # In the layout channels_last, which decoders write and in which resizing is fastest.
+        # In channels_last: the layout of decoders, and the fastest one for resizing.
         inputs = torch.empty((len(rows), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-        # One thread, as torch has in a worker: an image is too small to gain from more.
+        # One thread, as in a worker process: an image is too small for more.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             for number, draws in zip(rows, self.crop.draws(rows, epoch)):
-                # A second draw of a sample in an epoch has another number, see `number_draws`.
+                # Repeated draws of a sample have different numbers, see `number_draws`.
                 row = number % len(self.targets)
                 try:
                     image = self.images[row]
-                    # Readable images move up, so that the batch is a slice without gaps.
+                    # Unreadable images leave no gap, so that the batch is a slice.
                     inputs[len(kept)] = image if self._are_squares else self.crop(image, draws)
                 except UnreadableImage as error:
-                    # Without the frames that raised it, which hold the batch.
+                    # Without its traceback, whose frames would keep the batch in memory.
                     errors.append((row, error.with_traceback(None)))
                 else:
                     kept.append(number)
@@ -223,14 +223,14 @@ class BatchReader:
 
 
 def _evenly_spaced(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced numbers from 0 to `count` - 1."""
+    """Return at most `most` evenly spaced numbers in ``range(count)``."""
     return list(range(0, count, -(-count // most)))
 
 
 def usual_size(files: Images) -> int | None:
-    """Return the median short side of some images, rounded up to a multiple of 8; None for about 224 pixels or more.
+    """Return the median short side of a sample of images, rounded up to a multiple of 8; None from about 224 pixels on.
 
-    Unreadable images are left out, since the loaders report them.
+    Unreadable images are left out; the loaders report them.
     """
     sides = []
     for row in _evenly_spaced(len(files), _SIZE_SAMPLES):
@@ -239,22 +239,22 @@ def usual_size(files: Images) -> int | None:
     if not sides:
         return None
     size = int(median(sides))
-    # Images of slightly less than 224 pixels count as photographs, which are enlarged slightly.
+    # Images slightly below 224 pixels count as photographs, and are enlarged.
     if size >= _MAX_USUAL_SIZE * 7 / 8:
         return None
     return max(8, -(-size // 8) * 8)
 
 
 def pixel_statistics(files: Images, size: int) -> Statistics:
-    """Return mean and standard deviation of each channel of some images, of pixels from 0 to 1, rounded to 4 digits.
+    """Return mean and standard deviation of each channel of a sample of images, for pixels from 0 to 1, with 4 digits.
 
-    Unreadable images are left out, since the loaders report them.
+    Unreadable images are left out; the loaders report them.
 
     Args:
         files: the images.
         size: side of the central crop that is measured, in pixels.
     """
-    # Sums of integers are exact: those of floats would be rounded, differently on different machines.
+    # Integer sums are exact. Sums of floats would be rounded, differently on different machines.
     total = torch.zeros(3, dtype=torch.int64)
     squares = torch.zeros(3, dtype=torch.int64)
     count = 0
@@ -266,7 +266,7 @@ def pixel_statistics(files: Images, size: int) -> Statistics:
             squares += (pixels * pixels).sum(1)
             count += pixels.shape[1]
     mean = total.double() / max(1, count)
-    # A std of at least 1/255, since images of one color would lead to a division by zero.
+    # The std is at least 1/255: images of one color would otherwise cause a division by zero.
     std = (squares.double() / max(1, count) - mean * mean).clamp(min=1).sqrt()
     return tuple((mean / 255).round(decimals=4).tolist()), tuple((std / 255).round(decimals=4).tolist())
 
@@ -275,16 +275,16 @@ class FilePipeline(Pipeline):
     """Pipeline of images in color: files or arrays that are decoded, cached, cropped and augmented.
 
     Args:
-        image_size: side of the network's inputs in pixels; None: 32 for digits, 224 for others, and the size of the
-            files if they are smaller.
+        image_size: side of the network's inputs in pixels; None: 32 for digits, else 224, or the size of the files if
+            they are smaller.
         augment: "none", "light" (shifts and mirroring), "standard" (random crops, mirroring, colors), or "auto": light
             below 64 pixels, else standard.
         mixup: alpha of MixUp (Zhang et al., 2018); 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019); 0 is off.
-        num_workers: worker processes; None: half the cores per device, 8 at most, and none on a CPU.
+        num_workers: worker processes; None: half of the cores per device, at most 8, and 0 on a CPU.
         cache_gb: disk space for the decoded images of each part, in GiB.
-        pixel_mean: mean of each channel, of pixels from 0 to 1; None: ImageNet's, or measured below 64 pixels.
-        pixel_std: their standard deviation.
+        pixel_mean: mean of each channel, for pixels from 0 to 1; None: ImageNet's, or measured below 64 pixels.
+        pixel_std: standard deviation of each channel.
         on_corrupt: "error" or "skip" for images that cannot be read.
     """
 
@@ -324,7 +324,7 @@ class FilePipeline(Pipeline):
             on_corrupt=on_corrupt,
         )
         self._saved: Mapping[str, Any] = {}
-        # Weak, so that a loader that is no longer used ends its workers, as when each epoch builds a new one.
+        # Weak references: a discarded loader ends its workers, for example if each epoch builds a new loader.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
 
     @property
@@ -335,7 +335,7 @@ class FilePipeline(Pipeline):
 
     @cached_property
     def _size_of_files(self) -> int | None:
-        """Size that fits the user's images; None if they are large or not known yet."""
+        """Size that suits the user's images; None if they are large or not known yet."""
         data = self.data_set
         if not data.is_own or not (data.is_read or self.settings.get("data_dir")):
             return None
@@ -350,7 +350,7 @@ class FilePipeline(Pipeline):
         return name
 
     def check_unaugmented(self) -> None:
-        """Raise a UserError if training images differ from epoch to epoch; its `to_type` is what turns that off."""
+        """Raise a UserError if training images change from epoch to epoch; its `to_type` turns that off."""
         parameters = [] if self.augment == "none" else [spelled("augment", "none")]
         parameters += [spelled(name, 0) for name in ("mixup", "cutmix") if self.settings[name]]
         if parameters:
@@ -372,21 +372,21 @@ class FilePipeline(Pipeline):
 
     @cached_property
     def _statistics_of_files(self) -> Statistics | None:
-        """Statistics of the user's images if they are small, since published weights are not made for such images."""
+        """Statistics of the user's images if they are small: published weights are not made for small images."""
         if self._saved or not self.data_set.is_own or not is_small(self.image_size):
             return None
         return pixel_statistics(self.data_set.source.parts["train"].images, self.image_size)
 
     @override
     def resolve(self) -> dict[str, Any]:
-        """Return image size, augmentation and pixel statistics. This reads some of the user's images."""
+        """Return image size, augmentation and pixel statistics. Reads some of the user's images."""
         mean, std = self.statistics
         self._note_choices()
         names = {"image_size": self.image_size, "augment": self.augment}
         return {**names, "pixel_mean": list(mean), "pixel_std": list(std)}
 
     def _note_choices(self) -> None:
-        """Log the settings that were chosen by the data."""
+        """Log the settings that follow from the data."""
         info = self.data_set.info
         chosen = []
         if self.settings["image_size"] is None:
@@ -416,7 +416,7 @@ class FilePipeline(Pipeline):
         if self._size_of_files and self.settings["image_size"] is None:
             self._note_choices()
         files = self._decoded(images, self.augment if part == "train" else None)
-        # Samples are numbered within their part. Their random numbers depend on these numbers.
+        # Samples are numbered within their part. Their random numbers are a function of these numbers.
         names = images if isinstance(images, FileTable) else ()
         return Part(files, labels, torch.arange(len(labels)), names)
 
@@ -425,12 +425,12 @@ class FilePipeline(Pipeline):
 
         Args:
             images: the images.
-            augment: name of the augmentation, which needs the images at a certain size; None: for evaluation.
+            augment: name of the augmentation, which determines the decoded size; None: for evaluation.
         """
         evaluation = augment is None
         side = self.image_size if augment is None else side_to_decode(augment, self.image_size)
         limit = int(self.settings["cache_gb"] * 2**30)
-        # Small images are kept in memory instead.
+        # Small images are kept in memory, not on disk.
         if not limit or not isinstance(images, FileTable) or is_small(self.image_size):
             return ImageFiles(images, side, None, evaluation)
         folder = cache_folder("images")
@@ -442,13 +442,13 @@ class FilePipeline(Pipeline):
         return ImageFiles(images, side, cache, evaluation)
 
     def _reader(self, part: Part, augment: str, process: Process, hold: bool = True) -> BatchReader:
-        """Return the reader of a part. Small images are kept in memory, at one size, on the device."""
+        """Return the reader of a part. Small images are kept in memory, at one size, on the device of the process."""
         crop = Crop(augment, self.image_size, self.settings["seed"])
         held = part.images.held(crop.size, process) if hold and crop.is_center else None
         return BatchReader(part.images if held is None else held, part.labels, crop)
 
     def _options(self, reader: BatchReader, augment: str, process: Process) -> dict[str, Any]:
-        """Return the arguments that the loaders of training and evaluation share."""
+        """Return the arguments that training and evaluation loaders have in common."""
         info = self.data_set.info
         workers = self.settings["num_workers"]
         if reader.is_in_memory:
@@ -512,7 +512,7 @@ class FilePipeline(Pipeline):
         numbers = torch.arange(len(images))
         reader = self._reader(Part(self._decoded(images, None), numbers, numbers), "none", process, hold=False)
         loader = self._evaluation_loader(reader, batch_size, process, skip=True)
-        # The table of predictions has a row for each of them.
+        # Unreadable images are rows of the table of predictions, so no warning is needed.
         loader.warn_unreadable = False
         self.unreadable = loader.unreadable
         return loader
@@ -523,7 +523,7 @@ class FilePipeline(Pipeline):
         """Yield (normalized images, labels, sample numbers) of a part on the device, without augmentation.
 
         Args:
-            chosen: numbers of the samples, int64 of shape (m,), of which unreadable ones are left out; None: all.
+            chosen: sample numbers, int64 of shape (m,), without unreadable samples; None: all samples.
         """
         reader = self._reader(part, "none", process)
         loader = self._evaluation_loader(reader, batch_size, process, skip=chosen is not None, rows=chosen)
@@ -540,7 +540,7 @@ class FilePipeline(Pipeline):
     @property
     @override
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the size of the inputs and the statistics of the normalization."""
+        """State for a checkpoint: the size of the inputs and the statistics of the normalization."""
         mean, std = self.statistics
         return {"image_size": self.image_size, "statistics": [list(mean), list(std)]}
 

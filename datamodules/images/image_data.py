@@ -1,4 +1,4 @@
-"""Data module of images: a data set, its split into parts, and a pipeline from its images to batches."""
+"""Data module of images: a data set, its split into parts, and a pipeline from images to batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +23,18 @@ from datamodules.notes import inform, inform_if_slow
 from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-"""Mean and standard deviation of each channel, of pixels from 0 to 1."""
+"""Mean and standard deviation of each channel, for pixels from 0 to 1."""
 
 
 @dataclass
 class Part:
-    """Part of a data set as a pipeline has opened it.
+    """Part of a data set that a pipeline has opened.
 
     Attributes:
-        images: what the loaders read, a tensor or files.
-        labels: their labels, int64 of shape (n,).
-        rows: numbers of the part's samples among them, int64 of shape (m,). Random numbers depend on these numbers.
-        names: file of each image; empty if they are not files.
+        images: tensor or files that the loaders read.
+        labels: labels of all images, int64 of shape (n,).
+        rows: sample numbers of the part, int64 of shape (m,). Random numbers are a function of these numbers.
+        names: file of each image; empty if the images are not files.
     """
 
     images: Any
@@ -44,42 +44,42 @@ class Part:
 
 
 class Order(NamedTuple):
-    """Order of the training samples: a function of the seed and the epoch, in micro-batches."""
+    """Arguments that determine the order of the training samples, besides the epoch."""
 
     batch_size: int
     seed: int
     shuffle: bool
     weights: Tensor | None = None
-    """Relative probabilities of the samples, of shape (m,), for draws with replacement; None visits each once."""
+    """Relative probabilities of the samples, of shape (m,), for sampling with replacement; None visits each once."""
 
 
 class Pipeline(ABC):
-    """Interface of a pipeline from the images of a data set to batches: how they are read, augmented and normalized.
+    """Interface of a pipeline from images to batches: reading, augmentation and normalization.
 
     Args:
-        settings: arguments of the constructor, which become hyper-parameters of the data module.
+        settings: arguments of the constructor, which become hyperparameters of the data module.
     """
 
     sets: ClassVar[Mapping[str, ImageSet]]
-    """What is known of each data set in this pipeline's form, by name."""
+    """Facts about each data set in the form of this pipeline, by name."""
     own: ClassVar[str]
-    """Name of the user's images among them."""
+    """Name of the user's images in `sets`."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings: dict[str, Any] = settings
-        """The settings: in a data module its hyper-parameters, some of which are set after the constructor."""
+        """Settings; in a data module its hyperparameters, some of which are set after the constructor."""
         self.data_set = DataSet(self.sets, self.own, self.own)
         self.note: Callable[[str], None] = inform
         """Function that logs a text once."""
         self.unreadable: Mapping[int, UserError] = {}
-        """Errors of images to predict, by index."""
+        """Errors of unreadable images to predict, by index."""
         self.unclear: Mapping[int, str] = {}
-        """Remarks on images to predict, by index."""
+        """Remarks on doubtful images to predict, by index."""
 
     @property
     @abstractmethod
     def image_size(self) -> int:
-        """Side of the network's inputs, in pixels. If it is not set, this reads the sizes of some images."""
+        """Side of the network's inputs, in pixels. Reads the sizes of some images if it is not set."""
 
     @property
     @abstractmethod
@@ -92,47 +92,47 @@ class Pipeline(ABC):
 
     @abstractmethod
     def open(self, part: str, published: str, rows: Tensor | None, process: Process) -> Part:
-        """Return a part: all samples of a published part, or its samples at `rows`, int64 of shape (m,)."""
+        """Return a part: the samples of a published part, or those at `rows`, int64 of shape (m,)."""
 
     @abstractmethod
     def train(self, part: Part, order: Order, process: Process) -> Any:
-        """Return the loader of augmented batches, on the device of the process."""
+        """Return a loader of augmented batches on the device of the process."""
 
     @abstractmethod
     def evaluate(self, part: Part, batch_size: int, process: Process) -> Any:
-        """Return a loader of each sample of a part once, without augmentation."""
+        """Return a loader that yields each sample of a part once, without augmentation."""
 
     @abstractmethod
     def predict(self, images: InputImages, batch_size: int, process: Process) -> Any:
-        """Return a loader of images to predict and their indices, without those that cannot be read."""
+        """Return a loader of images to predict and their indices, without unreadable images."""
 
     @property
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that prediction needs no data set."""
+        """State for a checkpoint, so that prediction needs no data set."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Use the state of a checkpoint."""
+        """Restore the state from a checkpoint."""
 
     def close(self) -> None:  # noqa: B027 - only some have worker processes
         """Shut worker processes down."""
 
 
 class ImageDataModule(BaseDataModule):
-    """Images of a source in the batches of a pipeline, exact on any number of devices.
+    """Data module of a source of images and a pipeline, exact on any number of devices.
 
-    Parts that the source lacks are held out of its training part: the same for the same seed.
+    Parts that the source lacks are held out of its training part, by the seed.
 
     Args:
         source: the data set.
         pipeline: `TensorPipeline` for small gray images in memory, or `FilePipeline` for images in color.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
-        val_fraction: share of each class held out for validation, where there is no such part.
-        test_fraction: share of each class held out for testing, where there is no such part.
-        balance: what makes up for classes of unequal size: weights in the training loss (loss); draws with replacement
-            that give each class as many training samples (sampler); or nothing.
+        val_fraction: share of each class held out for validation, if the source has no validation part.
+        test_fraction: share of each class held out for testing, if the source has no test part.
+        balance: compensation for classes of unequal size: weights in the training loss ("loss"), sampling with
+            replacement of each class equally often ("sampler"), or "none".
         num_classes: number of classes, by default the data's.
         seed: seed of the split, the shuffling and the augmentation.
         predict_inputs: images, and folders of images, that `predict` reads.
@@ -176,7 +176,7 @@ class ImageDataModule(BaseDataModule):
         self.save_hyperparameters(
             *("batch_size", "eval_batch_size", "val_fraction", "test_fraction", "balance", "seed", "predict_inputs")
         )
-        # An attribute besides the hyper-parameter, since Lightning's batch size finder sets it.
+        # Also an attribute, because Lightning's batch size finder sets it.
         self.batch_size = batch_size
         self.pipeline = pipeline
         if isinstance(source, Source):
@@ -184,7 +184,7 @@ class ImageDataModule(BaseDataModule):
         self.data_set = source
         source.declared_num_classes = num_classes
         self._parts: dict[str, Part] = {}
-        # The hyper-parameters are the one copy of the settings.
+        # One mapping: the pipeline and the data set also see hyperparameters that are set later.
         self.hparams.update(pipeline.settings)
         pipeline.settings = source.settings = self.hparams
         pipeline.data_set = source
@@ -197,7 +197,7 @@ class ImageDataModule(BaseDataModule):
 
     @property
     def source(self) -> Source:
-        """The data set. The first access lists the user's images and logs remarks on them."""
+        """Source of the data set. The first access lists the user's images, and logs notes about them."""
         return self.data_set.source
 
     @property
@@ -207,7 +207,7 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def set_samples(self, samples: Any) -> None:
-        """Use a `Source`, or images and labels in memory.
+        """Set a `Source`, or images and labels in memory.
 
         Args:
             samples: a `Source`; (images, labels); or a dict of such pairs for "train" and optionally "val" and "test".
@@ -229,7 +229,7 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def num_classes(self) -> int:
-        """Number of classes: as given, or the data's. This lists the user's images."""
+        """Number of classes: the declared number, else that of the data. Lists the user's images."""
         return self.data_set.num_classes
 
     @property
@@ -245,13 +245,13 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def image_size(self) -> int:
-        """Side of the network's inputs, in pixels. If it is not set, this reads the sizes of some images."""
+        """Side of the network's inputs, in pixels. Reads the sizes of some images if it is not set."""
         return self.pipeline.image_size
 
     @property
     @override
     def left_out(self) -> Mapping[str, int]:
-        """Number of the user's files and rows that are not used, by reason."""
+        """Number of unused files and rows of the user, by reason."""
         return self.source.left_out if self.data_set.is_read else {}
 
     @property
@@ -262,26 +262,26 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
-        """Return the files of a part that has been set up. Empty for data sets that are not files of one image each."""
+        """Return the files of a part that has been set up. Empty if the images are not files."""
         return self._parts[part].names if part in self._parts else ()
 
     @property
     @override
     def validates(self) -> bool:
-        """Whether there is a validation part. For the user's images, this lists them."""
+        """Whether there is a validation part. Lists the user's images."""
         return bool(self.hparams.val_fraction) or "val" in self.data_set.parts
 
     @property
     @override
     def class_weights(self) -> Tensor | None:
-        """Class weights of ``balance="loss"``, from the training samples. None otherwise, and before `setup`."""
+        """Class weights for ``balance="loss"``, from the training samples; None otherwise, and before `setup`."""
         if self.hparams.balance != "loss" or "train" not in self._parts:
             return None
         return balanced_class_weights(self._training_labels, self.num_classes)
 
     @property
     def _sample_weights(self) -> Tensor | None:
-        """Weight of each training sample in the draws of ``balance="sampler"``, of shape (m,); None otherwise."""
+        """Sampling weights for ``balance="sampler"``, of shape (m,); None otherwise."""
         if self.hparams.balance != "sampler":
             return None
         labels = self._training_labels
@@ -299,16 +299,16 @@ class ImageDataModule(BaseDataModule):
         return Normalize(*self.pipeline.statistics)
 
     def _from_rank_zero(self, number: int) -> int:
-        """Return the number of rank 0, on all ranks of the Trainer."""
+        """Broadcast a number from rank 0 to all ranks of the Trainer."""
         if self.trainer is None:
             return number
-        # The other ranks contribute 0, so that the sum is the number of rank 0.
+        # The other ranks contribute 0, so the sum is the number of rank 0.
         contribution = torch.tensor(number if self.trainer.is_global_zero else 0, device=self._process.device)
         return int(self.trainer.strategy.reduce(contribution, reduce_op="sum"))
 
     @override
     def resolve(self) -> dict[str, Any]:
-        """Return values for the parameters that are None or "auto". This may download data and read some images.
+        """Return values for the parameters that are None or "auto". May download data, and reads some images.
 
         Raises:
             UserError: ``data_dir`` was given and holds no data to train on.
@@ -327,7 +327,7 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Set up the parts for a stage: "fit", "validate" or "test". "predict" needs no part."""
+        """Set up the parts of a stage: "fit", "validate" or "test". "predict" needs no part."""
         if stage == "predict":
             return
         self.data_set.decide(self._note, self._from_rank_zero)
@@ -348,14 +348,14 @@ class ImageDataModule(BaseDataModule):
                 self._note(f"warning: {self.title}: {len(absent)} classes have no image to train on: {shown}{more}")
 
     def _opened(self, part: str) -> Part:
-        """Return a part of the data set, or what is held out for it."""
+        """Open a part of the data set, or the samples held out for it."""
         published = part if part in self.data_set.parts else "train"
         with inform_if_slow(f"{self.title}: reading the {published} part ..."):
             labels = self.source.parts[published].labels
         check_labels(labels, self.num_classes, self.source.labels_from.get(published, f"the {published} labels"))
         rows = None
         if part == "train" or published != part:
-            # The test part is held out first, so that another `val_fraction` does not change it.
+            # Test first, so that `val_fraction` does not change the test part.
             missing = [name for name in ("test", "val") if name not in self.data_set.parts]
             fractions = {name: self.hparams[f"{name}_fraction"] for name in missing}
             split = held_out(labels, self.info.classes, fractions, self.hparams.seed, self.info.splits_by_class)
@@ -368,7 +368,7 @@ class ImageDataModule(BaseDataModule):
         return self.pipeline.train(self._parts["train"], order, self._process)
 
     def _evaluation_loader(self, part: str) -> Any:
-        """Return the loader of a part. An empty list makes Lightning skip it; a loader without samples would not."""
+        """Return the loader of a part; an empty list if it has no samples, so that Lightning skips the evaluation."""
         if not len(self._parts[part].rows):
             return []
         return self.pipeline.evaluate(self._parts[part], self.hparams.eval_batch_size, self._process)
@@ -385,7 +385,7 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def predict_dataloader(self) -> Any:
-        """Return a loader of the ``predict_inputs`` and their indices in `prediction_names`."""
+        """Return a loader of ``predict_inputs`` and their indices in `prediction_names`."""
         return self.pipeline.predict(self._given, self.hparams.eval_batch_size, self._process)
 
     @override
@@ -400,7 +400,7 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """File or index of each image to predict. Batches of `predict_dataloader` contain their numbers."""
+        """File or index of each image to predict. Batches of `predict_dataloader` contain the indices."""
         return self._given.names
 
     @property
@@ -425,7 +425,7 @@ class ImageDataModule(BaseDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the data set, its form, and the user's classes, so that a checkpoint is used with the same."""
+        """Return the data set, its classes and the state of the pipeline."""
         classes = {"classes": list(self.info.classes)} if self.data_set.is_own else {}
         return {"dataset": self.dataset, **classes, **self.pipeline.state}
 
@@ -434,7 +434,7 @@ class ImageDataModule(BaseDataModule):
         changed = self.data_set.restore(state_dict)
         self.pipeline.restore(state_dict)
         if changed:
-            # Lightning calls `setup` before it reads the checkpoint: the files on this machine have decided "auto".
+            # Lightning calls `setup` before it reads the checkpoint, so the files here have resolved "auto".
             self._parts.clear()
             if self.trainer is not None and self.trainer.state.fn is not None:
                 self.setup(self.trainer.state.fn)

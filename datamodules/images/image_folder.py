@@ -1,4 +1,4 @@
-"""Data module of images in class folders or tables, of CIFAR, or of the bundled digits, for fine-tuning."""
+"""Data module for fine-tuning: images in class folders or tables, CIFAR, or the bundled digits."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,49 +15,47 @@ from datamodules.images.layouts import DataSet, check_path
 
 
 class ImageFolderDataModule(ImageDataModule):
-    """Images in class folders or lists, CIFAR, or the bundled digits, exact on any number of devices and workers.
+    """Images in class folders or tables, CIFAR, or the bundled digits, exact on any number of devices and workers.
 
-    Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalized on the device, and
-    int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
-    train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. A .zip
-    of such a folder is read in place, to the same batches. So are tables with the columns path and label.
+    Training batches are ``(images, labels)``: normalized float32 of shape (batch, 3, size, size), and int64 of shape
+    (batch,), or with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds train/CLASS/,
+    val/CLASS/ and optionally test/CLASS/, or CLASS/ folders only, of which a share is then held out. A .zip of such a
+    folder is read in place and gives the same batches. Tables have the columns path and label.
 
     Args:
-        dataset: "folder", "digits", or "cifar10" or "cifar100", whose archive is downloaded; "auto" takes the folder
-            or the archive of CIFAR where one is given, else the bundled digits.
-        data_dir: folder with a folder of images for each class, or a .zip or .tar of it; a table with the columns path
-            and label, perhaps split; or a folder with such tables, train.csv and val.csv. Of CIFAR, the archive or the
-            folder that it is downloaded into, by default "data".
-        layout: where class and part are in the paths of the images, as in "{split}/images/{class}_[0-9]*.jpg"; by
-            default CLASS/IMAGE, or train/CLASS/IMAGE, and val and test so.
-        columns: names of the columns of a table that are called otherwise, as in path=file,label=breed,split=fold.
-        image_size: side of the network's inputs in pixels; by default 32 for digits, 224 for others, and the size of a
-            folder's files where they are smaller.
+        dataset: "folder", "digits", or "cifar10" or "cifar100", whose archive is downloaded; "auto" is the folder or
+            the archive of CIFAR in `data_dir`, else the bundled digits.
+        data_dir: folder with one folder of images per class, or a .zip or .tar of it; a table with the columns path
+            and label, and optionally split; or a folder with such tables, train.csv and val.csv. For CIFAR, the
+            archive or the folder to download it into, by default "data".
+        layout: positions of class and part in the paths of the images, as in "{split}/images/{class}_[0-9]*.jpg"; by
+            default CLASS/IMAGE, or train/CLASS/IMAGE with val and test.
+        columns: other names of the columns of a table, as in path=file,label=breed,split=fold.
+        image_size: side of the network's inputs in pixels; by default 32 for digits, else 224, or the size of the
+            files if they are smaller.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
-        val_fraction: share of each class held out for validation, where there is no folder val.
-        test_fraction: share of each class held out for testing, where there is no folder test.
-        balance: what makes up for classes of unequal size: weights in the training loss (loss); draws with replacement
-            that give each class as many training samples (sampler); or nothing. Other losses and scores stay as they
-            are.
+        val_fraction: share of each class held out for validation, if there is no folder val.
+        test_fraction: share of each class held out for testing, if there is no folder test.
+        balance: compensation for classes of unequal size: weights in the training loss (loss), sampling with
+            replacement of each class equally often (sampler), or none. Other losses and metrics are unweighted.
         augment: augmentation of training images: none; shifts and mirroring (light); or random crops, mirroring and
             colors (standard). By default light below 64 pixels, else standard. Digits are never mirrored.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
-        num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU
-            none.
-        cache_gb: disk space for the decoded images of each part, in GiB, from which later epochs and runs read them; 0
-            keeps none.
-        pixel_mean: what is subtracted from the pixels, which are from 0 to 1, by channel; by default that of the
-            pretrained weights, else the data set's; of a folder, ImageNet's, or measured below 64 pixels.
-        pixel_std: what they are divided by then.
-        on_corrupt: what to do about a file that cannot be read, and about wrong lines of a list: end with an error, or
-            skip them with a warning.
+        num_workers: worker processes that read images; by default half of the cores per device, at most 8, and 0 on a
+            CPU.
+        cache_gb: disk space for the decoded images of each part, in GiB, which later epochs and runs read; 0 disables
+            the cache.
+        pixel_mean: mean of each channel for the normalization, for pixels from 0 to 1; by default that of the
+            pretrained weights, else of the data set; for a folder ImageNet's, or measured below 64 pixels.
+        pixel_std: standard deviation of each channel for the normalization; by default as for `pixel_mean`.
+        on_corrupt: whether unreadable files and faulty rows of a table are an error, or skipped with a warning.
         seed: seed of the split, the shuffling and the augmentation.
         predict_inputs: images, and folders of images, that `predict` reads.
 
     Raises:
-        UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
+        UserError: a parameter is invalid, or at set-up, the folder is not a data set.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class ImageFolderDataModule(ImageDataModule):
         pipeline = FilePipeline(
             image_size, augment, mixup, cutmix, num_workers, cache_gb, pixel_mean, pixel_std, on_corrupt
         )
-        # As they are saved in a checkpoint.
+        # As lists: `save_hyperparameters` saves these local variables, and a checkpoint holds plain Python.
         pixel_mean, pixel_std = pipeline.settings["pixel_mean"], pipeline.settings["pixel_std"]
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         super().__init__(

@@ -1,4 +1,4 @@
-"""Makes a data set of the images that tables list, in the columns path, label and perhaps split, or declared ones.
+"""Data sets of images that are listed in tables, with the columns path, label and optionally split, or other names.
 
 Tested in `tests/datamodules/images/test_layouts.py`.
 """
@@ -24,7 +24,7 @@ from datamodules.loading.table_files import TABLE_SUFFIXES, Table, decoded_lines
 OnFaults = Literal["error", "skip"] | None
 
 USES = ("path", "label", "split", "train", "val", "test")
-"""What a column of a table is declared as. Cells of the last three are yes or no."""
+"""Uses of the columns of a table. Cells of the last three columns are yes or no."""
 _NO_PART = "of no part"
 _NO_LABEL = "without a label"
 _NO_FILE = "whose file does not exist"
@@ -35,16 +35,16 @@ _TEMPLATE = re.compile(r"\{([^}]+)\}")
 
 
 def _part_of_table(path: Path) -> str:
-    """Return the part of a table by its name: PART.csv, PART/metadata.csv or PART-00000-of-00002.parquet; or ""."""
+    """Return the part of a table by its name: PART.csv, PART/metadata.csv or PART-00000-of-00002.parquet; else ""."""
     stem = path.name.partition(".")[0]
     name = path.parent.name if stem == "metadata" else _SHARD.sub("", stem)
     return PART_FOLDERS.get(name.lower(), "") if text_suffix(path) in TABLE_SUFFIXES else ""
 
 
 def find_tables(top: Folder) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the tables of "train", "val" and "test" of a folder, in the forms of `_part_of_table`, and other tables.
+    """Return the tables of "train", "val" and "test" in a folder, named as for `_part_of_table`, and the other tables.
 
-    Tables of Hugging Face may be in a folder "data". Folders of classes come before tables that are beside them.
+    Hugging Face's tables may be in a folder "data". Class folders take precedence over tables beside them.
 
     Raises:
         UserError: a part has two tables.
@@ -70,18 +70,18 @@ def find_tables(top: Folder) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def other_parts(table: Path) -> list[str]:
-    """Return the tables of other parts that are beside a table of "train", which is passed alone."""
+    """Return the tables of other parts beside a table of "train" that was passed alone."""
     if _part_of_table(table) != "train" or table.name.startswith("metadata."):
         return []
     return [str(path) for path in sorted(table.parent.iterdir()) if _part_of_table(path) in ("val", "test")]
 
 
 class _Rows:
-    """Images of the rows of all tables, by part.
+    """Images in the rows of all tables, by part.
 
     Args:
         folder: folder of the data set.
-        opened: tree and files of the folder or archive; None for a table that was passed itself.
+        opened: tree and files of the folder or archive; None if the path is a table.
     """
 
     def __init__(self, folder: str, opened: tuple[Folder, FileTable] | None) -> None:
@@ -96,7 +96,7 @@ class _Rows:
         self.left_out: Counter[str] = Counter()
 
     def _find(self, name: str, table_folder: str) -> str:
-        """Return the path of a file, which is relative to the table or to the data set; "" if there is none."""
+        """Return the path of a file that is named relative to the table or to the data set; "" if it does not exist."""
         for folder in (table_folder, self.folder):
             path = os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
             # Path.is_file raises for long names.
@@ -105,14 +105,14 @@ class _Rows:
         return ""
 
     def read(self, path: str, part: str, columns: Mapping[str, str], on_faults: OnFaults) -> None:
-        """Read a table, whose rows are of `part` unless a column says so."""
+        """Read a table whose rows belong to `part`, unless a column assigns them to another part."""
         if text_suffix(Path(path)) not in TABLE_SUFFIXES and not columns:
             raise UserError(proposals.headless(path))
         table = read_table(Path(path), columns, self._lines(path))
         num_lines = table.read
         indices = _indices(table, columns, part, list(self.listed))
         label_column = table.names[indices["label"]]
-        # On the Hub, -1 stands for a missing label.
+        # On Hugging Face's Hub, -1 is a missing label.
         class_names = {str(number): name for number, name in enumerate(table.class_names.get(label_column, []))}
         is_used = False
         for number, cells in table.rows:
@@ -127,7 +127,7 @@ class _Rows:
         unused = [name for index, name in enumerate(table.names) if index not in used and name not in _fields(columns)]
         if unused:
             self.notes.append(f"{path}: not used: {', '.join(map(repr, unused[:6]))}{', ...' * (len(unused) > 6)}")
-        # Competitions publish test tables without labels, or with an empty column of labels.
+        # Competitions publish test tables without labels, or with an empty label column.
         if part == "test" and not is_used and set(table.faults.lines) <= {_NO_LABEL}:
             self.notes.append(f"{path} is not used: it has no labels")
         elif table.faults:
@@ -135,7 +135,7 @@ class _Rows:
         self.left_out.update({reason: len(numbers) for reason, numbers in table.faults.lines.items()})
 
     def _lines(self, path: str) -> Iterator[str | None] | None:
-        """Return the lines of a table in an archive, or None for a table on disk."""
+        """Return the lines of a table in an archive; None for a table on disk."""
         if not self.is_archived or self.opened is None:
             return None
         if text_suffix(Path(path)) == ".parquet":
@@ -143,10 +143,10 @@ class _Rows:
         return decoded_lines(io.BytesIO(self.opened[1].read(self.listed[path])), path)
 
     def _add(self, table: Table, part: str, label: str, image: Any, number: int) -> str:
-        """Add a row, or return the reason why it cannot be used."""
+        """Add a row, and return ""; if it cannot be used, return the reason."""
         name = "" if image is None else str(image)
         content = None
-        # Hugging Face stores an image as its content and optionally its former path.
+        # Hugging Face stores an image as its content and optionally its original path.
         if isinstance(image, Mapping):
             content = image.get("bytes")
             name = image.get("path") or f"row {number}"
@@ -179,31 +179,31 @@ class _Rows:
 
 
 def _report(table: Table, num_lines: int, on_faults: OnFaults) -> str:
-    """Return a line about the rows that are left out, or raise an error."""
+    """Return a line about the rows that are left out, or raise a UserError."""
     hints = {
         _NO_FILE: f"; expected paths relative to {os.path.dirname(table.where) or '.'}",  # noqa: PTH120
         _NO_PART: f"; expected {', '.join(PART_WORDS)} in the column of parts",
     }
     hint = "".join(text for reason, text in hints.items() if reason in table.faults.lines)
-    # Without the parameter, there is nothing to pass.
+    # A data module without the parameter `on_corrupt` has no advice to pass it.
     parameter = on_faults and "on_corrupt"
     return table.faults.raise_or_report(on_faults or "error", table.where, num_lines, parameter, hint)
 
 
 def _fields(columns: Mapping[str, str]) -> list[str]:
-    """Return the columns in the braces of a declared path, such as id of "images/{id}.png"."""
+    """Return the columns in braces in a path template, such as id in "images/{id}.png"."""
     return _TEMPLATE.findall(columns.get("path", ""))
 
 
 def _image(table: Table, cells: Sequence[Any], index: int, template: str) -> Any:
-    """Return the cell of the image of a row, or the declared path with cells in place of the names in braces."""
+    """Return the image cell of a row, or the path template filled with the cells of the row."""
     if index >= 0:
         return cells[index]
     return _TEMPLATE.sub(lambda match: str(cells[table.index(match[1])]), template)
 
 
 def _part(cells: Sequence[Any], indices: Mapping[str, int], part: str) -> str:
-    """Return the part of a row by its columns of parts; `part` if there is none, "" if a cell names no part."""
+    """Return the part of a row by its part columns; `part` if there are none, "" if a cell is not a part."""
     for use in ("split", "train", "val", "test"):
         if indices.get(use, -1) < 0:
             continue
@@ -213,7 +213,7 @@ def _part(cells: Sequence[Any], indices: Mapping[str, int], part: str) -> str:
         elif cell not in _YES_OR_NO:
             part = ""
         elif use == "train":
-            # What the author does not train on is held out.
+            # Rows that are not for training are the test part.
             part = "train" if _YES_OR_NO[cell] else "test"
         elif _YES_OR_NO[cell]:
             part = use
@@ -221,15 +221,15 @@ def _part(cells: Sequence[Any], indices: Mapping[str, int], part: str) -> str:
 
 
 def _label(table: Table, cells: Sequence[Any], index: int, number: int) -> str:
-    """Return the class of a row, or "".
+    """Return the label of a row, or "".
 
     Raises:
-        UserError: the label is several labels, an object or a measured number.
+        UserError: the cell holds several labels, an object or a measured number.
     """
     label = cells[index] if index >= 0 else None
     if isinstance(label, (list, Mapping)):
         raise UserError(f"{table.where}: line {number} has the label {label!r}: several labels an image: not supported")
-    # NaN, which differs from itself, stands for a missing number.
+    # NaN, which is not equal to itself, is a missing number.
     text = "" if label is None or label != label else str(label)
     if _MEASURED.fullmatch(text):
         raise UserError(f"{table.where}: line {number} has the label {text}: measured numbers are no classes")
@@ -237,10 +237,10 @@ def _label(table: Table, cells: Sequence[Any], index: int, number: int) -> str:
 
 
 def _indices(table: Table, columns: Mapping[str, str], part: str, files: Sequence[str]) -> dict[str, int]:
-    """Return the index of the column of each use, or -1.
+    """Return the column index of each use, or -1.
 
     Raises:
-        UserError: a column is missing, or a column that is not used may hold parts.
+        UserError: a column is missing, or an unused column may hold the parts.
     """
     stem = Path(table.where).name.partition(".")[0]
     path = "file_name" if stem == "metadata" else "image" if _SHARD.search(stem) else "path"
@@ -271,19 +271,19 @@ def from_tables(
     opened: tuple[Folder, FileTable] | None = None,
     others: Sequence[str] = (),
 ) -> Source:
-    """Make a data set of the images in the tables of its parts.
+    """Make a data set from the images in the tables of its parts.
 
     Args:
-        data_path: path of the data set, or of a table.
+        data_path: path of the data set or of a table.
         tables: paths of the tables of each part.
         columns: declared columns, see `parse_columns`.
-        on_faults: "error" or "skip" for rows that cannot be used: the parameter `on_corrupt`. None raises an error for
-            a data module without that parameter.
-        opened: tree and files of the folder or archive; None for a table that was passed itself.
-        others: tables that are not used.
+        on_faults: "error" or "skip" for unusable rows, the parameter `on_corrupt`. None raises an error, for a data
+            module without that parameter.
+        opened: tree and files of the folder or archive; None if the path is a table.
+        others: unused tables.
 
     Raises:
-        UserError: rows cannot be used, or there are no classes to train on; see also `read_table`.
+        UserError: rows are unusable, or there are fewer than two classes; see also `read_table`.
     """
     declared = parse_columns(columns, USES)
     rows = _Rows(opened[0].path if opened else str(data_path.parent), opened)

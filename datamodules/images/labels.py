@@ -1,7 +1,7 @@
-"""Class names and labels of a classifier, and their checks.
+"""Class names and labels of a classifier, and checks of both.
 
-Labels are checked before they are used. On a GPU, a label out of range ends the process with an assertion that names
-no sample.
+Labels are checked before they are used: on a GPU, a label out of range ends the process with an assertion that does
+not name the sample.
 """
 
 import unicodedata
@@ -19,10 +19,10 @@ IGNORED = -100
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct names of classes in order: numbers by value, so that "10" follows "9", others by alphabet."""
+    """Return the distinct class names in order: numbers by value, so that "10" follows "9", else alphabetically."""
 
     def by_value(name: str) -> tuple[int, str]:
-        # The name as well, so that "1" and "01" have a fixed order.
+        # The name breaks the tie between "1" and "01".
         return int(name), name
 
     distinct = set(names)
@@ -37,7 +37,7 @@ def same_name(name: str) -> str:
 
 
 def check_classes(by_part: Mapping[str, Collection[str]], where: str, expected: str) -> list[str]:
-    """Check that the classes can be trained on, and return remarks on classes that a part lacks.
+    """Check that a classifier can be trained on the classes, and return remarks on classes that a part lacks.
 
     Args:
         by_part: names of the classes that have images, for "train" and any other part.
@@ -73,13 +73,13 @@ def check_classes(by_part: Mapping[str, Collection[str]], where: str, expected: 
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
-    """Return class weights that give all classes with labels the same total weight, float32 of shape (classes,).
+    """Return class weights such that all classes have the same total weight, float32 of shape (classes,).
 
-    A class with count_c of n labels gets n / (classes with labels * count_c), as scikit-learn's "balanced". The mean
-    weight over the labels is 1. A class without labels gets 0.
+    A class with count_c of n labels has the weight n / (classes with labels * count_c), as scikit-learn's "balanced".
+    The mean weight over the labels is 1. A class without labels has the weight 0.
 
     Args:
-        labels: class numbers, int64 of shape (n,); negative ones do not count.
+        labels: class numbers, int64 of shape (n,); negative labels are ignored.
         num_classes: number of classes.
 
     Example:
@@ -92,7 +92,7 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def describe_classes(names: Sequence[str], counts: Sequence[int]) -> str:
-    """Return a line with the number of classes, and the name and number of samples of the first ten."""
+    """Return a line with the number of classes, and the names and sizes of the first ten."""
     phrases = [f"{name} ({count:,})" for name, count in zip(names[:10], counts)]
     if len(names) > 10:
         phrases.append(f"and {len(names) - 10:,} more")
@@ -100,7 +100,7 @@ def describe_classes(names: Sequence[str], counts: Sequence[int]) -> str:
 
 
 def check_same_classes(saved: Sequence[str], here: Sequence[str]) -> None:
-    """Check that a checkpoint has the same classes as the data set. An error names the first ten of both.
+    """Check that a checkpoint and the data set have the same classes. The error lists the first ten of both.
 
     Raises:
         UserError: the classes differ.
@@ -126,7 +126,7 @@ def check_array(values: npt.NDArray[Any], source: str, count: int) -> npt.NDArra
         count: number of images.
 
     Raises:
-        UserError: the labels have another shape or type; the message says what to pass.
+        UserError: the labels have another shape or type.
     """
     if values.shape == (count, 1):
         values = values[:, 0]
@@ -143,7 +143,7 @@ def check_array(values: npt.NDArray[Any], source: str, count: int) -> npt.NDArra
 def check_form(
     labels: Tensor, num_classes: int, source: str, soft: bool = False, error: type[UserError] = UserError
 ) -> None:
-    """Check that labels are integers of shape (n,), without reading their values.
+    """Check that labels are integers of shape (n,), without reading their values, which would synchronize.
 
     Args:
         labels: the labels.
@@ -153,7 +153,7 @@ def check_form(
         error: type of the exception.
 
     Raises:
-        error: the labels have another type or shape; the message says what to do.
+        error: the labels have another type or shape.
     """
     if soft and labels.is_floating_point() and tuple(labels.shape[1:]) == (num_classes,):
         return
@@ -177,7 +177,7 @@ def check_form(
 def check_labels(
     labels: Tensor, num_classes: int, source: str, rows: Tensor | None = None, error: type[UserError] = UserError
 ) -> int:
-    """Check that each label is a class or -100, and return the number of labels that are -100.
+    """Check that each label is a class or -100, and return how many are -100.
 
     Args:
         labels: labels of shape (n,).
@@ -187,12 +187,12 @@ def check_labels(
         error: type of the exception.
 
     Raises:
-        error: a label is out of range; the message has the first row and what to do.
+        error: a label is out of range; the message has the first row.
     """
     check_form(labels, num_classes, source, error=error)
     ignored = labels == IGNORED
     outside = ~ignored & ((labels < 0) | (labels >= num_classes))
-    # One transfer of both counts, so that valid labels wait for the device once.
+    # One transfer for both counts: a single synchronization if all labels are valid.
     num_ignored, num_outside = torch.stack((ignored.sum(), outside.sum())).tolist()
     if num_outside:
         first = int(outside.nonzero()[0])

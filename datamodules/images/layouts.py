@@ -1,7 +1,7 @@
-"""Finds a data set of images at a path. What is recognized: two layouts of folders, tables, and named arrays.
+"""Image data sets at a path: two layouts of folders, tables, and named arrays.
 
-Folders are train/CLASS/IMAGE or CLASS/IMAGE; other layouts are declared. `DataSet` is what an image data module knows
-of its data set before it reads it, and reads on first use.
+Folders are train/CLASS/IMAGE or CLASS/IMAGE; the user declares other layouts. `DataSet` is the data set of an image
+data module, which is read on first use.
 """
 
 import re
@@ -44,9 +44,9 @@ def _count_suffixes(files: Sequence[str]) -> dict[str, int]:
 
 
 def open_path(path: Path) -> tuple[Folder, FileTable]:
-    """List a folder on disk or an archive, and return its folder tree and the table of its files.
+    """List a folder or an archive, and return its folder tree and the table of its files.
 
-    The top folder of an archive is left out if there is no other folder.
+    If an archive holds one folder only, that folder is the root of the tree.
 
     Raises:
         UserError: there is no such folder or archive.
@@ -65,7 +65,7 @@ def open_path(path: Path) -> tuple[Folder, FileTable]:
         folder, table = list_folder(unpacked_folder)
     else:
         folder, table = open_archive(path)
-    # Archives usually hold one folder, with the name of the data set.
+    # Most archives hold one folder, named after the data set.
     while len(folder.folders) == 1:
         inner = next(iter(folder.folders.values()))
         if not inner.folders or inner.name.lower() in PART_FOLDERS:
@@ -75,14 +75,14 @@ def open_path(path: Path) -> tuple[Folder, FileTable]:
 
 
 def _expression(layout: str, parts: Iterable[str], greedy: bool) -> re.Pattern[str]:
-    """Return the regular expression of a layout for paths that are relative to the data set."""
+    """Return the regular expression of a layout, for paths relative to the data set."""
     pattern = ""
     groups = {"{class}": "[^/]+" if greedy else "[^/]+?"}
     groups["{split}"] = f"(?i:{'|'.join(sorted(parts, key=len, reverse=True))})"
     for piece in _PLACEHOLDER.split(layout):
         name = piece.strip("{}")
         if piece in groups:
-            # Where a placeholder stands twice, it stands for the same text.
+            # A repeated placeholder matches the same text.
             pattern += f"(?P={name})" if f"<{name}>" in pattern else f"(?P<{name}>{groups[piece]})"
         elif piece == "*":
             pattern += "[^/]*"
@@ -92,11 +92,11 @@ def _expression(layout: str, parts: Iterable[str], greedy: bool) -> re.Pattern[s
 
 
 class _Matches:
-    """Images of a layout.
+    """Images that match a layout.
 
     Attributes:
-        images: indices of the images of each class, in the order of their paths, by part.
-        unmatched: relative paths of the other files.
+        images: indices of the images by part and class, in the order of their paths.
+        unmatched: relative paths of all other files.
     """
 
     def __init__(self, top: Folder, layout: str, parts: Mapping[str, str]) -> None:
@@ -119,17 +119,17 @@ class _Matches:
             part = parts[name.lower()]
             if names.setdefault(part, name) != name:
                 raise UserError(f"{top.path} holds both {names[part]} and {name}; keep one of them")
-            # Two names that differ in their Unicode form only are the same class.
+            # Names that differ in their Unicode form only are one class.
             self.images.setdefault(part, {}).setdefault(same_name(match["class"]), []).append(number)
 
 
 def from_layout(top: Folder, table: FileTable, layout: str, title: str) -> Source:
-    """Make a data set of the images whose paths have a declared layout, such as "{split}/images/{class}_*.jpg".
+    """Make a data set from the images whose paths match a layout, such as "{split}/images/{class}_*.jpg".
 
-    A star matches any text without a slash, and [0-9] a digit. ``{split}`` stands for one of `PART_WORDS`.
+    A star matches any text without a slash, [0-9] matches a digit, and ``{split}`` matches one of `PART_WORDS`.
 
     Raises:
-        UserError: the layout has no class, no image has the layout, or there are fewer than two classes.
+        UserError: the layout has no {class}, no image matches it, or there are fewer than two classes.
     """
     if "{class}" not in layout:
         raise UserError("expected {class} in it", setting="layout", value=layout, to_type="pass '{class}/*'")
@@ -137,7 +137,7 @@ def from_layout(top: Folder, table: FileTable, layout: str, title: str) -> Sourc
 
 
 def _source(top: Folder, table: FileTable, matches: _Matches, layout: str, title: str, notes: list[str]) -> Source:
-    """Return the data set of the images of a layout, ordered by class and within a class by path."""
+    """Return the data set of the images that match a layout, ordered by class and then by path."""
     if "train" not in matches.images:
         raise UserError(proposals.other_structure(top, layout))
     left_out = [top.prefix + path for path in matches.unmatched]
@@ -160,15 +160,15 @@ def _source(top: Folder, table: FileTable, matches: _Matches, layout: str, title
 
 
 def from_folder(path: str | Path, opened: tuple[Folder, FileTable] | None = None) -> Source:
-    """Make a data set of the images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
+    """Make a data set from the images in FOLDER/train/CLASS, FOLDER/val/CLASS, FOLDER/test/CLASS, or FOLDER/CLASS.
 
     Args:
-        path: a folder on disk, or an archive of one.
-        opened: result of `open_path` for this path, if it was called before.
+        path: a folder, or an archive of a folder.
+        opened: result of `open_path`, if it was called before.
 
     Raises:
-        UserError: there is no such folder, it has another structure, there are fewer than two classes, or val or test
-            has a class that train lacks.
+        UserError: there is no such folder, it has another structure, there are fewer than two classes, or train lacks a
+            class of val or test.
     """
     path = Path(path)
     top, table = opened or open_path(path)
@@ -181,7 +181,7 @@ def from_folder(path: str | Path, opened: tuple[Folder, FileTable] | None = None
         notes += [f"{folder.path} is not used: it is no folder train, val or test of classes" for folder in others]
     class_folders = [folder for part in parts or [top] for folder in part.folders.values()]
     deeper = [path for path in matches.unmatched if is_image(path) and path.count("/") > layout.count("/")]
-    # Beside folders of parts, other folders may hold anything.
+    # Folders beside train, val and test may hold anything.
     prefixes = tuple(f"{folder.name}/" for folder in parts) if parts else ("",)
     below_classes = [path for path in deeper if path.startswith(prefixes)]
     with_images = [folder for folder in class_folders if any(map(is_image, folder.files))]
@@ -205,12 +205,12 @@ def find_images(
 
     Args:
         path: a file, a folder or an archive.
-        layout: where class and part are in the path of an image, see `from_layout`; None: see `from_folder`.
-        columns: names of columns or arrays that are called otherwise, see `parse_columns`.
-        on_faults: "error" or "skip" for rows of a table that cannot be used, see `from_tables`.
+        layout: positions of class and part in the path of an image, see `from_layout`; None: see `from_folder`.
+        columns: other names of columns or arrays, see `parse_columns`.
+        on_faults: "error" or "skip" for unusable rows of a table, see `from_tables`.
 
     Raises:
-        UserError: there is nothing to train on, or rows cannot be used; the message says what to pass.
+        UserError: there is nothing to train on, or rows are unusable.
     """
     path = Path(path)
     is_table = path.is_file() and (columns is not None or text_suffix(path) in (*TABLE_SUFFIXES, ".txt"))
@@ -238,12 +238,12 @@ def check_path(dataset: str, data_dir: str | Path | None, sets: Collection[str])
     """Check the name of a data set, and return its path with ~ expanded.
 
     Raises:
-        UserError: there is no such data set, or it does not lie at a path.
+        UserError: there is no such data set, or it is bundled and has no path.
     """
     check_choice("dataset", dataset, ("auto", *sets))
     if data_dir is None:
         return None
-    # As text, since a Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
+    # A string: with a Path among its hyperparameters, a checkpoint does not load with weights_only=True.
     path = str(Path(data_dir).expanduser())
     if dataset == "digits":
         raise UserError(
@@ -253,17 +253,17 @@ def check_path(dataset: str, data_dir: str | Path | None, sets: Collection[str])
 
 
 class DataSet:
-    """Data set of an image data module, which is read on first use: one that is known by name, or the user's images.
+    """Data set of an image data module, read on first use: a data set known by name, or the user's images.
 
     Args:
-        sets: what is known of each data set by name; "auto" counts as the first of them.
-        own: name of the user's images among them.
-        name: name of the data set; "auto" until `decide`.
+        sets: facts about each data set by name; "auto" has the facts of the first one.
+        own: name of the user's images in `sets`.
+        name: name of the data set; may be "auto" until `decide` is called.
         source: the user's images, if they have been read already.
     """
 
     declared_num_classes: int | None = None
-    """Number of classes, if it is not that of the data."""
+    """Number of classes that the user has declared; None takes the number from the data."""
     _download_error: Exception | None = None
 
     def __init__(self, sets: Mapping[str, ImageSet], own: str, name: str, source: Source | None = None) -> None:
@@ -271,7 +271,7 @@ class DataSet:
         self.own = own
         self.name = name
         self.settings: Mapping[str, Any] = {}
-        """Settings of the data module, such as ``data_dir``. Some of them are set after its constructor."""
+        """Settings of the data module, such as ``data_dir``. Some are set after its constructor."""
         self._source = source
         self._saved_classes: tuple[str, ...] = ()
 
@@ -300,24 +300,24 @@ class DataSet:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes. For the user's images, this lists them, unless a checkpoint has named them."""
+        """Number of classes. Lists the user's images, unless a checkpoint has named the classes."""
         has_names = self._saved_classes or not self.is_own
         return self.declared_num_classes or len(self.info.classes if has_names else self.source.classes)
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes. Empty until the data set has been read, and if another number of them was given."""
+        """Names of the classes. Empty before the data set is read, and if another number of classes is declared."""
         names = self.info.classes
         return names if self.declared_num_classes in (None, len(names)) else ()
 
     @property
     def parts(self) -> Collection[str]:
-        """Parts that the data set itself has. For the user's images, this lists them."""
+        """Parts of the data set as it is published. Lists the user's images."""
         return self.source.parts if self.is_own else self.info.parts
 
     @property
     def source(self) -> Source:
-        """The data set. The first access lists the user's images and logs remarks on them.
+        """Source of the data set. The first access lists the user's images, and logs notes about them.
 
         Raises:
             UserError: there is no data to train on.
@@ -343,15 +343,15 @@ class DataSet:
         return digits_source(color=len(self.info.mean) == 3)
 
     def set_source(self, samples: Any) -> None:
-        """Use a `Source`, or images and labels in memory, see `from_samples`."""
+        """Set a `Source`, or images and labels in memory, see `from_samples`."""
         self._source = samples if isinstance(samples, Source) else from_samples(samples)
         self.name = self.own
 
     def prepare(self) -> None:
         """Download missing files, in one process per node.
 
-        An error is raised later, by `source`, which every process asks for. Raised here, the other processes would wait
-        forever.
+        An error is kept and raised by `source`, which every process reads. If it were raised here, the other processes
+        would wait forever.
         """
         try:
             self._download()
@@ -369,11 +369,11 @@ class DataSet:
             download_cifar(self.info, self.folder)
 
     def decide(self, note: Callable[..., None], from_rank_zero: Callable[[int], int]) -> None:
-        """Replace the name "auto" by that of a data set, and log if it is a fallback.
+        """Resolve the name "auto" to a data set, and log a note if the bundled digits are used.
 
         Args:
             note: function that logs a text once.
-            from_rank_zero: function that returns the number of rank 0 on all ranks.
+            from_rank_zero: function that broadcasts a number from rank 0.
         """
         if self.name == "digits" and self.settings.get("dataset") == "auto":
             note(
@@ -383,10 +383,10 @@ class DataSet:
             )
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Use the data set and the classes of a checkpoint, and return whether another data set was in use.
+        """Restore the data set and the classes from a checkpoint, and return whether the data set has changed.
 
         Raises:
-            UserError: another data set was declared, or the user's images have other classes.
+            UserError: the user has declared another data set, or the user's images have other classes.
         """
         saved = state["dataset"]
         check_choice("dataset", saved, tuple(self.sets))

@@ -1,4 +1,4 @@
-"""Data module of MNIST, Fashion-MNIST and the user's small images, and which of them "auto" is."""
+"""Data module of MNIST, Fashion-MNIST and the user's small images, and the resolution of "auto"."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,20 +16,20 @@ from datamodules.notes import warn
 
 
 class MNISTSet(DataSet):
-    """MNIST or Fashion-MNIST, downloaded if they are missing, the bundled digits or the user's images.
+    """MNIST or Fashion-MNIST, downloaded if missing, the bundled digits, or the user's images.
 
-    "auto" is what the folder holds, else MNIST, or the digits if no folder was given and no download has succeeded.
+    "auto" is the content of the folder, else MNIST, or the digits if no folder is given and the download fails.
     """
 
     @property
     @override
     def is_own(self) -> bool:
-        """Whether the data set is the user's images. "auto" is, if ``data_dir`` holds anything but MNIST's files."""
+        """Whether the data set is the user's images; "auto" is if ``data_dir`` holds anything but MNIST's files."""
         if self.name != "auto":
             return self.name == self.own
         if self.settings["data_dir"] is None or self._files("mnist"):
             return False
-        # With some of MNIST's files only, the error names the others.
+        # If some of MNIST's four files are missing, the error names them.
         return any("ubyte" not in name for name in builtin_datasets.other_files(self.folder))
 
     def _files(self, name: str) -> Any:
@@ -40,13 +40,13 @@ class MNISTSet(DataSet):
         name = "mnist" if self.name == "auto" else self.name
         if not self.settings["download"] or not self.info.torchvision_name:
             return
-        # Without dataset="mnist", files are downloaded into a given folder only if it is empty.
+        # For "auto", files are downloaded into a given folder only if it is empty.
         is_asked = self.name != "auto" or self.settings["data_dir"] is None
         if not self._files(name) and (is_asked or not builtin_datasets.other_files(self.folder)):
             builtin_datasets.download_files(name, self.folder)
 
     def _missing(self, name: str) -> str:
-        """Return which files of a data set are missing, and why they were not downloaded."""
+        """Describe which files of a data set are missing, and why they were not downloaded."""
         reason = f"; {self._download_error}" if self._download_error else ""
         return builtin_datasets.describe_missing(name, self.folder) + reason
 
@@ -65,7 +65,7 @@ class MNISTSet(DataSet):
 
     @override
     def decide(self, note: Callable[..., None], from_rank_zero: Callable[[int], int]) -> None:
-        """Choose the data set of "auto" on rank 0, for all ranks, since nodes may see different folders."""
+        """Resolve "auto" on rank 0 for all ranks: nodes may see different folders."""
         if self.name != "auto":
             return
         choices = (*self.sets, "none")
@@ -76,7 +76,7 @@ class MNISTSet(DataSet):
         elif self.is_own:
             chosen = self.own
         else:
-            # Another data set replaces a missing one only if no folder was given.
+            # The digits replace missing files only if no folder is given.
             chosen = "none" if self.settings["data_dir"] is not None else "digits"
         chosen = choices[from_rank_zero(choices.index(chosen))]
         if chosen == "none":
@@ -94,40 +94,42 @@ class MNISTSet(DataSet):
 
 
 class MNISTDataModule(ImageDataModule):
-    """MNIST and Fashion-MNIST, scikit-learn's bundled digits or your own, exact on any number of devices.
+    """MNIST, Fashion-MNIST, scikit-learn's bundled digits or your own images, exact on any number of devices.
 
     Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalized, and int64 of shape (batch,), on
-    the training device. A part of the training set is held out for validation; the test set is read by ``test`` only.
+    the training device. A share of the training set is held out for validation. Only ``test`` reads the test set.
 
     Args:
-        dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
-            empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
-        data_dir: your own images: class folders, also in a .zip or .tar, a table of path,label, or a NumPy file (.npz);
-            or the folder of the idx or idx.gz files, flat or in torchvision's layout, and downloads, by default "data".
-        layout: where class and part are in the paths of your own images, as in "{split}/images/{class}_[0-9]*.png"; by
-            default CLASS/IMAGE, or train/CLASS/IMAGE, and val and test so.
-        columns: names of the columns of a table, the arrays of an .npz or the idx files that are called otherwise, as
-            in path=file,label=digit or images=x_train,labels=y_train.
-        invert: your own images are dark on light, as ink on paper, and are inverted; by default as in the checkpoint,
-            else not.
+        dataset: name of the data set; "custom" is your own images in `data_dir`. "auto" is the content of `data_dir`;
+            if that is empty or not given, MNIST is downloaded; if the download fails without a `data_dir`, it is the
+            bundled digits.
+        data_dir: your own images: class folders, also in a .zip or .tar, a table of path,label, or a NumPy file
+            (.npz); or the folder of the idx or idx.gz files, flat or in torchvision's layout, and of downloads, by
+            default "data".
+        layout: positions of class and part in the paths of your images, as in "{split}/images/{class}_[0-9]*.png"; by
+            default CLASS/IMAGE, or train/CLASS/IMAGE with val and test.
+        columns: other names of the columns of a table, the arrays of an .npz or the idx files, as in
+            path=file,label=digit or images=x_train,labels=y_train.
+        invert: invert your images, which are dark on light, as ink on paper; by default as in the checkpoint, else
+            false.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
-        val_fraction: share of the training set held out for validation; of each class, of your own.
-        test_fraction: share of each class held out for the test, where your own have no test part.
-        balance: what makes up for classes of unequal size: weights in the training loss (loss); draws with replacement
-            that give each class as many training samples (sampler); or nothing. Other losses and scores stay as they
-            are.
-        num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
+        val_fraction: share of the training set held out for validation; for your images, of each class.
+        test_fraction: share of each class held out for testing, if your images have no test part.
+        balance: compensation for classes of unequal size: weights in the training loss (loss), sampling with
+            replacement of each class equally often (sampler), or none. Other losses and metrics are unweighted.
+        num_classes: number of classes, by default that of the data; labels are in [0, num_classes).
         shift: augmentation: largest translation, in pixels.
         rotation: augmentation: largest rotation, in degrees; by default 10, and 0 for Fashion-MNIST.
         scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1; by default 0.1, and 0 for Fashion-MNIST.
-        flip: augmentation: mirror half of the images, and the others in the next epoch; by default for Fashion-MNIST.
+        flip: augmentation: mirror half of the images, and the other half in the next epoch; by default for
+            Fashion-MNIST.
         seed: seed of the split, the shuffling and the augmentation.
         download: download missing files.
         predict_inputs: images, and folders of images, that `predict` reads.
 
     Raises:
-        UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
+        UserError: at set-up, the folder is missing, or files are damaged, empty or inconsistent.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class MNISTDataModule(ImageDataModule):
             seed=seed,
             predict_inputs=predict_inputs,
         )
-        # None is not saved: Lightning raises an error if a hyper-parameter differs from that of the network.
+        # None is not saved: Lightning raises an error if module and data module differ in a hyperparameter.
         self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
 
     @override

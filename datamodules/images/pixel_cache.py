@@ -1,6 +1,6 @@
 """Cache of decoded images in memory-mapped files on disk, which processes and runs share.
 
-An entry that was not written completely, or whose image file has changed since, counts as missing.
+An entry that was not completely written, or whose image file has changed, counts as missing.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ _UNUSED = 30 * 24 * 3600  # Seconds.
 
 
 def _open_to_write(path: Path) -> BinaryIO:
-    """Open a file for reading and writing. A missing file is created, and an existing one keeps its content."""
+    """Open a file for reading and writing. A missing file is created; an existing file keeps its content."""
     return cast("BinaryIO", os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b"))
 
 
 def _sum(content: np.ndarray[Any, Any]) -> int:
-    """Return a checksum: the sum of 64-bit words. It runs at the speed of memory; a CRC takes as long as decoding."""
+    """Return the sum of the 64-bit words as a checksum, at the speed of memory. A CRC takes as long as decoding."""
     words = len(content) // 8 * 8
     total = np.add.reduce(content[:words].view("<u8"), dtype=np.uint64)
     return (int(total) + int.from_bytes(content[words:].tobytes(), "little") + len(content)) % 2**64
@@ -51,12 +51,12 @@ def delete_unused(folder: Path) -> None:
 
 
 class PixelCache:
-    """Cache of uint8 images by row. A copy in another process opens the files itself, even after a fork.
+    """Cache of uint8 images by row. Each process opens the files itself, even after a fork.
 
     Args:
-        folder: folder of the cache, which is created if it is missing.
+        folder: folder of the cache, created if missing.
         rows: number of rows.
-        limit: greatest size of all cached images together, in bytes.
+        limit: maximum total size of the cached images, in bytes.
     """
 
     def __init__(self, folder: Path, rows: int, limit: int) -> None:
@@ -66,7 +66,7 @@ class PixelCache:
         self._process = 0
         self._files: contextlib.ExitStack | None = None
         self._full = False
-        # Offset of each row's image when this process verified its checksum: later reads need no check.
+        # Offset of each row's image when this process verified the checksum, which is verified once.
         self._verified = np.full(rows, -1, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,10 +74,10 @@ class PixelCache:
         return {**{name: self.__dict__[name] for name in plain}, "_process": 0, "_files": None}
 
     def _open(self) -> bool:
-        """Open the files in this process unless they are open, and return whether that has succeeded."""
+        """Open the files, unless this process has opened them, and return whether they are open."""
         if self._process == os.getpid():
             return self._files is not None
-        # After a fork the files are opened again: a lock belongs to an open file, so both processes would hold it.
+        # Opened again after a fork: a lock belongs to the open file, so both processes would hold it.
         self._process = os.getpid()
         self._files = None
         stack = contextlib.ExitStack()
@@ -92,8 +92,7 @@ class PixelCache:
                 if os.fstat(index.fileno()).st_size != size:
                     index.truncate(size)
                     if hasattr(os, "posix_fallocate"):
-                        # Without reserved blocks, writing to the mapped memory of a full disk kills the process by
-                        # SIGBUS.
+                        # Without reserved blocks, writing to mapped memory on a full disk kills the process by SIGBUS.
                         os.posix_fallocate(index.fileno(), 0, size)
             self._index = np.memmap(index, _ENTRY, "r+", shape=(self.rows,))
             self._map: mmap.mmap | None = None
@@ -106,7 +105,7 @@ class PixelCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock that serializes writers of all processes."""
+        """Hold the lock that serializes the writers of all processes."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -118,11 +117,11 @@ class PixelCache:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def get(self, row: int, stamp: int) -> Tensor | None:
-        """Return the image of a row, uint8 of shape (3, height, width), or None. The image must not be changed.
+        """Return the image of a row, uint8 of shape (3, height, width), or None. Do not change the image.
 
         Args:
             row: row of the image.
-            stamp: current stamp of its file, below 2^64. With another stamp than in `put`, the result is None.
+            stamp: current stamp of its file, below 2^64. If it is not the stamp of `put`, the result is None.
         """
         if not self._open():
             return None
@@ -160,8 +159,8 @@ class PixelCache:
         content = image.permute(1, 2, 0).contiguous().view(-1).numpy()
         try:
             with self._locked():
-                # The file grows under the lock, so that two processes never write to the same bytes. The slow write
-                # comes after.
+                # The file grows under the lock, so two processes never write to the same bytes. The slow write is
+                # outside the lock.
                 start = os.fstat(self._pixels.fileno()).st_size
                 self._full = start + len(content) > self.limit
                 if self._full:
@@ -174,5 +173,5 @@ class PixelCache:
             self._full = True
             log.info("no more decoded images are kept in %s: %s", self.folder, error.strerror or error)
             return
-        # Last, so that no reader finds an entry whose pixels are not in the file.
+        # After the pixels, so that a reader never finds an entry without pixels.
         self._index[row] = (start, height, width, stamp, _sum(content))

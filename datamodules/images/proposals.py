@@ -1,6 +1,6 @@
-"""What to type for images and tables of another form: proposals in error messages, which decide nothing.
+"""Proposals in error messages: what to type for images and tables of another form.
 
-Words of names may reject a folder or a column here. They never decide how a data set is read.
+Words in names may reject a folder or a column here, but they never decide how a data set is read.
 
 Tested in `tests/datamodules/images/test_layouts.py`.
 """
@@ -29,7 +29,7 @@ _NO_CLASSES = _PARTS | frozenset(
 _SPLITS = _PARTS | {"split", "subset", "partition", "usage", "phase"}
 _PATHS = ("path", "filepath", "filename", "file", "image", "img", "id")
 _LABELS = ("label", "labels", "class", "target", "category", "breed", "species")
-# The longest first, so that "training" is not taken for "train".
+# Longest first, so that "training" does not match as "train".
 _PART = re.compile("|".join(sorted(PART_WORDS, key=len, reverse=True)), re.IGNORECASE)
 
 
@@ -40,7 +40,7 @@ def _words(name: str) -> list[str]:
 
 
 def are_no_classes(folders: Sequence[Folder]) -> bool:
-    """Return whether folders may not be those of classes, by a word of a name, or since they hold masks of images."""
+    """Return whether folders are probably not classes, by a word in a name, or because they hold masks of images."""
     for folder in folders:
         if not _NO_CLASSES.isdisjoint(_words(folder.name)):
             return True
@@ -60,7 +60,7 @@ def describe_left_out(files: Sequence[str]) -> str:
 
 
 def _first_levels(top: Folder) -> str:
-    """Return the first levels of a folder, as in "train_images/ (12 .png), train.csv"."""
+    """Describe the first levels of a folder, as in "train_images/ (12 .png), train.csv"."""
     phrases = []
     for folder in list(top.folders.values())[:4]:
         held = [f"{name}/" for name in list(folder.folders)[:3]]
@@ -76,7 +76,7 @@ def _first_levels(top: Folder) -> str:
 
 
 def _layouts(top: Folder) -> Iterator[str]:
-    """Yield a layout that would read the images of a folder, if there is one."""
+    """Yield a layout that matches the images of a folder, if there is one."""
     paths = [path[len(top.prefix) :].split("/") for path in files_below(top) if is_image(path)]
     if not paths:
         return
@@ -88,7 +88,7 @@ def _layouts(top: Folder) -> Iterator[str]:
     class_level = None
     for level in range(depth - 1):
         names = sorted({path[level] for path in paths})
-        # As "{split}_set" for "training_set" and "test_set".
+        # For example, "training_set" and "test_set" become "{split}_set".
         templates = {_PART.sub("{split}", name, count=1) for name in names}
         images = [name for name in names if "images" in _words(name)]
         if len(templates) == 1:
@@ -111,7 +111,7 @@ def _layouts(top: Folder) -> Iterator[str]:
 
 
 def what_to_pass(top: Folder, layout: str) -> str:
-    """Return the end of an error for a folder: the recognized layouts, and what to pass for another one."""
+    """Return the end of an error for a folder: the recognized layouts, and what to pass for another layout."""
     advice = [spelled("layout", proposal) for proposal in _layouts(top) if proposal != layout]
     files = [top.prefix + name for name in top.files]
     tables = [path for path in files if text_suffix(Path(path)) in TABLE_SUFFIXES]
@@ -128,12 +128,12 @@ def what_to_pass(top: Folder, layout: str) -> str:
 
 
 def other_structure(top: Folder, layout: str, deeper: Sequence[str] = ()) -> str:
-    """Return the error for a folder without images of a layout: what it holds, and what to pass.
+    """Return the error for a folder without images in a layout: its content, and what to pass.
 
     Args:
         top: the folder.
         layout: the layout.
-        deeper: images that are in folders below those of the classes.
+        deeper: images in folders below the class folders.
     """
     found = f"{top.path} holds {_first_levels(top)}"
     if deeper:
@@ -148,7 +148,7 @@ def _columns(names: Mapping[str, str]) -> str:
 
 
 def headless(path: str) -> str:
-    """Return the error for a list without declared columns, such as train.txt."""
+    """Return the error for a file without a header and without declared columns, such as train.txt."""
     line = next((line.strip() for line in iter_lines(Path(path)) if line), "")
     separator = next((mark for mark in "\t;, " if mark in line), "\t")
     cells = line.split(separator)
@@ -159,13 +159,13 @@ def headless(path: str) -> str:
 
 
 def _likeliest(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the columns whose names hold a known word, in the order of the words."""
+    """Return the columns whose names contain a known word, in the order of the words."""
     by_word = [[name for name in names if word in _words(name)] for word in known]
     return [name for found in by_word for name in found]
 
 
 def _path_template(table: Table, column: str, files: Sequence[str]) -> str:
-    """Return a declared path for cells whose files are elsewhere: "train/{id}.jpg"; or the column itself."""
+    """Return a path template for cells that are not paths, such as "train/{id}.jpg"; else the column itself."""
     folder = os.path.dirname(table.where)  # noqa: PTH120
     if not files and Path(folder).is_dir():
         files = list(files_below(list_folder(Path(folder))[0]))
@@ -180,13 +180,13 @@ def _path_template(table: Table, column: str, files: Sequence[str]) -> str:
 
 
 def other_columns(table: Table, names: Mapping[str, str], missing: Sequence[str], files: Sequence[str] = ()) -> str:
-    """Return the error for a table without the expected columns: the columns that it has, and what to pass.
+    """Return the error for a table without the expected columns: its columns, and what to pass.
 
     Args:
         table: the table.
         names: name of the expected column of each use.
         missing: declared names that the table lacks.
-        files: files of the data set; by default those in the folder of the table.
+        files: files of the data set; by default the files in the folder of the table.
     """
     listed = ", ".join(map(repr, table.names[:10])) + ", ..." * (len(table.names) > 10)
     lacks = f" and not {', '.join(map(repr, missing))}" if missing else f"; expected {names['path']},{names['label']}"
@@ -211,7 +211,7 @@ def other_columns(table: Table, names: Mapping[str, str], missing: Sequence[str]
 
 
 def other_arrays(path: str, keys: Sequence[str], uses: Sequence[str]) -> str:
-    """Return the error for a NumPy file with arrays of other names: those that it has, and what to pass."""
+    """Return the error for a NumPy file whose arrays have other names: its arrays, and what to pass."""
     kinds = {"images": {"images", "x", "data"}, "labels": {"labels", "y", "targets"}}
     parts = {"": {"train", "training"}, "val": {"val", "valid", "validation"}, "test": {"test"}}
     declared: dict[str, str] = {}
@@ -229,7 +229,7 @@ def other_arrays(path: str, keys: Sequence[str], uses: Sequence[str]) -> str:
 
 
 def check_parts(table: Table, unused: Sequence[int], columns: Mapping[str, str]) -> None:
-    """Raise an error if a column that is not used may hold the parts, by its name or all of its cells."""
+    """Raise a UserError if an unused column may hold the parts, by its name or by all of its cells."""
     for index in unused:
         name = table.names[index]
         cells = {str(cells[index]).strip().lower() for _, cells in table.rows}

@@ -1,7 +1,7 @@
-"""Defines `Source`, a data set of images: samples of each part, classes, and how an image is read.
+"""The class `Source`, a data set of images: the samples of each part, and the classes.
 
-`from_folder`, `from_tables`, `from_arrays` and `from_idx` return a `Source`. The code that decodes, crops and augments
-uses only the names and contents of its samples.
+`from_folder`, `from_tables`, `from_arrays` and `from_idx` return a `Source`. Decoding, crops and augmentation use only
+the names and contents of its samples.
 """
 
 import hashlib
@@ -22,30 +22,30 @@ from datamodules.loading.file_table import FileTable, Folder
 from datamodules.loading.randomness import permutation
 from datamodules.loading.sampling import split_indices
 
-# Limits of the check for images that are in training and in another part: the number of files whose size is read, and
-# the bytes of files of equal size that are read. Both take seconds on a local disk.
+# Limits of the check for images that training shares with another part: the number of files whose size is read, and
+# the bytes read from files of equal size. Both take seconds on a local disk.
 _MAX_FILES = 100_000
 _MAX_BYTES = 2**28
 
 PARTS = ("train", "val", "test")
 PART_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Part of each folder name that is recognized, in any case."""
+"""Part of each recognized folder name, in any case."""
 PART_WORDS = {**PART_FOLDERS, "training": "train", "dev": "val", "testing": "test"}
-"""Part of each word that a declared ``{split}`` stands for, and that a cell of a column "split" may hold."""
+"""Part of each word that ``{split}`` in a layout matches, and that a cell of a column "split" may hold."""
 
 
 def part_folders(folder: Folder) -> list[Folder]:
-    """Return the folders of parts that hold folders, or an empty list if `folder` holds the classes."""
+    """Return the folders of the parts; an empty list if `folder` holds the classes."""
     return [inner for inner in folder.folders.values() if inner.name.lower() in PART_FOLDERS and inner.folders]
 
 
 class Images(Protocol):
-    """Interface of images by index, with a name and an undecoded content each."""
+    """Interface of a sequence of images, each with a name and an undecoded content."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> str:
-        """Return the name of an image, as it is written in messages."""
+        """Return the name of an image, for messages."""
 
     def read(self, row: int) -> Any:
         """Return the path of an image, the content of its file, or a PIL image.
@@ -56,11 +56,11 @@ class Images(Protocol):
 
 
 class ArrayImages(Sequence[str]):
-    """Sequence of the names of images in memory, which reads an image by its index.
+    """Sequence of the names of images in memory; `read` returns an image.
 
     Args:
         pixels: uint8 of shape (n, height, width), or (n, height, width, channels) with 3 or 4 channels.
-        called: name of the images, for messages, such as "the train images".
+        called: name of the set of images, for messages, such as "the train images".
     """
 
     def __init__(self, pixels: npt.NDArray[np.uint8], called: str) -> None:
@@ -85,7 +85,7 @@ class ArrayImages(Sequence[str]):
 
 
 class BytesImages(Sequence[str]):
-    """Sequence of the names of files whose contents are in memory, as in a Parquet table.
+    """Sequence of the names of files whose contents are in memory, as from a Parquet table.
 
     Args:
         contents: content of each file, by name.
@@ -131,8 +131,8 @@ class Source:
         parts: samples of "train", and of "val" and "test" if the data set has them.
         title: name of the data set.
         notes: remarks for the user, one line each.
-        left_out: number of files or rows that are not used, by reason.
-        labels_from: name of the labels of each part in messages, if it is not "the PART labels".
+        left_out: number of unused files or rows, by reason.
+        labels_from: name of the labels of a part in messages; by default "the PART labels".
     """
 
     classes: tuple[str, ...]
@@ -144,7 +144,7 @@ class Source:
 
 
 class PartsOnDemand(Mapping[str, Samples]):
-    """Mapping of parts that reads a part on first access, for data sets with files of their own for each part."""
+    """Mapping that reads a part on first access, for data sets with separate files for each part."""
 
     def __init__(self, names: Sequence[str], read: Callable[[str], Samples]) -> None:
         self._names = names
@@ -171,10 +171,10 @@ class PartsOnDemand(Mapping[str, Samples]):
 def split_by_class(
     targets: Tensor, classes: Sequence[str], fractions: Mapping[str, float], seed: int
 ) -> dict[str, Tensor]:
-    """Split samples into "train" and the parts in `fractions`, each with its share of every class.
+    """Split samples into "train" and the parts in `fractions`, with the same share of every class.
 
-    The split is a function of the seed, the names of the classes and the order of their samples. A class with several
-    samples is in each part as far as they suffice. Training keeps at least one sample of each class.
+    The split is a function of the seed, the names of the classes and the order of their samples. Each part gets at
+    least one sample of each class, as long as there are enough. Training keeps at least one sample of each class.
 
     Args:
         targets: class numbers, int64 of shape (n,).
@@ -190,7 +190,7 @@ def split_by_class(
         parts[part] = []
     numbers, counts = targets.unique(return_counts=True)
     for number, rows in zip(numbers.tolist(), targets.argsort(stable=True).split(counts.tolist())):
-        # The order is drawn for each class by its name, so that adding a class changes no other class.
+        # The order of a class is drawn by its name, so another class does not change it.
         order = rows[permutation(len(rows), seed, f"split {classes[number]}")]
         for part, fraction in fractions.items():
             count = max(round(len(rows) * fraction), 1) if fraction else 0
@@ -211,7 +211,8 @@ def held_out(
         classes: names of the classes.
         fractions: share of each part that the data set lacks.
         seed: seed of the split.
-        by_class: whether a part has its share of each class, see `split_by_class`; else "val" has a share of all.
+        by_class: whether a part is a share of each class, see `split_by_class`; otherwise "val" is a share of all
+            samples.
 
     Returns:
         Sorted sample numbers of each part, int64 of shape (samples,).
@@ -219,7 +220,7 @@ def held_out(
     shares = {part: share for part, share in fractions.items() if share}
     if by_class:
         return split_by_class(labels.cpu(), classes, shares, seed)
-    # At least one sample, even if the share rounds to none.
+    # At least one sample, even if the share rounds to 0.
     count = max(round(len(labels) * shares["val"]), 1) if "val" in shares else 0
     train, val = split_indices(len(labels), count, seed)
     return {"train": train, "val": val}
@@ -233,15 +234,15 @@ def named_source(
     notes: Sequence[str] = (),
     left_out: Mapping[str, int] | None = None,
 ) -> Source:
-    """Make a data set of images with the names of their classes, which are numbered in the order of `class_order`.
+    """Make a data set from images and their class names, which are numbered in the order of `class_order`.
 
     Args:
-        parts: images, as in `Samples`, and the class of each, for "train" and optionally "val" and "test".
+        parts: images, as in `Samples`, and the class name of each, for "train" and optionally "val" and "test".
         title: name of the data set.
         where: beginning of a message, see `check_classes`.
-        expected: end of a message.
+        expected: end of a message, see `check_classes`.
         notes: remarks for the user.
-        left_out: number of files or rows that are not used, by reason.
+        left_out: number of unused files or rows, by reason.
 
     Raises:
         UserError: see `check_classes`.
@@ -257,7 +258,7 @@ def named_source(
 
 
 def _keys(files: FileTable) -> list[Hashable] | None:
-    """Return a key for each file, equal for equal files: size and CRC-32 in a zip archive, the size of other files."""
+    """Return a key for each file, equal for equal files: size and CRC-32 in a zip archive, otherwise the size."""
     checksums = files.checksums()
     if checksums is not None:
         return [tuple(pair) for pair in checksums.tolist()]
@@ -275,9 +276,9 @@ def _digest(files: FileTable, row: int) -> str:
 
 
 def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
-    """Return a line for each of "val" and "test" that shares files with "train", by their content, on rank 0."""
+    """Return a line for each part that shares files with "train", compared by content, on rank 0."""
     train = parts["train"].images
-    # Only rank 0 logs the lines, so the other ranks need not read the files.
+    # Only rank 0 logs the lines, so only rank 0 reads the files.
     is_rank_zero = getattr(rank_zero_only, "rank", 0) == 0
     if len(parts) < 2 or not isinstance(train, FileTable) or not is_rank_zero:
         return []
@@ -296,7 +297,7 @@ def note_shared_images(parts: Mapping[str, Samples]) -> list[str]:
             continue
         candidates = [row for row, key in enumerate(keys) if key in by_key]
         shared = {row: by_key[keys[row]][0] for row in candidates}
-        # An equal size does not prove equal content, unlike an equal CRC-32.
+        # An equal size proves nothing; an equal size with an equal CRC-32 is taken as proof.
         if images.checksums() is None:
             shared = _equal_files(train, images, by_key, keys, candidates)
         if shared:
@@ -320,7 +321,7 @@ def _equal_files(
         images: files of another part.
         by_key: rows of the training files by size.
         keys: sizes of the files of the other part.
-        candidates: rows of the other part's files whose size a training file has.
+        candidates: rows of the other part with the size of a training file.
     """
     sizes = {keys[row] for row in candidates}
     train_rows = [row for size in sizes for row in by_key[size]]
@@ -339,5 +340,5 @@ def _equal_files(
                 equal[row] = by_digest[digest]
         return equal
     except OSError:
-        # The loaders report files that cannot be read.
+        # The loaders report unreadable files.
         return {}

@@ -1,4 +1,4 @@
-"""Pipeline of small gray images in memory, and the form of MNIST: 28 x 28 pixels, light on dark, centered.
+"""Pipeline of small gray images in memory, in the form of MNIST: 28 x 28 pixels, light on dark, centered.
 
 Photographs and drawings of digits are converted to this form when they are read.
 """
@@ -26,19 +26,19 @@ from datamodules.notes import warn
 from datamodules.ranges import Range, check_ranges
 
 _SIDE = 28
-# Fewer shades than this are none.
+# An image with a smaller range of brightness is blank.
 _SHADES = 16
-# Short side, in pixels, to which larger images are reduced first: twice that of MNIST.
+# Short side, in pixels, to which larger images are reduced first: twice MNIST's.
 _READ_AT = 56
 
 
 def gray_image(source: str | bytes | Image.Image, name: str = "", invert: bool = False) -> Tensor:
-    """Load an image of any mode in gray, upright and on white: uint8 (height, width), short side of at most 56 pixels.
+    """Load an image of any mode as gray, upright and on white: uint8 (height, width), short side up to 56 pixels.
 
     Args:
         source: path of a file, content of a file, or an image in memory.
         name: name of the image, for messages; by default that of the file.
-        invert: whether to invert the shades.
+        invert: whether to invert the brightness.
 
     Raises:
         UnreadableImage: the file is missing, damaged, not an image, or has more than 8 bits.
@@ -67,20 +67,20 @@ def border_levels(images: Tensor) -> Tensor:
 
 
 def _is_blank(image: Tensor) -> bool:
-    """Return whether an image has one shade only, or nearly so."""
+    """Return whether an image has a single brightness, approximately."""
     return int(image.max()) < int(image.min()) + _SHADES
 
 
 def as_mnist(light: Tensor) -> Tensor:
-    """Convert a gray image, light on dark, to MNIST's form: the digit 20 pixels high or wide and centered by mass.
+    """Convert a gray image, light on dark, to MNIST's form: the digit 20 pixels high or wide, centered by mass.
 
-    An image of 28 x 28 pixels stays as it is. A smaller one is enlarged to 20 pixels.
+    An image of 28 x 28 pixels is unchanged. A smaller image is enlarged to 20 pixels.
 
     Args:
         light: uint8 of shape (height, width).
 
     Returns:
-        uint8 of shape (28, 28); all 0 if a larger or smaller image has one shade only.
+        uint8 of shape (28, 28); all 0 if a larger or smaller image is blank.
     """
     if light.shape == (_SIDE, _SIDE):
         return light
@@ -101,7 +101,7 @@ def _resized(image: Tensor) -> Tensor:
 
 
 def _on_black(digit: Tensor, corner: Sequence[int]) -> Tensor:
-    """Place a digit on 28 x 28 black pixels, with its top and left at `corner`."""
+    """Place a digit on 28 x 28 black pixels, with its top left corner at `corner`."""
     canvas = torch.zeros(_SIDE, _SIDE, dtype=torch.uint8)
     top, left = corner
     height, width = digit.shape
@@ -110,8 +110,8 @@ def _on_black(digit: Tensor, corner: Sequence[int]) -> Tensor:
 
 
 def _foreground(light: Tensor) -> Tensor:
-    """Crop an image to the strokes that are lighter than their surroundings, with values from 0 to 1."""
-    # An odd window, so that the average has the size of the image.
+    """Crop an image to the strokes that are lighter than their surroundings, as values from 0 to 1."""
+    # The window is odd, so that the averages have the size of the image.
     window = min(light.shape) // 4 * 2 + 3
     around = F.pad(light[None, None], (window // 2,) * 4, mode="replicate")
     ink = (light - F.avg_pool2d(around, window, stride=1)[0, 0]).clamp(min=0)
@@ -123,36 +123,36 @@ def _foreground(light: Tensor) -> Tensor:
 
 
 def _begin(along: Tensor) -> int:
-    """Return the start of a digit along an axis, with its center of mass at 14 as in MNIST (LeCun et al., 1998)."""
+    """Return the start of a digit along an axis, for a center of mass at 14 as in MNIST (LeCun et al., 1998)."""
     center = float((along * torch.arange(len(along))).sum() / along.sum())
     return min(max(0, round(_SIDE / 2 - center)), _SIDE - len(along))
 
 
 class Digits(NamedTuple):
-    """Images of one digit each in MNIST's form, and why others cannot be read."""
+    """Images of one digit each in MNIST's form, and the errors of unreadable images."""
 
     pixels: Tensor
     """uint8 of shape (n, 28, 28)."""
     numbers: Tensor
     """Index of each image in the input, int64 of shape (n,)."""
     borders: Tensor
-    """Brightness of the border of each image before it was converted, float32 of shape (n,), see `border_levels`."""
+    """Brightness of the border of each image before the conversion, float32 of shape (n,), see `border_levels`."""
     unreadable: dict[int, UserError]
-    """Errors of the images that cannot be read, by index."""
+    """Errors of the unreadable images, by index."""
 
     @property
     def blank(self) -> Tensor:
-        """Whether an image has one shade only, or nearly so, bool of shape (n,)."""
+        """Whether each image is blank, bool of shape (n,)."""
         low, high = self.pixels.flatten(1).aminmax(dim=1)
         return high.int() < low.int() + _SHADES
 
 
 def read_digits(images: Images, invert: bool = False) -> Digits:
-    """Read images of one digit each, and convert them by `as_mnist`.
+    """Read images of one digit each, and convert them with `as_mnist`.
 
     Args:
         images: the images.
-        invert: whether they are dark on light, and are inverted.
+        invert: whether to invert the images, because they are dark on light.
     """
     if isinstance(images, ArrayImages) and images.pixels.shape[1:] == (_SIDE, _SIDE):
         pixels = torch.tensor(images.pixels)
@@ -171,21 +171,21 @@ def read_digits(images: Images, invert: bool = False) -> Digits:
         else:
             converted[row] = as_mnist(gray)
             borders.append(border_levels(gray[None]))
-    # An empty first image, so that there may be none.
+    # torch.stack needs at least one tensor, so the first one is a placeholder.
     digits = torch.stack([torch.zeros(_SIDE, _SIDE, dtype=torch.uint8), *converted.values()])[1:]
     numbers = torch.tensor(list(converted), dtype=torch.int64)
     return Digits(digits, numbers, torch.cat([torch.empty(0), *borders]), errors)
 
 
 class TensorPipeline(Pipeline):
-    """Pipeline of small gray images: one uint8 tensor in MNIST's form, on the device if it fits, and an affine map.
+    """Pipeline of small gray images: one uint8 tensor in MNIST's form, on the device if it fits, and affine maps.
 
     Args:
         shift: largest translation, in pixels.
-        rotation: largest rotation, in degrees; None: that of the data set.
-        scale: largest change of scale, as in 0.1 for 0.9 to 1.1; None: that of the data set.
-        flip: whether to mirror half of the images, and the others in the next epoch; None: as usual for the data set.
-        invert: whether the user's images are dark on light, and are inverted; None: as in the checkpoint, else not.
+        rotation: largest rotation, in degrees; None: the data set's default.
+        scale: largest change of scale, as in 0.1 for 0.9 to 1.1; None: the data set's default.
+        flip: whether to mirror half of the images, and the other half in the next epoch; None: as for the data set.
+        invert: whether to invert the user's images, which are dark on light; None: as in the checkpoint, else False.
     """
 
     sets: ClassVar = DATASETS
@@ -217,20 +217,20 @@ class TensorPipeline(Pipeline):
 
     @property
     def _inverts(self) -> bool:
-        """Whether the user's images are inverted: as the setting says, else as in the checkpoint."""
+        """Whether the user's images are inverted: the setting, else the value in the checkpoint."""
         invert = self.settings["invert"]
         return self._saved_inversion if invert is None else bool(invert)
 
     @override
     def resolve(self) -> dict[str, Any]:
-        """Return rotation, scale and flip. By default they are those of the data set."""
+        """Return rotation, scale and flip. Defaults are taken from the data set."""
         info = self.data_set.info
         given = {name: self.settings[name] for name in ("rotation", "scale", "flip")}
         return {name: getattr(info, name) if value is None else value for name, value in given.items()}
 
     @override
     def open(self, part: str, published: str, rows: Tensor | None, process: Process) -> Part:
-        """Return a part: all samples of the published part, or its samples `rows`, which share its tensors."""
+        """Return a part: all samples of the published part, or its samples `rows`, which share tensors with it."""
         samples = self.data_set.source.parts[published]
         if published not in self._tensors:
             self._tensors[published] = self._read(published, samples, process.device)
@@ -267,26 +267,26 @@ class TensorPipeline(Pipeline):
             count = f"{len(blank):,} of {len(digits.pixels):,} {part} images"
             warn(f"note: {count} are blank, such as {samples.images[blank[0]]}")
         images = digits.pixels.unsqueeze(1)
-        # At most a quarter of the free memory, since the network needs the rest.
+        # At most a quarter of the free memory: the network needs the rest.
         if device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
             return images.to(device), samples.labels.to(device)
         return images, samples.labels
 
     def _note_inversion(self, found: str) -> None:
-        """Log that light and dark may be exchanged, and the setting."""
+        """Log that light and dark may be exchanged, and what to pass."""
         warn(f"note: {found}; pass {spelled('invert', not self._inverts)} if light and dark are exchanged")
 
     @override
     def train(self, part: Part, order: Order, process: Process) -> TrainLoader:
         """Return the loader of augmented batches: float32 of shape (batch, 1, 28, 28) and labels, on the device."""
         augmentation = {"shift": self.settings["shift"], **self.resolve()}
-        # Draws of a weighted order have numbers beyond those of the samples.
+        # Repeated draws of a weighted order have numbers above the number of samples.
         count = len(part.labels) if order.weights is None else 0
         augment = RandomAffine(order.seed, **augmentation, count=count)
         normalize = Normalize(*self.statistics)
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-            # Before the normalization, since the affine map fills borders with zeros, the value of the background.
+            # Before the normalization: the affine map fills the borders with 0, the value of the background.
             if augment and len(images):
                 images = augment(images.float(), rows, epoch)
             normalized: Tensor = normalize(images)
@@ -295,14 +295,14 @@ class TensorPipeline(Pipeline):
         ranks = {"rank": process.rank, "world_size": process.world_size}
         options = {"transform": transform, "device": process.device, **order._asdict(), **ranks}
         loader = TrainLoader(part.images, part.labels, part.rows, **options)
-        # After the loader, whose constructor may raise an error.
+        # After the constructor of the loader, which may raise an error.
         listed = ", ".join(f"{name}={value}" for name, value in augmentation.items())
         self.note(f"{self.data_set.info.title}: augmented by {listed}")
         return loader
 
     @override
     def evaluate(self, part: Part, batch_size: int, process: Process) -> EvaluationLoader:
-        """Return a loader of each sample of a part once."""
+        """Return a loader that yields each sample of a part once."""
         normalize = Normalize(*self.statistics)
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
@@ -327,7 +327,7 @@ class TensorPipeline(Pipeline):
         return self.evaluate(Part(pixels, numbers, torch.arange(len(numbers))), batch_size, process)
 
     def _note_borders(self, borders: Tensor) -> None:
-        """Log how many images to predict have a border outside the range of the training images, and light for dark."""
+        """Log how many images to predict have a border that fits the training images only if it is inverted."""
         if self._borders is None:
             return
         darkest, lightest = self._borders
@@ -345,13 +345,13 @@ class TensorPipeline(Pipeline):
     @property
     @override
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: whether images were inverted, and the range of the training images' borders."""
+        """State for a checkpoint: whether images are inverted, and the brightness range of the training borders."""
         borders = {} if self._borders is None else {"borders": self._borders}
         return {"invert": self._inverts, **borders}
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Use the state of a checkpoint."""
+        """Restore the state from a checkpoint."""
         self._tensors.clear()
         self._saved_inversion = bool(state.get("invert"))
         self._borders = state.get("borders", self._borders)

@@ -1,4 +1,4 @@
-"""Downloads files with a checksum and a timeout, once per node, so that no partial file keeps the final name."""
+"""Downloads with a checksum and a timeout, once per node. A partial file never has the final name."""
 
 import contextlib
 import hashlib
@@ -22,12 +22,12 @@ _CHUNK = 1 << 18
 
 
 class DownloadError(UserError):
-    """Error of a file that no URL delivered with the expected digest."""
+    """Error of a download: no URL delivered the file with the expected digest."""
 
 
 def digest_of(path: Path, algorithm: str = "md5") -> str:
     """Return the hexadecimal digest of a file, for any algorithm of `hashlib`."""
-    # Systems in FIPS mode reject MD5 unless it is declared that security does not depend on it.
+    # Systems in FIPS mode reject MD5, unless it is declared not to be used for security.
     new_hash = partial(hashlib.new, algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_hash).hexdigest()
@@ -35,9 +35,9 @@ def digest_of(path: Path, algorithm: str = "md5") -> str:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that processes take in turns; a line says which lock a process waits for, if it waits for long."""
+    """Hold a lock that processes acquire in turn. A line is logged if a process waits for long."""
     lock = FileLock(path)
-    # A stopped process holds its locks, and so does a node that hangs.
+    # A stopped process and a node that hangs keep their locks.
     with waiting_for(path):
         lock.acquire()
     try:
@@ -53,9 +53,9 @@ def _fetch(url: str, partial_file: Path, digest: str | None, algorithm: str, tim
         OSError: the server cannot be reached, or the file is incomplete or has another digest.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # Standard output is for results. The bar disappears from a terminal, and leaves one line in a log file.
+    # Standard output is for results. The bar disappears from a terminal; a log file gets one line.
     console = Console(stderr=True)
-    # Removed first, since in a shared folder this name may be a link to another file.
+    # Removed first: in a shared folder this name may be a link to another file.
     partial_file.unlink(missing_ok=True)
     with (
         urllib.request.urlopen(url, timeout=timeout) as response,
@@ -73,7 +73,7 @@ def _fetch(url: str, partial_file: Path, digest: str | None, algorithm: str, tim
     if received < length:
         raise OSError(f"it ended after {received:,} of {length:,} bytes")
     if digest:
-        # The digest is that of the file on disk, not of the bytes received, since the file is what will be read.
+        # Of the file on disk, not of the received bytes: the file is what will be read.
         actual_digest = digest_of(partial_file, algorithm)
         if not actual_digest.startswith(digest):
             raise OSError(f"its {algorithm.upper()} is {actual_digest}, expected {digest}")
@@ -84,13 +84,13 @@ def download(
 ) -> None:
     """Download a file from the first URL that delivers it, unless it exists.
 
-    Concurrent calls of several processes take turns, and the later ones find the file. The file gets its name when it
-    is complete. A killed process leaves a hidden partial file, which the next download overwrites.
+    Processes that call this concurrently take turns, and all but the first find the file. The file gets its name when
+    it is complete. A killed process leaves a hidden partial file, which the next download overwrites.
 
     Args:
         urls: URLs to try in turn.
         digest: hexadecimal prefix of the expected digest; None checks only the length.
-        timeout: seconds without an answer or without data before the next URL is tried.
+        timeout: seconds without a response or data, after which the next URL is tried.
         algorithm: algorithm of the digest, by its name in `hashlib`.
 
     Raises:
@@ -112,7 +112,7 @@ def download(
                 try:
                     _fetch(url, partial_file, digest, algorithm, timeout)
                 except (OSError, http.client.HTTPException) as error:
-                    # URLError wraps the cause in `reason`. The text of an HTTPError has the status as well.
+                    # URLError wraps the cause in `reason`. The text of an HTTPError also has the status.
                     reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)
                     reasons.append(f"{urlsplit(url).netloc}: {reason or type(error).__name__}")
                 else:
@@ -120,7 +120,7 @@ def download(
                     return
         finally:
             partial_file.unlink(missing_ok=True)
-            # While the lock is held, so that the next process creates a new one. On Windows, filelock removes the file.
+            # While the lock is held, so that the next process creates a new file. On Windows, filelock removes it.
             with contextlib.suppress(OSError):
                 lock.unlink()
 

@@ -1,7 +1,7 @@
 """Numbered files, on disk or in an archive, and the folder trees that contain them.
 
-An archive is not unpacked: Python's `zipfile` and `tarfile` list it once. Its files are then read with `os.pread`,
-which needs no file position that processes or threads would have to share.
+An archive is not unpacked: Python's `zipfile` and `tarfile` list it once. Then `os.pread` reads its files, without a
+file position that processes or threads would share.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from typing_extensions import override
 from datamodules.errors import UserError
 from datamodules.loading.download import file_lock
 
-# A zip archive has a local header of 30 bytes before each file, then its name and an extra field. The last four bytes
-# of the header are the lengths of these two.
+# In a zip archive a local header of 30 bytes, the name and an extra field precede each file. The last four bytes of the
+# header are the lengths of the name and the extra field.
 _LOCAL = struct.Struct("<26xHH")
 _IN_TAR = -1
-"""Compression method that marks a file of a tar archive: not compressed, without checksum."""
+"""Compression method of files in a tar archive: not compressed, without a checksum."""
 _PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def cache_folder(*names: str) -> Path:
-    """Return a folder below the user's cache folder, ``$XDG_CACHE_HOME`` or ``~/.cache``. It need not exist."""
+    """Return a folder in the user's cache folder, ``$XDG_CACHE_HOME`` or ``~/.cache``. It may not exist yet."""
     try:
         cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
-        # A user without a home, as in some containers: below this path no folder can be created, so nothing is cached.
+        # The user has no home, as in some containers. No folder can be created below this path: nothing is cached.
         cache_home = Path(os.devnull)
     return cache_home.joinpath("lightning-recipes", *names)
 
@@ -50,9 +50,9 @@ def is_archive(file: str | Path) -> bool:
 
 
 def unpacked(path: Path, cache: Path) -> Path | None:
-    """Unpack a compressed tar archive, unless done before, and return the folder; None for other archives.
+    """Unpack a compressed tar archive once, and return the folder; None for other archives.
 
-    Such an archive is compressed as a whole, so that a single file cannot be read without all files before it.
+    Such an archive is compressed as a whole, so reading a file requires reading all files before it.
 
     Args:
         cache: parent folder of the unpacked archives.
@@ -67,11 +67,11 @@ def unpacked(path: Path, cache: Path) -> Path | None:
         folder = cache / f"{path.name}-{status.st_size}-{status.st_mtime_ns}"
         cache.mkdir(parents=True, exist_ok=True)
         partial_folder = folder.with_name(f".{folder.name}.part")
-        # Other ranks wait, and find the folder.
+        # Other ranks wait here, and then find the folder.
         with file_lock(folder.with_name(f".{folder.name}.lock")):
             if folder.is_dir():
                 return folder
-            # What a killed process has left.
+            # The leftover of a killed process.
             shutil.rmtree(partial_folder, ignore_errors=True)
             try:
                 with tarfile.open(path) as archive:
@@ -85,14 +85,13 @@ def unpacked(path: Path, cache: Path) -> Path | None:
 
 
 class Archive:
-    """Files of an archive by number. Each process opens the archive when it reads the first file.
+    """Files of an archive by number. Each process opens the archive when it reads its first file.
 
     Args:
         path: path of the archive.
-        members: int64 of shape (n, 5), with a row for each file: byte offset of its header in the archive, compressed
-            size in bytes, uncompressed size in bytes, CRC-32, and compression method. Files in a tar archive have the
-            offset of their content.
-        state: size of the archive in bytes and its modification time in nanoseconds, when it was listed.
+        members: int64 of shape (n, 5), one row per file: byte offset of its header (in a tar archive, of its content),
+            compressed size in bytes, uncompressed size in bytes, CRC-32, and compression method.
+        state: size in bytes and modification time in nanoseconds of the archive when it was listed.
     """
 
     def __init__(self, path: str, members: Tensor, state: tuple[int, int]) -> None:
@@ -102,7 +101,7 @@ class Archive:
         self._open_descriptor: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The number of a file descriptor means nothing in another process.
+        # A file descriptor is not valid in another process.
         return {**self.__dict__, "_open_descriptor": None}
 
     def _descriptor(self) -> int:
@@ -110,7 +109,7 @@ class Archive:
         if self._open_descriptor is None:
             descriptor = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, descriptor)
-            # In a changed archive the offsets would point to other files.
+            # The offsets would be wrong in a changed archive.
             if _state(descriptor) != self.state:
                 raise OSError(f"{self.path} has changed since it was listed; start the run again")
             self._open_descriptor = descriptor
@@ -129,22 +128,22 @@ class Archive:
         """Return the content of a file.
 
         Raises:
-            OSError: the archive is missing, has changed or is damaged at this file.
+            OSError: the archive is missing, has changed, or is damaged at this file.
         """
         start, compressed_size, _, crc, method = self.members[row].tolist()
         if method == _IN_TAR:
             data = os.pread(self._descriptor(), compressed_size, start)
-            # tar has no checksum of the content, so only the length can be verified.
+            # tar has no checksum of the content, so only the length is verified.
             if len(data) < compressed_size:
                 raise OSError(f"{self.path} is truncated there; copy or download it again")
             return data
-        # The archive's directory repeats the name but may have an extra field of another length than the local header.
+        # The local header is read, because the extra field in the archive's directory may have another length.
         header = os.pread(self._descriptor(), _LOCAL.size, start).ljust(_LOCAL.size)
         name_size, extra_size = _LOCAL.unpack(header)
         data = os.pread(self._descriptor(), compressed_size, start + _LOCAL.size + name_size + extra_size)
         if method == zipfile.ZIP_DEFLATED:
             try:
-                # A negative window size: zip stores raw deflate data without zlib's header.
+                # Negative window size: zip stores raw deflate data, without zlib's header.
                 data = zlib.decompress(data, -15)
             except zlib.error as error:
                 raise OSError(f"{self.path} is damaged there ({error}); copy or download it again") from error
@@ -160,25 +159,25 @@ def _state(descriptor: int) -> tuple[int, int]:
 
 
 def _zip_name(member: zipfile.ZipInfo) -> str:
-    """Return the path of a member with its encoding and its separators corrected."""
+    """Return the path of a member with corrected encoding and separators."""
     name = member.filename
     # Bit 11 says that the name is UTF-8. Info-ZIP on Linux writes UTF-8 without it, and zipfile then decodes cp437.
     if not member.flag_bits & 0x800:
         with contextlib.suppress(UnicodeError):
             name = name.encode("cp437").decode()
-    # Some programs of Windows separate folders by backslashes. Beside a slash, a backslash is part of a name.
+    # Some Windows programs separate folders by backslashes. In a name with slashes, a backslash is part of the name.
     if "/" not in name:
         name = name.replace("\\", "/")
     return name
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name of each member and its row of `Archive.members`, which is empty for a folder."""
+    """Yield the name of each member and its row in `Archive.members`; the row of a folder is empty."""
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if member.is_dir():
                 yield _zip_name(member), ()
-            # Links are left out: the content of a link is the path of another file.
+            # Links are left out: their content is the path of another file.
             elif not stat.S_ISLNK(member.external_attr >> 16):
                 if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     raise UserError(
@@ -196,7 +195,7 @@ def _zip_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _tar_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name of each member and its row of `Archive.members`, which is empty for a folder."""
+    """Yield the name of each member and its row in `Archive.members`; the row of a folder is empty."""
     with tarfile.open(path, "r:") as archive:
         for member in archive:
             if member.isdir():
@@ -206,7 +205,7 @@ def _tar_members(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def list_archive(path: Path) -> tuple[list[str], Archive]:
-    """List an archive: the names of its files and folders, and the files by their index among these names.
+    """List an archive: the names of its files and folders, and the files by the index of their names.
 
     Names of folders end with a slash. Links are left out.
 
@@ -214,23 +213,23 @@ def list_archive(path: Path) -> tuple[list[str], Archive]:
         UserError: the archive is missing, damaged or truncated, or holds encrypted files.
     """
     try:
-        # Before the listing, so that an archive that is written meanwhile has another state when it is read.
+        # Read before the listing, so that a write during the listing is detected later.
         with path.open("rb") as file:
             state = _state(file.fileno())
         list_members = _tar_members if path.suffix.lower() == ".tar" else _zip_members
         members = list(list_members(path))
     except (OSError, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UserError(f"{path} cannot be read: {error}; copy or download it again") from error
-    # Folders have a row of zeros, so that a row has the same index as its name.
+    # Folders have a row of zeros, so that a row and its name have the same index.
     rows = [row or (0,) * 5 for _, row in members]
     names = [name for name, _ in members]
     return names, Archive(str(path), torch.tensor(rows, dtype=torch.int64).view(-1, 5), state)
 
 
 class FileTable(Sequence[str]):
-    """Sequence of file names that reads files by index, on disk or in an archive.
+    """Sequence of file names, on disk or in an archive; `read` returns a file's content.
 
-    Selections share one list of names, and differ in a tensor of indices.
+    Selections share one list of names, and each has a tensor of indices.
 
     Args:
         names: names of the files, without `root`.
@@ -250,7 +249,7 @@ class FileTable(Sequence[str]):
 
     @override
     def __getitem__(self, row: Any) -> Any:
-        """Return the path of a file, as it is written in messages."""
+        """Return the path of a file, for messages."""
         return self._root + self._names[self._rows[row]]
 
     @override
@@ -258,7 +257,7 @@ class FileTable(Sequence[str]):
         return (self._root + self._names[row] for row in self._rows.tolist())
 
     def select(self, rows: Tensor) -> "FileTable":
-        """Return a table of the files at `rows`, int64 of shape (m,), in this order. It shares the list of names."""
+        """Return a table of the files at `rows`, int64 of shape (m,), in this order."""
         return self._with_rows(self._rows[rows])
 
     def _with_rows(self, rows: Tensor) -> "FileTable":
@@ -272,7 +271,7 @@ class FileTable(Sequence[str]):
         return self._archive is not None
 
     def base_table(self) -> "FileTable":
-        """Return the full table that this table was selected from."""
+        """Return the full table from which this table was selected."""
         return self._with_rows(torch.arange(len(self._names)))
 
     def base_row(self, row: int) -> int:
@@ -287,15 +286,15 @@ class FileTable(Sequence[str]):
         """
         if self._archive is not None:
             return self._archive.read(int(self._rows[row]))
-        # `open` is twice as fast as `Path.open`, which matters where an image takes less than a millisecond.
+        # `open` is twice as fast as `Path.open`, which matters if an image takes less than a millisecond.
         with open(self[row], "rb") as file:  # noqa: PTH123
             return file.read()
 
     def stamp(self, row: int) -> tuple[int, ...]:
-        """Return the current size of a file in bytes, and the times of its modification and its change in nanoseconds.
+        """Return the current size of a file in bytes, and its modification and change times in nanoseconds.
 
-        tar and rsync set the time of modification; that of the change (`st_ctime_ns`) shows that a file was replaced. A
-        file in an archive has the time of the archive when it was listed. If the archive changes, `read` fails.
+        tar and rsync set the modification time. The change time (`st_ctime_ns`) shows that a file was replaced. A file
+        in an archive has the archive's time when it was listed. If the archive changes, `read` fails.
 
         Raises:
             OSError: the file is missing.
@@ -306,7 +305,7 @@ class FileTable(Sequence[str]):
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def checksums(self) -> Tensor | None:
-        """Return size in bytes and CRC-32 of each file, int64 of shape (n, 2); None if not all are in a zip archive."""
+        """Return size in bytes and CRC-32 of each file, int64 of shape (n, 2); None outside of zip archives."""
         if self._archive is None or not self._archive.has_checksums:
             return None
         return self._archive.members[self._rows][:, 2:4]
@@ -314,7 +313,7 @@ class FileTable(Sequence[str]):
     def digest(self) -> str:
         """Return a SHA-256 hash of all names and of the selected rows, for the keys of caches."""
         names = "\0".join([self._root, *self._names, ""])
-        # Linux allows any bytes in a name. Python decodes those that are not UTF-8 as surrogates.
+        # Linux allows any bytes in a name. Python decodes bytes that are not UTF-8 as surrogates.
         sha256 = hashlib.sha256(names.encode("utf-8", "surrogateescape"))
         sha256.update(self._rows.numpy().data)
         return sha256.hexdigest()
@@ -324,7 +323,7 @@ class Folder:
     """Folder of a tree, without hidden entries.
 
     Args:
-        path: path of the folder, as it is written in messages.
+        path: path of the folder, for messages.
 
     Attributes:
         folders: subfolders by name.
@@ -342,12 +341,12 @@ class Folder:
 
     @property
     def prefix(self) -> str:
-        """Path of the folder with a slash at its end."""
-        return os.path.join(self.path, "")  # noqa: PTH118 - a Path has no slash at its end.
+        """Path of the folder with a trailing slash."""
+        return os.path.join(self.path, "")  # noqa: PTH118 - a Path has no trailing slash.
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether an entry is ignored: hidden, or written by macOS, Windows or Synology's file server."""
+    """Return whether an entry is ignored: hidden, or created by macOS, Windows or Synology's file server."""
     return name.startswith((".", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "@eaDir"))
 
 
@@ -355,12 +354,12 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        # A link to itself. Listed as a file, it is reported as unreadable instead of disappearing.
+        # A link to itself. As a file, it is reported as unreadable instead of disappearing.
         return False
 
 
 def list_folder(path: Path) -> tuple[Folder, FileTable]:
-    """List a folder on disk with its subfolders, following links, and return the tree and the table of its files.
+    """List a folder and its subfolders, following links, and return the tree and the table of its files.
 
     Raises:
         UserError: a folder cannot be listed.
@@ -370,13 +369,13 @@ def list_folder(path: Path) -> tuple[Folder, FileTable]:
 
     def add_entries(folder: Folder, parents: tuple[str, ...]) -> None:
         real_path = os.path.realpath(folder.path)
-        # A link to one of the folders that contain it would be followed forever.
+        # A link to a parent folder would be followed forever.
         if real_path in parents:
             return
         prefix = folder.prefix[len(top.prefix) :]
         try:
-            # Sorted, since the file system's order differs between machines, and sample numbers decide the random
-            # numbers.
+            # Sorted, because the order of the file system differs between machines, and the random numbers are a
+            # function of the sample numbers.
             entries = sorted(os.scandir(folder.path), key=attrgetter("name"))
         except OSError as error:
             raise UserError(f"{folder.path} cannot be listed: {error.strerror or error}") from error
@@ -411,9 +410,9 @@ def open_archive(path: Path) -> tuple[Folder, FileTable]:
         for component in filter(None, folders):
             parent = parent.folders.setdefault(component, Folder(parent.prefix + component))
         if base:
-            # Of several files with the same name the last one counts, as when an archive is unpacked.
+            # The last of several files with the same name wins, as when an archive is unpacked.
             parent.files[base] = number
-    # Archives write "./a", "a" or "a//b" for the same files. Equal folders have to give equal names.
+    # Archives write "./a/b", "a/b" or "a//b" for the same file. Equal folders must give equal names.
     normalized = []
     for name in names:
         normalized.append("/".join(component for component in name.split("/") if component not in ("", ".")))

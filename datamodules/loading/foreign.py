@@ -1,4 +1,4 @@
-"""Wraps any other training loader so that it yields updates and tells how many samples it dealt."""
+"""Wrapper of any other training loader: it yields updates, and counts the samples of each batch."""
 
 import copy
 import hashlib
@@ -24,18 +24,18 @@ from datamodules.errors import UserError
 from datamodules.loading.updates import PassesThrough, Update, UpdateLoader
 
 TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers whose order follows from the generator of torch, or from the epoch that is set."""
+"""Samplers whose order is determined by torch's generator or by `set_epoch`."""
 
 
 class _Counted(NamedTuple):
-    """Batch with the number of samples that it was collated from."""
+    """Batch with the number of collated samples."""
 
     batch: Any
     samples: int
 
 
 class _CountingCollate:
-    """Collate function that also returns the number of samples; of module level, for workers that are spawned."""
+    """Collate function that also counts the samples. A module-level class, so that workers can be spawned."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -45,7 +45,7 @@ class _CountingCollate:
 
 
 class _RecordingSampler:
-    """Sampler that records how many samples each index asks for, of a `DataLoader` with ``batch_size=None``."""
+    """Sampler that records how many samples each index requests, for a `DataLoader` with ``batch_size=None``."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -74,7 +74,7 @@ class _StatePickler(pickle.Pickler):
 
 
 class _Hash:
-    """File that keeps only the hash of what is written."""
+    """File object that hashes what is written."""
 
     def __init__(self) -> None:
         self.sha256 = hashlib.sha256()
@@ -85,11 +85,11 @@ class _Hash:
 
 
 def _state_hash(sampler: Any, dataset: Any) -> str:
-    """Return a hash of a sampler's attributes without its data set; empty if they cannot be pickled."""
+    """Return a hash of a sampler's attributes without its data set; "" if they cannot be pickled."""
     file = _Hash()
     try:
         _StatePickler(file, dataset).dump(sampler)
-    except Exception:  # Any class may stand in the attributes, and raise what it likes.
+    except Exception:  # Attributes may be of any class, and pickling may raise anything.
         return ""
     return file.sha256.hexdigest()
 
@@ -99,19 +99,19 @@ def _is_stateful(value: Any) -> bool:
 
 
 class ForeignLoader(PassesThrough, UpdateLoader):
-    """Loader of updates over the batches of any other loader, on each rank by itself.
+    """Loader of updates over the batches of any other loader, separately on each rank.
 
-    On another number of ranks these batches have other numbers and may hold other samples. Attributes and methods are
-    those of the wrapped loader.
+    With another number of ranks, batches have other numbers and may hold other samples. Other attributes and methods
+    are forwarded to the wrapped loader.
 
-    How many samples it dealt, it knows of a `DataLoader` that has no ``__iter__`` of its own: the samples that were
-    collated, or with ``batch_size=None`` the length of the list of indices.
+    The number of samples of a batch is known for a `DataLoader` that does not override ``__iter__``: the number of
+    collated samples, or with ``batch_size=None`` the length of the list of indices.
 
     Args:
-        source: yields this rank's batches.
-        batch_size: samples of an ordinary batch; None if they are unknown.
+        source: loader of this rank's batches.
+        batch_size: samples of an ordinary batch; None if unknown.
         size: batches of an update on this rank; the last update of an epoch may have fewer.
-        set_epoch: function that tells samplers which epoch begins.
+        set_epoch: function that passes the epoch to the samplers.
     """
 
     division = None
@@ -174,11 +174,11 @@ class ForeignLoader(PassesThrough, UpdateLoader):
 
     def _update(self, batches: list[Any], samples: list[int | None], first: int) -> Update[Any]:
         numbers = [self._number(first + offset) for offset in range(len(batches))]
-        # The number of micro-batches on the other ranks is not known: their loaders may end earlier.
+        # The count of all ranks is unknown: the loaders of other ranks may end earlier.
         return Update(batches, numbers, None, samples=samples)
 
     def _number(self, index: int) -> int:
-        """Return the number in the epoch of this rank's batch at `index`. The ranks take batches in turn."""
+        """Return the epoch-wide number of this rank's batch at `index`. Batches are numbered in turn over the ranks."""
         return index * self.world_size + self.rank
 
     @override
@@ -186,7 +186,7 @@ class ForeignLoader(PassesThrough, UpdateLoader):
         return self._number(update * self.size)
 
     def counted_batches(self) -> Iterator[tuple[Any, int | None]]:
-        """Yield each batch with the number of samples that were dealt for it; None where it is unknown."""
+        """Yield each batch with its number of samples; None if it is unknown."""
         source = self.source
         if isinstance(source, JointLoader):
             yield from source.counted_batches()
@@ -211,29 +211,29 @@ class ForeignLoader(PassesThrough, UpdateLoader):
 
     @staticmethod
     def _counting_copy(source: DataLoader[Any]) -> Any:
-        """Return a copy of a loader that also counts; the user's loader and its workers stay as they are."""
+        """Return a copy of a loader that also counts samples. The user's loader and its workers are unchanged."""
         reader = copy.copy(source)
         if source.batch_sampler is not None:
             reader.collate_fn = _CountingCollate(source.collate_fn)
         elif not isinstance(source.dataset, IterableDataset):
-            vars(reader)["sampler"] = _RecordingSampler(source.sampler)  # torch forbids to set it.
+            vars(reader)["sampler"] = _RecordingSampler(source.sampler)  # DataLoader.__setattr__ forbids it.
         return reader
 
     # The state of the order
 
     def _order(self) -> Any:
-        """Return the object whose iteration decides the order of a `DataLoader`."""
+        """Return the batch sampler or the sampler that determines the order of a `DataLoader`."""
         batches = self.source.batch_sampler
         return self.source.sampler if batches is None else batches
 
     def _samplers(self) -> list[Any]:
-        """Return the samplers of a `DataLoader`, the outer one first."""
+        """Return the batch sampler, if any, and the sampler of a `DataLoader`."""
         order = self._order()
         inner = getattr(order, "sampler", None)
         return [order] if inner is None else [order, inner]
 
     def _may_keep_state(self) -> bool:
-        """Whether a sampler is of a class that is not torch's."""
+        """Return whether a sampler is of a class that is not torch's, and so may have a state."""
         return any(type(sampler) not in (BatchSampler, *TORCH_SAMPLERS) for sampler in self._samplers())
 
     @override
@@ -274,7 +274,7 @@ class ForeignLoader(PassesThrough, UpdateLoader):
 
 
 class StatefulForeignLoader(ForeignLoader):
-    """Loader like `ForeignLoader`, over a loader with ``state_dict`` and ``load_state_dict``."""
+    """`ForeignLoader` over a loader with ``state_dict`` and ``load_state_dict``."""
 
     @property
     @override
@@ -290,21 +290,21 @@ class StatefulForeignLoader(ForeignLoader):
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader."""
+        """Return the position of the wrapped loader."""
         state: dict[str, Any] = self.source.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of the loader."""
+        """Restore the position of the wrapped loader."""
         self.source.load_state_dict(state)
 
 
 class JointLoader:
-    """Iterable over the joint batches of several loaders, as `training_step` gets them.
+    """Iterable over the joint batches of several loaders, as they are passed to `training_step`.
 
     Args:
         loaders: a `CombinedLoader` over `ForeignLoader` objects with one batch per update.
-        join: function that turns an item of it into an `Update`.
+        join: function that converts an item of the `CombinedLoader` to an `Update`.
     """
 
     def __init__(self, loaders: Any, join: Callable[[Any], Update[Any]]) -> None:
@@ -319,13 +319,13 @@ class JointLoader:
             yield batch
 
     def counted_batches(self) -> Iterator[tuple[Any, int | None]]:
-        """Yield each joint batch with the number of samples of each of the loaders; None if these differ."""
+        """Yield each joint batch with the number of samples from each loader; None if the numbers differ."""
         for item, _, _ in self.loaders:
             update = self.join(item)
             yield update.batches[0], update.samples[0]
 
 
 def foreign_loader(source: Any, batch_size: int | None, rank: int, world_size: int, **options: Any) -> ForeignLoader:
-    """Return the `ForeignLoader` over a loader, with a position if the loader has one."""
+    """Return a `ForeignLoader` over a loader, with a position if the loader is stateful."""
     loader_class = StatefulForeignLoader if _is_stateful(source) else ForeignLoader
     return loader_class(source, batch_size, rank=rank, world_size=world_size, **options)

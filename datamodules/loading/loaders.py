@@ -1,6 +1,6 @@
 """Loaders over tensors in memory, and the base class of the training loaders, which resume from a saved position.
 
-A batch of tensors in memory is one indexing operation on their device.
+A batch of tensors in memory is one indexing operation on the device of the tensors.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ Request = TypeVar("Request")
 
 
 class Requests(Generic[Request]):
-    """Sampler of the batches to load. Its owner sets `pending` before each epoch, so that workers can persist."""
+    """Sampler of requests for batches. Its owner sets `pending` before each epoch, so workers persist over epochs."""
 
     def __init__(self) -> None:
         self.pending: list[Request] = []
@@ -40,7 +40,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 class InOrder(SequentialSampler):
-    """Sampler of a loader that does not shuffle. Lightning checks its class for over-fitting and calls `set_epoch`."""
+    """Sampler of a loader that does not shuffle. Lightning checks its class (`overfit_batches`) and sets its epoch."""
 
     def __init__(self, loader: "ResumableLoader[Any]") -> None:
         super().__init__(range(len(loader)))
@@ -48,15 +48,15 @@ class InOrder(SequentialSampler):
 
 
 _MAX_FINGERPRINT_BYTES = 1 << 26
-"""Number of bytes of a tensor that its fingerprint reads at most."""
+"""Maximum number of bytes that the fingerprint reads from a tensor."""
 
 
 def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
     """Return a hash of tensors and of file names, 32 hexadecimal digits.
 
-    Integer tensors count with their values, and of more than 64 MiB with every k-th row. Floating-point tensors count
-    with their shape only, since another machine may have computed them with other rounding. Names count without their
-    folders, so that a data set may be moved.
+    Integer tensors are hashed by value, above 64 MiB by every k-th row. Floating-point tensors are hashed by shape
+    only, because another machine may round their values differently. Names are hashed without folders, so that a data
+    set can be moved.
     """
     sha256 = hashlib.sha256()
     for tensor in tensors:
@@ -73,14 +73,14 @@ def fingerprint(tensors: Iterable[Tensor], names: Iterable[str] = ()) -> str:
 class ResumableLoader(UpdateLoader, Generic[Batch]):
     """Iterable over the updates of an epoch, the same on any number of ranks, resumable at each update.
 
-    By default an update is one micro-batch on each rank, and the loader yields the micro-batch of its rank. After
+    By default an update is one micro-batch per rank, and the loader yields the micro-batch of its rank. After
     `divide_updates` it yields `Update` objects. ``len(loader)`` is the number of updates of an epoch. Subclasses read
     the batches.
 
     Args:
-        items: number of items of an epoch: samples, or batches that were cut before.
+        items: number of items of an epoch: samples, or batches with a fixed content.
         items_per_micro_batch: number of items of a micro-batch.
-        source: the loader that this one wraps, if it wraps one.
+        source: the wrapped loader, if any.
     """
 
     def __init__(self, items: int, items_per_micro_batch: int, rank: int, world_size: int, source: Any = None) -> None:
@@ -89,25 +89,25 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         self._items = items
         self._items_per_micro_batch = items_per_micro_batch
         self._epoch = 0
-        # Items of the epoch that all ranks have consumed: the position that a checkpoint saves.
+        # Items of the epoch that all ranks have consumed; saved in checkpoints.
         self._consumed = 0
-        # Items of the epoch that the next iteration skips: the position that a checkpoint has restored.
+        # Items of the epoch that the next iteration skips; restored from a checkpoint.
         self._start_at = 0
         self.source: Any = self if source is None else source
         self._has_noted = False
         self.keeps_order = False
-        """Whether each epoch has the samples in the order of the data set, as for over-fitting."""
+        """Whether every epoch has the samples in the order of the data set, as with `overfit_batches`."""
         self.divide_updates(None)
 
     def items_of(self, micro_batches: int) -> int:
-        """Return the items of an update of `micro_batches` micro-batches, on all ranks together."""
+        """Return the number of items in an update of `micro_batches` micro-batches, over all ranks."""
         return self._items_per_micro_batch * micro_batches
 
     def items_of_samples(self, samples: int) -> int:
-        """Return the items of an update of `samples` samples, on all ranks together.
+        """Return the number of items in an update of `samples` samples, over all ranks.
 
         Raises:
-            UserError: batches are limited by tokens, so that their number of samples varies.
+            UserError: batches are limited by tokens, so their number of samples varies.
         """
         return samples
 
@@ -115,8 +115,8 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         """Set the size of an update, from the next iteration on. The loader then yields `Update` objects.
 
         Args:
-            items: items of an update on all ranks together; its last micro-batch may be short. None restores the
-                default: one micro-batch on each rank, which the loader yields itself.
+            items: items of an update over all ranks; the last micro-batch may be short. None restores the default: one
+                micro-batch per rank, which the loader yields without an `Update`.
 
         Raises:
             UserError: there are more ranks than micro-batches in an update.
@@ -151,7 +151,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
     @property
     @override
     def samples_per_update(self) -> int:
-        """Samples of an update on all ranks together; their mean number if batches are limited by tokens."""
+        """Samples of an update over all ranks; a mean if batches are limited by tokens."""
         return self.division.update_size
 
     @property
@@ -160,12 +160,12 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         return True
 
     def _samples_of(self, epoch: int, start: int, stop: int) -> int:
-        """Return the number of samples of a micro-batch, which are its items."""
+        """Return the number of samples of a micro-batch; by default its number of items."""
         return stop - start
 
     @abstractmethod
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Batch]:
-        """Yield this rank's batch at each span of an epoch, whose first update begins at position `start_at`."""
+        """Yield this rank's batch at each span of an epoch. The first update begins at position `start_at`."""
 
     @abstractmethod
     def _describe_data(self) -> tuple[int, str]:
@@ -173,13 +173,13 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """Identity of the training data: the number of samples and a hash."""
+        """Identity of the training data: the number of samples and a fingerprint."""
         samples, data_fingerprint = self._describe_data()
         return {"samples": samples, "fingerprint": data_fingerprint}
 
     @property
     def sampler(self) -> Any:
-        """Object whose ``set_epoch`` Lightning calls: the loader, or a sequential sampler if it does not shuffle."""
+        """Object whose ``set_epoch`` Lightning calls: this loader, or a sequential sampler if it does not shuffle."""
         return InOrder(self) if self.keeps_order else self
 
     def __len__(self) -> int:
@@ -187,10 +187,10 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield an `Update`, or by default this rank's batch, for each remaining update of the epoch."""
-        # A generator reads the epoch at the first item. Lightning makes the iterator before it calls `set_epoch`.
+        # A generator reads the epoch at the first item. Lightning creates the iterator before it calls `set_epoch`.
         epoch = self._epoch
         begin = self.updates_done
-        # Kept for the whole epoch: `divide_updates` may be called within it.
+        # Fixed for the epoch: `divide_updates` may be called within it.
         division = self.division
         self._start_at = 0
         slices = [division.rank_slice(update, self.rank) for update in range(begin, division.updates)]
@@ -198,8 +198,8 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         batches = self._batches_of_epoch(epoch, begin * division.update_size, spans)
         for update, rank_slice in enumerate(slices, begin + 1):
             micro_batches = [next(batches) for _ in rank_slice.spans]
-            # Set before the item is yielded: Lightning saves before it asks for the next item, and the saved position
-            # has to be behind this one. Batches that workers prefetch do not count.
+            # Set before the item is yielded: Lightning saves before it requests the next item, and the saved position
+            # has to be after this item. Batches that workers prefetch do not count.
             self._consumed = update * division.update_size
             if update == division.updates:
                 self._epoch = epoch + 1
@@ -213,7 +213,7 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
 
     @override
     def first_number(self, update: int) -> int:
-        """Return the number in the epoch of this rank's first micro-batch of an update."""
+        """Return the epoch-wide number of this rank's first micro-batch of `update`."""
         division = self.division
         if self.rank == 0:
             return update * division.micro_batches
@@ -221,26 +221,26 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
 
     @property
     def updates_done(self) -> int:
-        """Number of updates of this epoch that the next iteration skips."""
+        """Number of updates of the epoch that the next iteration skips."""
         return self._start_at // self.division.update_size
 
     @override
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch` with its first update, unless the restored position is in this epoch."""
+        """Set the epoch, which starts with its first update, unless the restored position is in this epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._start_at = 0
             self._consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the items of it that all ranks have consumed, and the identity of the data."""
+        """Return the epoch, the number of items that all ranks have consumed, and the identity of the data."""
         return {"epoch": self._epoch, "consumed": self._consumed, "data": self.data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of `state`, which any number of ranks may have saved.
+        """Restore the position of `state`, which may have been saved on another number of ranks.
 
         Raises:
-            UserError: `state` was saved with other training data, or within an epoch of updates of another size.
+            UserError: the training data have changed, or `state` is within an epoch of updates of another size.
         """
         self.check_data(state)
         if state["consumed"] % self.division.update_size:
@@ -252,10 +252,10 @@ class ResumableLoader(UpdateLoader, Generic[Batch]):
         self._start_at = self._consumed = state["consumed"]
 
     def check_data(self, state: dict[str, Any]) -> None:
-        """Check that `state` was saved with the same training data. The same positions of other data would differ.
+        """Check that `state` was saved with the same training data: a position means other samples in other data.
 
         Raises:
-            UserError: the samples or their order differ.
+            UserError: the number of samples or the fingerprint differs.
         """
         current = self.data
         saved = state.get("data", current)
@@ -275,7 +275,7 @@ class _SampleLoader(ABC):
     """Base class of loaders over samples. Subclasses read the samples in `_batches`."""
 
     repeats = False
-    """Whether an epoch may have a sample several times. Its numbers are then those of `number_draws`."""
+    """Whether an epoch may repeat samples. Sample numbers then come from `number_draws`."""
 
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
@@ -283,7 +283,7 @@ class _SampleLoader(ABC):
 
 
 class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
-    """Resumable loader over samples that draws an order for every epoch: shuffled, or with replacement by weights."""
+    """Resumable loader over samples with a new order in every epoch: shuffled, or sampled with replacement."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         self.repeats = weights is not None
         self._samples_of_set = len(targets)
         self._names = names
-        # The tensors that identify the data set: a checkpoint is not resumed with others.
+        # Tensors that identify the data set: a checkpoint resumes with the same data only.
         self._identity = (rows, targets) if inputs is None else (rows, targets, inputs)
 
     @override
@@ -322,7 +322,7 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         return self._batches(epoch, self.order_of_epoch(epoch), spans)
 
     def order_of_epoch(self, epoch: int) -> Tensor:
-        """Return the sample numbers of an epoch in their order, int64 of shape (len(rows),); see `repeats`."""
+        """Return the sample numbers of an epoch in order, int64 of shape (len(rows),); see also `repeats`."""
         if self.keeps_order or not self.shuffle:
             return self.rows
         if self.weights is not None:
@@ -333,7 +333,7 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
 
 
 class NumberedEvaluation(ABC):
-    """Loader of an evaluation that knows the numbers of its samples."""
+    """Evaluation loader with known sample numbers."""
 
     @abstractmethod
     def sample_numbers(self) -> Tensor:
@@ -365,7 +365,7 @@ class EvaluationSampling(_SampleLoader, NumberedEvaluation):
 
 
 class _Tensors(_SampleLoader):
-    """Loader that indexes tensors and transforms the batch on the device."""
+    """Loader that indexes tensors, and transforms each batch on the device."""
 
     inputs: Tensor
     targets: Tensor
@@ -387,7 +387,7 @@ class _Tensors(_SampleLoader):
 
     def _batch(self, rows: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         samples = rows % len(self.targets) if self.repeats else rows
-        # index_select is 10 times faster than indexing with a tensor here: it copies row by row.
+        # index_select copies row by row, which is 10 times as fast as indexing with a tensor.
         inputs = self.inputs.index_select(0, samples).to(self.device, non_blocking=True)
         targets = self.targets.index_select(0, samples).to(self.device, non_blocking=True)
         if self.transform is not None:
@@ -399,8 +399,8 @@ class TrainLoader(TrainSampling, _Tensors):
     """Loader of shuffled batches in one global order for any number of ranks, resumable at any update.
 
     The order of an epoch is a function of (seed, epoch). Each update consumes the next samples of this order, by
-    default one batch per rank; see `divide_updates`. An update is cut into micro-batches, and each rank takes a range
-    of them. If the last update of an epoch has fewer micro-batches than ranks, a rank without one repeats the first.
+    default one batch per rank; see `divide_updates`. An update is cut into micro-batches, and each rank gets a range of
+    them. If the last update of an epoch has fewer micro-batches than ranks, the remaining ranks repeat the first one.
 
     Args:
         inputs: all samples, of shape (n, ...).
@@ -408,14 +408,14 @@ class TrainLoader(TrainSampling, _Tensors):
         rows: numbers of the samples to train on, int64 of shape (m,).
         batch_size: samples of a micro-batch.
         seed: seed of the shuffling.
-        transform: computes the network's inputs of a batch, on `device`.
-        device: device of the batches; by default that of `inputs`.
-        shuffle: False keeps the order of `rows` in every epoch.
-        weights: relative probability of each of the `rows`, of shape (m,), on the CPU. An epoch then has m draws with
-            replacement (`weighted_order`), and `transform` gets the numbers of `number_draws`.
+        transform: function that computes the network's inputs of a batch on `device`.
+        device: device of the batches; by default the device of `inputs`.
+        shuffle: whether to shuffle; False keeps the order of `rows` in every epoch.
+        weights: relative probability of each of the `rows`, of shape (m,), on the CPU. An epoch then samples m times
+            with replacement (`weighted_order`), and `transform` gets the numbers of `number_draws`.
 
     Raises:
-        UserError: the set is empty.
+        UserError: the training set is empty.
 
     Example:
         >>> loader = TrainLoader(torch.arange(10.0), torch.arange(10), torch.arange(10), batch_size=4, seed=1)
@@ -450,8 +450,8 @@ class EvaluationLoader(EvaluationSampling, _Tensors):
         targets: targets of all samples, of shape (n, ...).
         rows: numbers of the samples to evaluate, int64 of shape (m,).
         batch_size: samples in one forward pass.
-        transform: computes the network's inputs of a batch, on `device`; it gets epoch 0.
-        device: device of the batches; by default that of `inputs`.
+        transform: function that computes the network's inputs of a batch on `device`; its epoch is 0.
+        device: device of the batches; by default the device of `inputs`.
 
     Example:
         >>> samples = torch.arange(5)
@@ -478,8 +478,8 @@ class EvaluationLoader(EvaluationSampling, _Tensors):
 def sample_numbers(loader: Any) -> Tensor | None:
     """Return the numbers of the samples that an evaluation loader yields on this rank, int64, in order.
 
-    If the evaluation stopped early, the numbers of the remaining batches come last. The numbers are known for the
-    loaders of this package, and for a `DataLoader` that takes its data set in order. Other loaders give None.
+    The numbers of all batches are returned, even if the evaluation stops early. They are known for the loaders of this
+    package, and for a `DataLoader` that reads its data set in order. For other loaders the result is None.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -489,7 +489,7 @@ def sample_numbers(loader: Any) -> Tensor | None:
     if isinstance(loader, NumberedEvaluation):
         return loader.sample_numbers()
     batch_sampler: Any = getattr(loader, "batch_sampler", None)
-    # Any other sampler may draw another order when it is asked again.
+    # Any other sampler may yield another order the second time.
     is_sequential = type(getattr(batch_sampler, "sampler", None)) is SequentialSampler
     if not is_sequential and type(batch_sampler) is not list:
         return None

@@ -1,8 +1,8 @@
-"""Wraps a stock `DataLoader` so that its order depends on (seed, epoch) only and its position can be saved.
+"""Wrapper of a stock `DataLoader` whose order depends on (seed, epoch) only and whose position can be saved.
 
-On several devices Lightning replaces the sampler of a `DataLoader` by a `DistributedSampler`, so that one device sees
-another order than two. Lightning saves no position within the epoch either. The wrapper keeps data set, collate
-function and workers.
+On several devices Lightning replaces the sampler of a `DataLoader` by a `DistributedSampler`, so one device and two
+devices have different orders. Lightning also does not save the position within the epoch. The wrapper keeps the data
+set, the collate function and the workers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,15 +34,15 @@ class _MicroBatchRequest(NamedTuple):
     """Request of one micro-batch."""
 
     seed: int | None
-    """Seed of the random transforms of its samples; None leaves the generators alone."""
+    """Seed of the random transforms of the samples; None does not seed the generators."""
     rows: list[int]
 
 
 class _Batches:
-    """Dataset whose items are collated micro-batches. It runs in the workers, or in this process without workers.
+    """Dataset whose items are collated micro-batches. It runs in the workers, or without workers in this process.
 
     Args:
-        at_once: whether the data set is indexed by the list of rows, as of a loader with ``batch_size=None``.
+        at_once: whether the data set is indexed by a list of rows, as by a loader with ``batch_size=None``.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], at_once: bool) -> None:
@@ -55,7 +55,7 @@ class _Batches:
             seed_generators(request.seed)
         if self.at_once:
             return self.collate(self.dataset[request.rows])
-        # Like torch's fetcher: data sets with `__getitems__` read a batch at once, which may be much faster.
+        # As in torch's fetcher: `__getitems__` reads a whole batch, which may be much faster.
         if callable(getattr(self.dataset, "__getitems__", None)):
             samples = self.dataset.__getitems__(request.rows)
         else:
@@ -64,31 +64,31 @@ class _Batches:
 
 
 class _StartWorker:
-    """Function that starts a worker: `get_worker_info().dataset` becomes the user's data set, as in a plain loader."""
+    """Initialization of a worker: `get_worker_info().dataset` becomes the user's data set, as in a stock loader."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self.function = function
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        # WorkerInfo raises an error in its own `__setattr__`.
+        # WorkerInfo.__setattr__ raises an error.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.function is not None:
             self.function(worker)
 
 
 def _identity(batch: Any) -> Any:
-    """Return the batch. A module-level function and not a lambda, since spawned workers have to pickle it."""
+    """Return the batch. A module-level function, because a lambda cannot be pickled for spawned workers."""
     return batch
 
 
 _OF_CLASSES = {"__init__", "__module__", "__doc__", "__annotations__", "__dict__", "__weakref__", "__parameters__"}
 _METHODS = {name for name in vars(DataLoader) if name not in _OF_CLASSES | {"__orig_bases__", "__firstlineno__"}}
-"""Names of the methods and properties by which a `DataLoader` reads."""
+"""Names of the methods and properties of a `DataLoader`."""
 
 
 def _reads_as_stock(loader: Any) -> bool:
-    """Whether a loader is a `DataLoader`, or of a subclass that overrides its constructor only."""
+    """Return whether a loader is a `DataLoader`, or of a subclass that overrides the constructor only."""
     if not isinstance(loader, DataLoader):
         return False
     classes = type(loader).__mro__
@@ -96,12 +96,12 @@ def _reads_as_stock(loader: Any) -> bool:
 
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return what yields the lists of rows of a loader: its batch sampler, or its sampler with ``batch_size=None``."""
+    """Return the sampler of lists of rows: the batch sampler, or with ``batch_size=None`` the sampler."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def can_be_numbered(loader: Any) -> bool:
-    """Return whether a loader reads a map-style data set as a stock `DataLoader` does, with one of torch's samplers.
+    """Return whether a loader reads a map-style data set as a stock `DataLoader`, with one of torch's samplers.
 
     Example:
         >>> can_be_numbered(DataLoader(range(4), shuffle=True)), can_be_numbered(DataLoader(range(4), batch_size=None))
@@ -112,24 +112,24 @@ def can_be_numbered(loader: Any) -> bool:
     batches = batch_sampler_of(loader)
     if type(batches) is not BatchSampler or type(batches.sampler) not in TORCH_SAMPLERS:
         return False
-    # The state of a user's generator carries over from epoch to epoch, so the order is no function of the epoch.
+    # A user's generator keeps its state from epoch to epoch, so the order is not a function of the epoch.
     return getattr(batches.sampler, "generator", None) is None
 
 
 class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
-    """Loader over a stock `DataLoader` that deals numbered micro-batches to the ranks, resumable at any update.
+    """Loader over a stock `DataLoader` that distributes numbered micro-batches to the ranks, resumable at any update.
 
-    With ``shuffle=True`` the order is that of `epoch_order`. Other samplers of torch draw with a seed from
-    (seed, epoch). A `DistributedSampler` gives the order only: no sample is repeated to fill up an epoch.
-    Attributes and methods that this class lacks are those of the stock loader. A resumed run keeps the number of
-    samples of an epoch, whatever ``drop_last`` and the batch size of now would leave out.
+    With ``shuffle=True`` the order is `epoch_order`. Other samplers of torch draw with a seed from (seed, epoch). A
+    `DistributedSampler` determines the order only: no sample is repeated to fill an epoch. Other attributes and methods
+    are forwarded to the stock loader. A resumed run keeps the number of samples of an epoch, even if ``drop_last`` and
+    a new batch size would drop others.
 
     Args:
         stock: the loader; see `can_be_numbered`.
         seed: seed of the order.
-        noise_seed: if given, the generators of torch, NumPy and Python are seeded for each micro-batch, with a seed
-            from (noise_seed, epoch, position).
-        keeps_order: whether the samples come in the order of the data set, as for over-fitting.
+        noise_seed: seed of the generators of torch, NumPy and Python, which are then seeded for each micro-batch from
+            (noise_seed, epoch, position); None does not seed them.
+        keeps_order: whether the samples are in the order of the data set, as with `overfit_batches`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
         self._sampler = batches_of_rows.sampler
         self.drop_last = batches_of_rows.drop_last
         self.seed = seed
-        # The epoch that a checkpoint has interrupted, and the seed of its order.
+        # The interrupted epoch of a checkpoint, and the seed of its order.
         self._resumed = (-1, seed)
         self.batch_size: int = batches_of_rows.batch_size
         self._noise_key = None if noise_seed is None else derive_seed(noise_seed, "items")
@@ -172,7 +172,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
             batch_size=None,
             sampler=self._requests,
             collate_fn=_identity,
-            # Each new iterator draws a base seed, by default from the global generator, which dropout uses as well.
+            # Each new iterator draws a base seed, by default from the global generator, which dropout also uses.
             generator=self._generator,
             **options,
         )
@@ -184,21 +184,21 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
         return InOrder(self) if self.keeps_order else self.source.sampler
 
     def _number_of_samples(self, keeps_order: bool) -> int:
-        """Return the samples of an epoch on all ranks."""
+        """Return the number of samples of an epoch over all ranks."""
         sampler: Any = self._sampler
-        # The length of a DistributedSampler is that of one rank's share.
+        # The length of a DistributedSampler is the length of one rank's share.
         if isinstance(sampler, DistributedSampler) or keeps_order:
             dataset: Any = self.source.dataset
             return len(dataset)
         return len(sampler)
 
     def order_of_epoch(self, epoch: int) -> Sequence[int]:
-        """Return the sample numbers of an epoch in their order, for all ranks together."""
+        """Return the sample numbers of an epoch in order, for all ranks."""
         sampler: Any = self._sampler
         if self.keeps_order or type(sampler) is SequentialSampler:
             return range(self._number_of_samples(self.keeps_order))
         if type(sampler) is DistributedSampler:
-            # With one replica it yields the whole order, and adds no samples to make the ranks equal.
+            # With one replica it yields the whole order, without the padding that makes ranks equal.
             single: DistributedSampler[Any] = DistributedSampler(
                 sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
             )
@@ -213,7 +213,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
             return [*sampler]
 
     def _seed_of(self, epoch: int) -> int:
-        """Return the seed of an epoch's order. An interrupted epoch keeps the seed that it began with."""
+        """Return the seed of an epoch's order. An interrupted epoch keeps its seed."""
         resumed_epoch, resumed_seed = self._resumed
         return resumed_seed if epoch == resumed_epoch else self.seed
 
@@ -223,7 +223,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
         return {**state, "seed": self._seed_of(state["epoch"]), "items": self._items}
 
     def keep_length(self, state: dict[str, Any]) -> None:
-        """Set the number of samples of an epoch to that of the run that saved `state`."""
+        """Restore the number of samples of an epoch from `state`."""
         if state.get("data") == self.data:
             self._items = state.get("items", self._items)
             self.division = replace(self.division, items=self._items)
@@ -248,13 +248,13 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
             _MicroBatchRequest(self._noise_seed(epoch, start), [*order[start:stop]]) for start, stop in spans
         ]
         if self.source.generator is None:
-            # Workers draw their base seeds from this generator: they have to differ between ranks and epochs.
+            # Workers draw their base seeds from this generator. The seeds have to differ between ranks and epochs.
             seed = derive_seed(self.seed, "workers", epoch, start_at, self.rank)
             self._generator.manual_seed(seed)
         yield from self._loader
 
     def _noise_seed(self, epoch: int, start: int) -> int | None:
-        """Return the seed of a micro-batch, from its first position in the epoch, which no rank count changes."""
+        """Return the seed of a micro-batch, from its first position in the epoch, the same on any number of ranks."""
         if self._noise_key is None:
             return None
         return derive_seed_at(self._noise_key, epoch, start)

@@ -1,8 +1,8 @@
-"""Computes random numbers as pure functions of ``(seed, purpose, epoch, index)``, equal on every device.
+"""Random numbers as pure functions of ``(seed, purpose, epoch, index)``, equal on every device.
 
-A generator with a state would give a sample other numbers once batches are split over more processes or a run resumes.
-The hash function is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic. Integers
-are exact everywhere, so CPU and GPU draw the same bits.
+A stateful generator would give a sample other numbers if batches are split over more processes or a run resumes. The
+hash function is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64 arithmetic. Integer
+arithmetic is exact, so CPU and GPU draw the same bits.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ def signed(value: int, bits: int = 64) -> int:
 
 
 WITHOUT_FLOAT64 = ("mps",)
-"""Types of devices on which a tensor in float64 is a TypeError: Apple's GPUs."""
+"""Types of devices without float64, on which a float64 tensor raises a TypeError: Apple's GPUs."""
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -45,7 +45,7 @@ _MIX_2 = signed(0x94D049BB133111EB)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """Apply the finalizer of SplitMix64 to int64. The masks remove the copies of the sign bit that torch shifts in."""
+    """Apply the finalizer of SplitMix64 to int64. The masks clear the copies of the sign bit that torch shifts in."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
     return z ^ ((z >> 31) & ((1 << 33) - 1))
@@ -66,18 +66,18 @@ def derive_seed(seed: int, *address: int | str) -> int:
         if isinstance(component, str):
             components.append(f"str:{component}")
         else:
-            # NumPy's and torch's integers have other type names, and an equal number has to give an equal seed.
+            # `operator.index`, because equal integers of NumPy, torch and Python must give equal seeds.
             components.append(f"int:{operator.index(component)}")
-    # A separator that no purpose contains: ("a", "b") and ("ab",) are different addresses.
+    # A separator that no purpose contains, so that ("a", "b") and ("ab",) are different addresses.
     text = "\x1f".join(components)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def derive_seed_at(seed: int, *numbers: int) -> int:
-    """Return a seed for integers below a derived seed, where thousands are needed per second.
+    """Return a seed from a derived seed and integers, for thousands of seeds per second.
 
-    `derive_seed` hashes text, in 10 microseconds; this mixes integers, in 1.
+    This mixes integers in 1 microsecond; `derive_seed` hashes text in 10 microseconds.
 
     Example:
         >>> key = derive_seed(1, "step", 0)
@@ -97,8 +97,8 @@ def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int =
     """Return 64 random bits for each index and draw.
 
     Args:
-        index: sample numbers, int64 of shape (n,); the result is on their device.
-        draws: random numbers of each sample.
+        index: sample numbers, int64 of shape (n,), on the device of the result.
+        draws: number of random numbers per sample.
 
     Returns:
         int64 of shape (n, draws).
@@ -110,21 +110,21 @@ def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int =
 
 def uniform(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -> Tensor:
     """Return uniform float32 numbers in [0, 1) of shape (n, draws). Arguments are those of `random_bits`."""
-    # float32 holds 24 bits exactly. With more, a number could be rounded up to 1.
+    # 24 bits are exact in float32. With more bits a number could be rounded up to 1.
     bits = (random_bits(seed, purpose, epoch, index, draws) >> 40) & ((1 << 24) - 1)
     return bits.to(torch.float32) * (1.0 / (1 << 24))
 
 
 def permutation(n: int, seed: int, purpose: str, epoch: int = 0) -> Tensor:
-    """Return the numbers 0..n-1 in random order, int64 of shape (n,), sorted by the random bits of each number."""
-    # Not torch.randperm: its algorithm depends on the device and may change with the version.
+    """Return the numbers 0..n-1 in random order, sorted by random bits, int64 of shape (n,)."""
+    # Not torch.randperm, whose algorithm depends on the device and may change with the version.
     return torch.argsort(random_bits(seed, purpose, epoch, torch.arange(n)).squeeze(1), stable=True)
 
 
 def alternating_flips(seed: int, epoch: int, index: Tensor) -> Tensor:
-    """Return which samples are mirrored: a random half in even epochs, and the other half in odd ones.
+    """Return which samples are mirrored: a random half in even epochs, and the other half in odd epochs.
 
-    Two successive epochs show both forms of each sample, as in airbench (Jordan, 2024).
+    Two successive epochs contain both forms of each sample, as in airbench (Jordan, 2024).
 
     Args:
         index: sample numbers, int64 of shape (n,).
@@ -147,8 +147,8 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not `torch.manual_seed`, which takes 100 microseconds because it looks for every kind of device.
-    # The state of a CUDA generator is on the host, so seeding it does not wait for the GPU.
+    # Not `torch.manual_seed`, which takes 100 microseconds because it checks every kind of device.
+    # The state of a CUDA generator is on the host, so seeding it does not synchronize.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

@@ -1,7 +1,7 @@
 """Pure functions from (seed, epoch, batch size, rank) to the sample numbers of a batch.
 
 Every epoch has one global order. Update k consumes the k-th slice of this order. The slice is cut into micro-batches,
-and each rank computes a range of them, so the number of ranks changes neither the updates nor the micro-batches.
+and each rank computes a range of them. The number of ranks changes neither the updates nor the micro-batches.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 def weighted_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
     """Return n draws with replacement from n samples in an epoch, int64 of shape (n,).
 
-    The distribution is that of `torch.utils.data.WeightedRandomSampler`. Draw k is a function of (seed, epoch, k): its
-    uniform number is looked up in the cumulative weights (inverse transform sampling).
+    The distribution is the same as in `torch.utils.data.WeightedRandomSampler`. Draw k is a function of (seed, epoch,
+    k): a uniform number is looked up in the cumulative weights (inverse transform sampling).
 
     Args:
         weights: relative probability of each sample, of shape (n,), on the CPU. A sample of weight 0 is never drawn.
@@ -35,16 +35,16 @@ def weighted_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
     """
     cumulative = weights.double().cumsum(0)
     bits = random_bits(seed, "weighted order", epoch, torch.arange(len(weights))).squeeze(1)
-    # 52 bits: with the 53 of a float64, a product could be rounded up to the sum of all weights.
+    # 52 bits: with 53, the precision of float64, a product could be rounded up to the sum of all weights.
     levels = ((bits >> 12) & ((1 << 52) - 1)).double() / (1 << 52)
     return torch.searchsorted(cumulative, levels * cumulative[-1], right=True)
 
 
 def number_draws(rows: Tensor, count: int) -> Tensor:
-    """Return a number for each draw of an epoch, so that a sample drawn twice gets other random numbers each time.
+    """Return a number for each draw of an epoch, so that repeated draws of a sample have different random numbers.
 
-    The k-th draw of a sample, from 0, has the sample's number plus k times `count`. The number modulo `count` is
-    therefore the sample's number, and the first draw has it unchanged.
+    Draw k of a sample, counted from 0, has the number ``sample + k * count``. The number modulo `count` is therefore
+    the sample's number.
 
     Args:
         rows: sample numbers in the order of the epoch, int64 of shape (n,).
@@ -63,7 +63,7 @@ def number_draws(rows: Tensor, count: int) -> Tensor:
 
 
 def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Split n samples at random and return the sorted numbers of the training samples and of `held_out` others.
+    """Split n samples at random, and return the sorted numbers of the training and of the `held_out` samples.
 
     Raises:
         UserError: no sample would be left to train on.
@@ -80,7 +80,7 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
 def range_of_rank(count: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the range ``[first, stop)`` of an update's micro-batches that a rank computes.
 
-    If the micro-batches do not divide evenly, the first ranks compute one more than the others.
+    If `count` is not divisible by the number of ranks, the first ranks compute one micro-batch more.
 
     Example:
         >>> [range_of_rank(5, rank, 3) for rank in range(3)]
@@ -97,24 +97,24 @@ class RankSlice(NamedTuple):
     spans: list[tuple[int, int]]
     """Positions ``[start, stop)`` of the micro-batches in the order of the epoch."""
     first: int
-    """Number of the rank's first micro-batch in the epoch. A micro-batch has the same number on any number of ranks."""
+    """Epoch-wide number of the rank's first micro-batch. The numbers do not depend on the number of ranks."""
     total: int
-    """Number of micro-batches of the update on all ranks together."""
+    """Number of micro-batches of the update over all ranks."""
     is_dummy: bool
-    """Whether there is no micro-batch for this rank, so that it repeats the first one of the update."""
+    """Whether the update has no micro-batch for this rank, which then repeats the first one of the update."""
 
 
 @dataclass(frozen=True)
 class UpdateDivision:
-    """Partition of an epoch into updates, and of updates into micro-batches, of which each rank computes a range.
+    """Division of an epoch into updates, and of updates into micro-batches, of which each rank computes a range.
 
-    Each update has `update_size` items, and the last one has the remaining items. An update is cut into micro-batches
-    of `batch_size` items, of which the last may be short. The number of updates does not depend on the number of ranks.
+    Each update has `update_size` items; the last one has the remaining items. An update is cut into micro-batches of
+    `batch_size` items; the last one may be short. The number of updates does not depend on the number of ranks.
 
     Args:
-        items: items of an epoch: samples, or batches that were cut before.
+        items: items of an epoch: samples, or batches with a fixed content.
         batch_size: items of a micro-batch.
-        update_size: items of an update, on all ranks together.
+        update_size: items of an update over all ranks.
         world_size: number of ranks.
     """
 
@@ -125,7 +125,7 @@ class UpdateDivision:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of a full update, on all ranks together."""
+        """Number of micro-batches of a full update over all ranks."""
         return -(-self.update_size // self.batch_size)
 
     @property
@@ -134,13 +134,13 @@ class UpdateDivision:
         return -(-self.items // self.update_size)
 
     def micro_batches_of(self, update: int) -> int:
-        """Return the number of micro-batches of an update, counted from 0, on all ranks together."""
+        """Return the number of micro-batches of an update, counted from 0, over all ranks."""
         start = update * self.update_size
         items = min(self.update_size, self.items - start)
         return -(-items // self.batch_size)
 
     def rank_slice(self, update: int, rank: int) -> RankSlice:
-        """Return a rank's share of an update, counted from 0.
+        """Return the micro-batches that a rank computes in an update, counted from 0.
 
         Example:
             >>> UpdateDivision(items=10, batch_size=2, update_size=6, world_size=2).rank_slice(0, rank=1)
@@ -152,7 +152,7 @@ class UpdateDivision:
         first, end = range_of_rank(count, rank, self.world_size)
         is_dummy = first == end
         if is_dummy:
-            # DDP needs a backward pass on each rank. A network may fail on an empty batch, but not on a real one.
+            # DDP needs a backward pass on each rank. A real batch, because a network may fail on an empty one.
             first = 0
             end = 1
         starts = [start + number * self.batch_size for number in range(first, end)]
@@ -161,13 +161,13 @@ class UpdateDivision:
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield this rank's batches of an evaluation as positions ``[start, stop)``; the ranks together cover each once.
+    """Yield this rank's batches of an evaluation as positions ``[start, stop)``. All ranks together visit each once.
 
-    The ranks take whole batches in turn. A batch therefore holds the same samples on any number of ranks, and its
-    result is bit-identical.
+    Whole batches are assigned to the ranks in turn. A batch therefore has the same samples on any number of ranks, and
+    its result is bit-identical.
     """
     starts = range(rank * batch_size, n, batch_size * world_size)
-    # A rank without a batch yields an empty one, since every rank has to take part in the collective reductions.
+    # A rank without a batch yields an empty one: every rank has to take part in the collective reductions.
     if not starts:
         yield n, n
     for start in starts:

@@ -1,8 +1,8 @@
-"""Reads lines of text files, and tables: comma- or tab-separated values, JSON lines and Parquet.
+"""Text files and tables: comma- or tab-separated values, JSON lines and Parquet.
 
-Text files may be .gz, .bz2, .xz, .zst or single files in a .zip. The columns of a table are those that a user declares.
-Cells are kept as they are written. A row with another number of cells than the first line is a fault, since its cells
-cannot be assigned to columns with certainty. Faulty lines are collected.
+Text files may be .gz, .bz2, .xz, .zst or the only file in a .zip. Users declare the columns of a table. Cells are not
+changed. A row whose number of cells differs from the first line is a fault, because the cells cannot be assigned to
+columns with certainty. Faulty lines are collected.
 """
 
 import bz2
@@ -24,16 +24,16 @@ from typing import IO, Any, Literal, cast
 from datamodules.errors import UserError, spelled
 
 NOT_UTF8 = "not in UTF-8"
-"""Reason of a fault."""
+"""Reason for a fault."""
 
 _BLOCK = 1 << 16  # Bytes per read. The first block also decides whether a file is text.
-# Characters that "surrogateescape" puts in place of bytes that are not UTF-8.
+# Characters by which "surrogateescape" replaces bytes that are not UTF-8.
 _NOT_DECODED = re.compile("[\udc80-\udcff]")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 def _open_zst(file: IO[bytes]) -> IO[bytes]:
-    # pyarrow, since Python itself reads zstd from version 3.14 on only.
+    # pyarrow, because Python reads zstd only from version 3.14 on.
     try:
         import pyarrow
     except ImportError as error:
@@ -49,12 +49,12 @@ _OPENERS: dict[bytes, Any] = {
     b"\xfd7zXZ": lzma.open,
     b"\x28\xb5\x2f\xfd": _open_zst,
 }
-"""Function that opens a compressed file, by the first bytes of the file. Names may have a wrong suffix."""
+"""Function that opens a compressed file, by the first bytes of the file, because suffixes may be wrong."""
 
 
 @dataclass
 class Faults:
-    """Numbers of the lines that cannot be used, by reason."""
+    """Unusable lines: their numbers by reason."""
 
     lines: dict[str, list[int]] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Faults:
             self.lines.setdefault(reason, []).extend(numbers)
 
     def describe(self) -> str:
-        """Return the number of lines for each reason, with the numbers of the first five."""
+        """Describe each reason: how many lines, and the numbers of the first five."""
         phrases = []
         for reason, numbers in self.lines.items():
             listed = ", ".join(map(str, sorted(numbers)[:5]))
@@ -80,14 +80,14 @@ class Faults:
     def raise_or_report(
         self, choice: Literal["error", "skip"], where: str, total: int, parameter: str | None, more: str = ""
     ) -> str:
-        """Return a line about the lines that are left out, "" if there is no fault, or raise an error.
+        """Return a text about the lines that are left out, "" if there is no fault, or raise a UserError.
 
         Args:
             choice: "error" raises if there are faults, "skip" leaves them out.
             where: name of the file.
             total: number of lines read.
             parameter: name of the parameter whose value is `choice`, or None.
-            more: a further hint for the error.
+            more: additional hint for the error.
 
         Raises:
             UserError: there are faults and `choice` is "error".
@@ -103,10 +103,10 @@ class Faults:
 
 
 def text_members(path: Path) -> list[str]:
-    """Return the names of the files in a zip archive, without those that begin with "_" or "."."""
+    """Return the names of the files in a zip archive, except names that begin with "_" or "."."""
     with zipfile.ZipFile(path) as archive:
         names = [member.filename for member in archive.infolist() if not member.is_dir()]
-    # Archives of manythings.org have _about.txt beside the sentences, and those written on a Mac have __MACOSX.
+    # Archives of manythings.org contain _about.txt, and archives created on a Mac contain __MACOSX.
     return [name for name in names if not any(component[0] in "_." for component in Path(name).parts)]
 
 
@@ -118,7 +118,7 @@ _OTHER_FORMATS = {
     b"\xff\xfe": "no text file: its text is in UTF-16; expected lines of UTF-8",
     b"\xfe\xff": "no text file: its text is in UTF-16; expected lines of UTF-8",
 }
-"""What a file of another program is, by its first bytes."""
+"""Description of another program's file, by its first bytes."""
 
 
 def _open(path: Path, stack: ExitStack) -> IO[bytes]:
@@ -128,7 +128,7 @@ def _open(path: Path, stack: ExitStack) -> IO[bytes]:
     if start.startswith(b"PK\x03\x04"):
         archive = stack.enter_context(zipfile.ZipFile(file))
         names = text_members(path)
-        # Members of the archives that spreadsheets and documents of LibreOffice and Office are.
+        # Spreadsheets and documents of LibreOffice and Office are zip archives with these members.
         if not {"mimetype", "[Content_Types].xml"}.isdisjoint(names):
             raise UserError(f"is a spreadsheet or a document; {_CSV}", subject=str(path))
         if len(names) != 1:
@@ -149,12 +149,12 @@ def _open(path: Path, stack: ExitStack) -> IO[bytes]:
 def iter_lines(path: Path) -> Iterator[str | None]:
     """Yield the lines of a UTF-8 file, compressed or alone in a zip archive, and None for a line that is not UTF-8.
 
-    A line ends with LF or with CRLF, as on Windows. In a file without LF it ends with CR, as on old Macs. Other
-    characters such as U+0085 and U+2028 do not end a line, so that aligned files stay aligned. Lines may hold NUL
+    A line ends with LF, or with CRLF as on Windows. In a file without LF it ends with CR, as on old Macs. Other
+    characters, such as U+0085 and U+2028, do not end a line, so aligned files stay aligned. Lines may contain NUL
     characters.
 
     Raises:
-        UserError: the file is missing, damaged, empty or not a text: half of its first lines hold NUL characters.
+        UserError: the file is missing, damaged, empty or not text: half of its first lines contain NUL characters.
     """
     try:
         with ExitStack() as stack:
@@ -170,20 +170,20 @@ def iter_lines(path: Path) -> Iterator[str | None]:
 
 
 def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
-    """Yield the lines of a stream, see `iter_lines`. Errors name it as `where`."""
+    """Yield the lines of a stream, see `iter_lines`. `where` is its name in errors."""
     buffered = io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK)
     start = buffered.peek()
-    # The signature of a tar archive is at byte 257, and the text of a plain file may have any suffix.
+    # The signature of a tar archive is at byte 257. The suffix is not checked, because a text file may have any.
     if start[257:262] == b"ustar":
         raise UserError("is a tar archive; unpack it, and pass the files that are meant", subject=where)
     with_nul = [b"\0" in line for line in start.split(b"\n")]
     if 2 * sum(with_nul) >= len(with_nul):
         raise UserError("is no text file; expected lines of UTF-8", subject=where)
-    # Excel for the Mac still writes lines that end with CR.
+    # Excel for Mac still ends lines with CR.
     end = "\r" if b"\r" in start and b"\n" not in start else "\n"
     blank = True
-    # "utf-8-sig" removes the byte-order mark that programs of Windows write. With an explicit `newline` only that
-    # character ends a line. "surrogateescape" keeps lines that are not UTF-8 countable.
+    # "utf-8-sig" removes the byte-order mark of Windows programs. With an explicit `newline` only that character ends a
+    # line. With "surrogateescape" lines that are not UTF-8 are still counted.
     for text in io.TextIOWrapper(buffered, "utf-8-sig", "surrogateescape", newline=end):
         if end == "\r" and "\n" in text:
             problem = "has lines that end in CR and others in LF; save it with one kind of line ends"
@@ -196,9 +196,9 @@ def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
 
 
 def text_suffix(path: Path) -> str:
-    """Return the suffix of a text file in lower case. For a compressed file it is that of the text: .csv for a.csv.gz.
+    """Return the suffix of a text file in lower case, without a suffix of compression: .csv for a.csv.gz.
 
-    For a zip archive it is the suffix of the first file in it.
+    For a zip archive it is the suffix of the first file in the archive.
 
     Example:
         >>> text_suffix(Path("pairs.CSV.gz")), text_suffix(Path("pairs"))
@@ -206,7 +206,7 @@ def text_suffix(path: Path) -> str:
     """
     suffix = path.suffix.lower()
     if suffix == ".zip":
-        # A damaged archive raises an error when it is read.
+        # A damaged archive raises the error later, when it is read.
         with contextlib.suppress(zipfile.BadZipFile, OSError):
             names = text_members(path)
             return Path(names[0]).suffix.lower() if names else ""
@@ -216,11 +216,11 @@ def text_suffix(path: Path) -> str:
 
 
 NAMED = (".jsonl", ".ndjson", ".parquet")
-"""Suffixes of files that name the columns themselves."""
+"""Suffixes of files that contain the names of the columns in each row or in a schema."""
 TABLE_SUFFIXES = (".csv", ".tsv", *NAMED)
-"""Suffixes of files whose columns have names, in the first line or in each row."""
+"""Suffixes of files with named columns."""
 FORM = ("separator", "quotes")
-"""What `columns` says of the form of a table, besides the columns."""
+"""Entries of `columns` that describe the form of a table, not a column."""
 SEPARATOR_NAMES = {"\t": "tab", " ": "space", ",": "comma"}
 """Names of separators that are hard to type."""
 _DECLARATION = re.compile(r"(?:^|,)\s*([a-z_]+)=")
@@ -230,11 +230,11 @@ def parse_columns(text: str | None, uses: Sequence[str] = ()) -> dict[str, str]:
     """Return the name of the column of each declared use.
 
     Args:
-        text: the parameter `columns`: USE=COLUMN, separated by commas.
-        uses: uses that the data have, besides `FORM`; by default any.
+        text: value of the parameter `columns`: USE=COLUMN, separated by commas.
+        uses: valid uses, besides `FORM`; by default any.
 
     Raises:
-        UserError: the text has another form or names another use.
+        UserError: the text has another form, or contains another use.
 
     Example:
         >>> parse_columns("path=file,label=breed,separator=;", ("path", "label", "split"))
@@ -251,7 +251,7 @@ def parse_columns(text: str | None, uses: Sequence[str] = ()) -> dict[str, str]:
 
 
 def has_header(columns: Mapping[str, str]) -> bool:
-    """Return whether declared columns are names of a header: not if all are numbers, from 1."""
+    """Return whether declared columns are names in a header: False if all are numbers, counted from 1."""
     names = [name for use, name in columns.items() if use not in FORM]
     return not names or not all(name.isascii() and name.isdigit() for name in names)
 
@@ -263,10 +263,10 @@ class Table:
     Attributes:
         where: name of the file, for messages.
         names: names of the columns, or numbers from 1 if the file has no names.
-        rows: number of the line or row, from 1, and its cells, as many as `names`.
-        faults: lines that cannot be used.
-        apart: number of lines that are neither rows nor faults, by reason: "header" and "blank".
-        class_names: names of the class numbers of a column, if the file has them.
+        rows: number of the line or row, from 1, and its cells, one per name.
+        faults: unusable lines.
+        skipped_lines: number of lines that are neither rows nor faults, by reason: "header" and "blank".
+        class_names: class names of the numbers in a column, if the file has them.
     """
 
     where: str
@@ -278,13 +278,13 @@ class Table:
 
     @property
     def read(self) -> int:
-        """Number of lines that were read, without a header and blank lines."""
+        """Number of lines, without a header and blank lines."""
         return len(self.rows) + len(self.faults)
 
     def index(self, name: str) -> int:
         """Return the index of a column by its name in any case, or by its number from 1; -1 if there is none."""
         lower_names = [column.strip().lower() for column in self.names]
-        # Names before numbers, since a column may be called "2".
+        # Names before numbers: a column may have the name "2".
         if name.strip().lower() in lower_names:
             return lower_names.index(name.strip().lower())
         if name.isascii() and name.isdigit() and 1 <= int(name) <= len(self.names):
@@ -293,8 +293,8 @@ class Table:
 
 
 def _csv_rows(lines: Iterable[str | None], faults: Faults, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of separated values (RFC 4180) with the numbers of their first lines, and add faults."""
-    # A quoted cell may span several lines, so a row is faulty if any of its lines could not be decoded.
+    """Yield rows of separated values (RFC 4180) with the numbers of their first lines, and collect faults."""
+    # A quoted cell may span several lines. A row is faulty if any of its lines cannot be decoded.
     last_undecoded = 0
 
     def texts() -> Iterator[str]:
@@ -304,7 +304,7 @@ def _csv_rows(lines: Iterable[str | None], faults: Faults, separator: str) -> It
                 last_undecoded = line_number
             yield f"{line or ''}\n"
 
-    # A separator such as ", " is a comma and a blank that does not belong to the cell.
+    # A separator such as ", " is a comma and a blank that is not part of the cell.
     reader = csv.reader(texts(), strict=True, delimiter=separator[:1], skipinitialspace=separator[1:] == " ")
     number = 1
     while True:
@@ -313,7 +313,7 @@ def _csv_rows(lines: Iterable[str | None], faults: Faults, separator: str) -> It
         except StopIteration:
             return
         except csv.Error as error:
-            # Such as a quote that is not closed, which includes the following lines in its cell.
+            # For example, an unclosed quote, whose cell includes all following lines.
             faults.add(f"no CSV: {error}", [number])
         else:
             if last_undecoded >= number:
@@ -324,7 +324,7 @@ def _csv_rows(lines: Iterable[str | None], faults: Faults, separator: str) -> It
 
 
 def _has_doubled_quotes(line: str, separator: str) -> bool:
-    """Return whether a line is CSV with quotes in a quoted cell, and so not a text that happens to quote."""
+    """Return whether a line is CSV with doubled quotes in a quoted cell, and not text that contains quotes."""
     try:
         cells = next(csv.reader([line], strict=True, delimiter=separator[:1]))
     except csv.Error:
@@ -333,7 +333,7 @@ def _has_doubled_quotes(line: str, separator: str) -> bool:
 
 
 def _plain_rows(lines: Iterable[str | None], faults: Faults, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the cells of each line after its number, and add faults. Quotes belong to the cells."""
+    """Yield the number and the cells of each line, and collect faults. Quotes are part of the cells."""
     for number, line in enumerate(lines, 1):
         if line is None:
             faults.add(NOT_UTF8, [number])
@@ -351,9 +351,9 @@ def read_text_table(
     Args:
         lines: lines of the file, None for a line that is not UTF-8.
         where: name of the file, for messages.
-        columns: declared columns, see `parse_columns`: "separator" and "quotes" say how a line is cut into cells.
-        comma: whether the file is CSV: with commas and quotes, unless `columns` says otherwise; else tabs and none.
-        header: whether the first line names the columns.
+        columns: declared columns, see `parse_columns`; "separator" and "quotes" describe how a line is cut into cells.
+        comma: whether the default form is CSV, commas with quotes; otherwise it is tabs without quotes.
+        header: whether the first line is the names of the columns.
     """
     table = Table(where)
     separator = columns.get("separator", "comma" if comma else "tab")
@@ -364,7 +364,7 @@ def read_text_table(
         if not any(cells):
             table.skipped_lines["blank"] = table.skipped_lines.get("blank", 0) + 1
         elif not table.names:
-            # A separator at the end of the header makes an empty name, which is not a column.
+            # A separator at the end of the header adds an empty name, which is not a column.
             while header and not cells[-1].strip():
                 cells.pop()
             table.names = cells if header else [str(column) for column in range(1, len(cells) + 1)]
@@ -374,7 +374,7 @@ def read_text_table(
                 table.rows.append((number, cells))
         elif len(cells) < len(table.names):
             table.faults.add("with fewer cells than the first line", [number])
-        # Further cells may be empty: programs write a separator at the end of a line.
+        # Extra cells may be empty: some programs end a line with a separator.
         elif any(cells[len(table.names) :]):
             table.faults.add("with more cells than the first line", [number])
         else:
@@ -383,7 +383,7 @@ def read_text_table(
 
 
 def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
-    """Read a JSON object from each line. The columns are all keys, and a missing value is an empty cell."""
+    """Read one JSON object per line. The columns are all keys; a missing value is an empty cell."""
     table = Table(where)
     objects: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, 1):
@@ -401,7 +401,7 @@ def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
             table.faults.add("no JSON object", [number])
             continue
         objects.append((number, value))
-    # Of all rows: a later object may have a key that the first ones lack.
+    # From all rows, because a later object may have new keys.
     table.names = list(dict.fromkeys(name for _, value in objects for name in value))
     for number, value in objects:
         table.rows.append((number, [value.get(name, "") for name in table.names]))
@@ -409,7 +409,7 @@ def read_json_lines(lines: Iterable[str | None], where: str) -> Table:
 
 
 def read_parquet(path: Path) -> Table:
-    """Read a Parquet file, and the class names that Hugging Face's datasets store in its metadata."""
+    """Read a Parquet file, and the class names that Hugging Face's `datasets` stores in its metadata."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -432,16 +432,16 @@ def read_parquet(path: Path) -> Table:
 def read_table(
     path: Path, columns: Mapping[str, str], lines: Iterable[str | None] | None = None, header: bool | None = None
 ) -> Table:
-    """Read a table, whose format is that of its suffix: .csv, .jsonl, .parquet, else tab-separated values.
+    """Read a table in the format of its suffix: .csv, .jsonl, .parquet, else tab-separated values.
 
     Args:
         path: path of the file, which may be compressed.
         columns: declared columns, see `parse_columns`.
-        lines: lines of the file if it is open already, as in an archive.
-        header: whether the first line of separated values names the columns; None: see `has_header`.
+        lines: lines of the file, if it is already open, as in an archive.
+        header: whether the first line of separated values is the names of the columns; None: see `has_header`.
 
     Raises:
-        UserError: see `iter_lines`; or a library is missing.
+        UserError: a library is missing; see also `iter_lines`.
     """
     suffix = text_suffix(path)
     if suffix == ".parquet":

@@ -1,4 +1,4 @@
-"""Defines `Update`, the item of a training loader, and `UpdateLoader`, what every training loader tells.
+"""The class `Update`, the item of a training loader, and `UpdateLoader`, the interface of every training loader.
 
 Tested in `tests/datamodules/loading/test_loaders.py`.
 """
@@ -18,17 +18,17 @@ Batch = TypeVar("Batch")
 class Update(Generic[Batch]):
     """Micro-batches of one rank for one optimizer step, with their numbers.
 
-    An `Update` is neither a tensor nor a collection, so that a Trainer does not move it to the device as a whole. The
-    loop moves each micro-batch when it computes it.
+    An `Update` is neither a tensor nor a collection, so a Trainer does not move it to the device as a whole. The loop
+    moves each micro-batch before it is computed.
 
     Args:
         batches: this rank's micro-batches.
-        numbers: number of each micro-batch in the epoch. With the loaders of `datamodules` they are the same on any
+        numbers: epoch-wide number of each micro-batch. With the loaders of `datamodules` they do not depend on the
             number of ranks.
-        count: number of micro-batches of the update on all ranks, or None if it is not known.
+        count: number of micro-batches of the update over all ranks; None if unknown.
         is_dummy: whether the update has no micro-batch for this rank. The rank then computes the first micro-batch,
-            since DDP needs a backward pass on each rank, and its result does not count.
-        samples: number of samples that the loader dealt for each micro-batch; None where it does not know it.
+            because DDP needs a backward pass on each rank, and its result is ignored.
+        samples: number of samples in each micro-batch; None if unknown.
 
     Example:
         >>> list(Update(["cats", "dogs"], numbers=[6, 7], count=4))
@@ -61,7 +61,7 @@ def join_updates(items: Any) -> Update[Any]:
     """Combine the updates of several loaders into one update, whose micro-batches are collections.
 
     Args:
-        items: a collection of updates, as a `CombinedLoader` yields it, with None for a loader that has ended.
+        items: a collection of updates, as yielded by a `CombinedLoader`, with None for an exhausted loader.
 
     Raises:
         UserError: the updates have different numbers of micro-batches.
@@ -86,44 +86,44 @@ def join_updates(items: Any) -> Update[Any]:
     for index in range(len(first)):
         batch_leaves = []
         for leaf in leaves:
-            # None, of a loader that has ended, stays None.
+            # None, from an exhausted loader, stays None.
             batch_leaves.append(leaf.batches[index] if isinstance(leaf, Update) else leaf)
         batches.append(tree_unflatten(batch_leaves, structure))
         dealt = {update.samples[index] for update in updates}
         samples.append(dealt.pop() if len(dealt) == 1 else None)
-    if not is_known:  # One of the loaders does not number its batches, so the joint ones have no numbers either.
+    if not is_known:  # One of the loaders does not number its batches, so the joint batches have no numbers.
         return Update(batches, first.numbers, None, samples=samples)
     return Update(batches, first.numbers, first.count, first.is_dummy, samples)
 
 
 class PassesThrough:
-    """Mixin of a wrapper around somebody's loader: attributes and methods that it lacks are those of `source`."""
+    """Mixin of a loader's wrapper: attributes and methods that it lacks are forwarded to `source`."""
 
     source: Any
 
-    if not TYPE_CHECKING:  # A checker of types would find no misspelled attribute.
+    if not TYPE_CHECKING:  # A type checker would not detect misspelled attributes.
 
         def __getattr__(self, name: str) -> Any:
-            # A copy has no attributes at first.
+            # A copy has no attributes at first: looking up `source` would recurse.
             if name == "source" or name.startswith("__"):
                 raise AttributeError(name)
             return getattr(self.source, name)
 
 
 class UpdateLoader(ABC):
-    """Training loader as the callbacks see it: an iterable over `Update` objects that tells what it deals.
+    """Interface of a training loader for the callbacks: an iterable over `Update` objects.
 
-    Every training loader of a Trainer with an `UpdateLoop` is one, wrapped in `callbacks.lib.loaded_updates`.
+    `callbacks.lib.loaded_updates` wraps every training loader of a Trainer with an `UpdateLoop`.
     """
 
     rank: int
     world_size: int
     batch_size: int | None
-    """Samples of an ordinary micro-batch; None if they are unknown."""
+    """Samples of an ordinary micro-batch; None if unknown."""
     division: UpdateDivision | None
-    """Division of the epoch's updates among the ranks; None if micro-batches have no numbers that all ranks share."""
+    """Division of the epoch's updates among the ranks; None if micro-batches have no numbers in common on all ranks."""
     source: Any
-    """The loader as the user made it."""
+    """The user's loader."""
 
     @property
     @abstractmethod
@@ -133,34 +133,34 @@ class UpdateLoader(ABC):
     @property
     @abstractmethod
     def samples_per_update(self) -> int | None:
-        """Samples of an update on all ranks; None if they are unknown."""
+        """Samples of an update over all ranks; None if unknown."""
 
     @property
     @abstractmethod
     def has_position(self) -> bool:
-        """Whether a run resumes within an epoch of this loader."""
+        """Whether a run can resume within an epoch of this loader."""
 
     @abstractmethod
     def first_number(self, update: int) -> int:
-        """Return the number in the epoch of this rank's first micro-batch of an update."""
+        """Return the epoch-wide number of this rank's first micro-batch of `update`."""
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch."""
+        """Set the epoch."""
 
     def check_data(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
-        """Check that a state was saved with the same training data, where the loader can tell.
+        """Check that `state` was saved with the same training data, if the loader can detect it.
 
         Raises:
             UserError: the data differ.
         """
 
     def order_state(self) -> dict[str, Any]:
-        """Return what a resume from an epoch's end needs beside the epoch: the state of the order, or its lack."""
+        """Return the state that a resume from an epoch's end needs, besides the epoch, to repeat the order."""
         return {}
 
     def load_order_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
-        """Restore `order_state`.
+        """Restore the result of `order_state`.
 
         Raises:
             UserError: the order of the samples cannot be repeated.

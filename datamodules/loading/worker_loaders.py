@@ -1,4 +1,4 @@
-"""Loaders whose samples worker processes read, with the same orders and state as the loaders over tensors."""
+"""Loaders whose samples are read by worker processes, with the orders and state of the loaders over tensors."""
 
 import errno
 import logging
@@ -27,7 +27,7 @@ class BatchRequest(NamedTuple):
 
     epoch: int
     rows: Sequence[int]
-    """Sample numbers, or the numbers of `number_draws`: modulo the number of targets they are those of the samples."""
+    """Sample numbers, or numbers of `number_draws`, which are sample numbers modulo the number of targets."""
 
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -38,24 +38,24 @@ The partner of a sample is its predecessor in the epoch's order, which may be in
 
 
 class LoadedBatch(NamedTuple):
-    """Batch of the samples that could be read."""
+    """Batch of the readable samples."""
 
     inputs: Tensor
     targets: Tensor
     rows: Tensor
-    """Numbers of the request that could be read, in its order."""
+    """Numbers of the readable samples, in the order of the request."""
     unreadable: Sequence[tuple[int, UserError]]
-    """Number and error of each sample that could not be read."""
+    """Number and error of each unreadable sample."""
 
 
 class SampleReader(Protocol):
-    """Interface of the object that reads batches. It is copied into the workers."""
+    """Interface of the object that reads batches. Each worker has a copy."""
 
     targets: Tensor
     """Targets of all samples, of shape (n,)."""
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
-        """Read a batch. It has to depend on the request only."""
+        """Read a batch, which must depend on the request only."""
 
 
 class _Packed:
@@ -83,7 +83,7 @@ class _Packed:
 
 
 class _Sent(NamedTuple):
-    """Pickled batch in the worker, which arrives in the training process as `_Packed`."""
+    """Pickled batch in the worker; the training process receives it as `_Packed`."""
 
     pickle: bytes
 
@@ -92,25 +92,25 @@ class _Sent(NamedTuple):
 
 
 def _pack(batch: Any) -> _Sent:
-    """Pickle a batch in a worker, which moves its tensors to shared memory."""
-    # The queue of `DataLoader` would pickle in a thread, where the error of a full shared memory is lost.
+    """Pickle a batch in a worker, which moves the tensors to shared memory."""
+    # The queue of `DataLoader` would pickle in a thread, which would lose the error of a full shared memory.
     return _Sent(bytes(ForkingPickler.dumps(batch)))
 
 
 def _start_worker(worker: int) -> None:
-    """Make a worker ignore signals, which the training process handles, and print no errors of its own."""
-    # Otherwise a thread of the worker prints an error when an interrupted training process closes the connection.
+    """Make a worker ignore signals, which the training process handles, and print no errors."""
+    # A thread of the worker would print an error when an interrupted training process closes the connection.
     sys.excepthook = lambda *_: None
-    # Ctrl-C and signals of a scheduler reach the whole process group.
+    # Ctrl-C and signals of a scheduler are sent to the whole process group.
     for signal_number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signal_number, signal.SIG_IGN)
 
 
 class _Workers:
-    """Mixin that yields batches of a reader, in this process or in workers, or of precomputed features."""
+    """Mixin that yields batches from a reader, in this process or in workers, or from precomputed features."""
 
     warn_unreadable = True
-    """Whether to log each sample that cannot be read. `unreadable` holds their errors by number."""
+    """Whether to log each unreadable sample. `unreadable` holds the errors by sample number."""
 
     def _set_reader(
         self,
@@ -141,7 +141,7 @@ class _Workers:
         """Yield ``(features, targets)`` from the next epoch on, without reading samples.
 
         Args:
-            features: features of shape (m, ...), on the device of the batches; None restores reading.
+            features: features of shape (m, ...), on the device of the batches; None reads samples again.
             numbers: sample numbers of the features, int64 of shape (m,); other samples are left out.
         """
         self._features = None
@@ -155,8 +155,8 @@ class _Workers:
         """Shut the workers down. The next iteration starts new ones."""
         loader = self._loader
         self._loader = None
-        # torch has no public way to end workers. Lightning calls the same method. A reference to the iterator, as in
-        # the traceback of an error, would keep them alive.
+        # torch has no public way to end workers; Lightning calls the same method. Dropping the loader is not enough: a
+        # reference to the iterator, as in a traceback, would keep the workers alive.
         if loader is not None and loader._iterator is not None:
             loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
@@ -170,7 +170,7 @@ class _Workers:
             return
         requests = []
         for start, stop in spans:
-            # A mixture needs the partner of the first sample. At position 0, index -1 gives the epoch's last sample.
+            # Mixing needs the partner of the first sample. At position 0, index -1 is the epoch's last sample.
             partner = order[start - 1].view(1) if self.mix is not None else order[:0]
             requests.append(BatchRequest(epoch, torch.cat((partner, order[start:stop])).tolist()))
         for request, batch in zip(requests, self._load_batches(requests, len(order))):
@@ -194,7 +194,7 @@ class _Workers:
         order = order.to(features.device) % len(position)
         positions = position.index_select(0, order)
         targets = self.reader.targets.to(features.device).index_select(0, order)
-        # Asked once per epoch: a mask in each batch would wait for the device.
+        # Checked once per epoch: a mask in each batch would synchronize.
         is_complete = bool((positions >= 0).all())
         for start, stop in spans:
             rows = positions[start:stop]
@@ -205,7 +205,7 @@ class _Workers:
             yield features.index_select(0, rows), batch_targets
 
     def _load_batches(self, requests: list[BatchRequest], count: int) -> Iterator[LoadedBatch]:
-        """Yield the reader's batches, and handle unreadable samples of a set of `count` samples."""
+        """Yield the reader's batches, and handle unreadable samples; the set has `count` samples."""
         for batch in self._in_workers(requests) if self.num_workers else map(self.reader.__getitem__, requests):
             for row, error in batch.unreadable:
                 self._handle_unreadable(row, error, count)
@@ -232,7 +232,7 @@ class _Workers:
         if self._loader is not None:
             return iter(self._loader)
         self._loader = DataLoader(
-            # A DataLoader only calls the `__getitem__` of its data set.
+            # Without automatic batching a DataLoader only calls `__getitem__`.
             cast("Dataset[LoadedBatch]", self.reader),
             batch_size=None,
             sampler=self._requests,
@@ -240,20 +240,20 @@ class _Workers:
             collate_fn=_pack,
             pin_memory=self.pin_memory,
             worker_init_fn=_start_worker,
-            # Each new iterator draws a base seed, by default from the global generator, which dropout uses as well.
+            # Each new iterator draws a base seed, by default from the global generator, which dropout also uses.
             generator=torch.Generator(),
             # Forking again in every epoch costs a second, and forked processes may hang.
             persistent_workers=True,
         )
         batches: Any = iter(self._loader)
-        # torch also raises the death of a worker in a signal handler, which may interrupt a collective call or the
-        # writing of a file. Without registration, the error is raised where the batch is awaited.
+        # torch also raises the error of a dead worker in a signal handler, which may interrupt a collective call or the
+        # write of a file. Unregistered, the error is raised where the batch is awaited.
         signal_handling._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
         return batches
 
     def _failure(self, error: Exception) -> Exception:
-        """Return the exception to raise after an error of the workers, with the cause and what to do."""
+        """Return the exception to raise after an error of the workers, with the cause and the remedy."""
         if os.strerror(errno.ENOSPC) in str(error):
             return UserError(
                 f"/dev/shm has no room for the batches of {self.num_workers} workers; pass {spelled('num_workers', 0)},"
@@ -263,7 +263,7 @@ class _Workers:
         processes = batches._workers if batches is not None else []
         dead = [worker for worker, process in enumerate(processes) if not process.is_alive()]
         if not dead:
-            # A live worker closes the connection when it has no file descriptor left for its tensors.
+            # A live worker closes the connection when it runs out of file descriptors for its tensors.
             return OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if isinstance(error, EOFError) else error
         code = processes[dead[0]].exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
@@ -273,7 +273,7 @@ class _Workers:
         )
 
     def _kill(self) -> None:
-        """Kill the workers, which may not answer, and shut the loader down."""
+        """Kill the workers, which may hang, and shut the loader down."""
         batches: Any = self._loader._iterator if self._loader is not None else None
         for process in batches._workers if batches is not None else ():
             process.kill()
@@ -289,7 +289,7 @@ class _Workers:
             return
         self.unreadable[row] = error
         if self.warn_unreadable:
-            # Logged on any rank, since only this rank reads the sample.
+            # Logged on this rank, because no other rank reads the sample.
             log.warning("warning: %s; it is left out", error, extra={"any_rank": True})
         if len(self.unreadable) == count:
             self.close()
@@ -300,22 +300,22 @@ class WorkerTrainLoader(_Workers, TrainSampling):
     """Loader like `TrainLoader`, with the same orders and state, over samples that worker processes read.
 
     Args:
-        reader: reads batches. A batch has to depend on the request only.
+        reader: reader of batches. A batch must depend on the request only.
         rows: numbers of the samples to train on, int64 of shape (m,).
         batch_size: samples of a micro-batch.
         seed: seed of the shuffling.
         num_workers: number of worker processes; 0 reads batches in this process.
-        pin_memory: put batches into pinned memory, from which a GPU copies faster.
-        skip_unreadable: whether batches leave out samples that cannot be read, instead of raising an error.
-        shuffle: False keeps the order of `rows` in every epoch.
-        transform: computes the network's inputs of a batch, on `device`.
-        device: device of the batches; by default that of the reader's batches.
-        mix: mixes each sample with its predecessor in the epoch's order, after the transform.
-        names: names of all samples, such as files. A checkpoint is not resumed with others.
-        weights: relative probability of each of the `rows`, for draws with replacement, see `TrainLoader`.
+        pin_memory: whether to put batches into pinned memory, for faster copies to a GPU.
+        skip_unreadable: whether to leave out unreadable samples instead of raising an error.
+        shuffle: whether to shuffle; False keeps the order of `rows` in every epoch.
+        transform: function that computes the network's inputs of a batch on `device`.
+        device: device of the batches; by default the device of the reader's batches.
+        mix: function that mixes each sample with its predecessor in the epoch's order, after the transform.
+        names: names of all samples, such as files. A checkpoint resumes with the same names only.
+        weights: relative probability of each of the `rows`, for sampling with replacement, see `TrainLoader`.
 
     Raises:
-        UserError: the set is empty, a sample cannot be read, or shared memory has no room for a batch.
+        UserError: the set is empty, a sample is unreadable, or shared memory has no room for a batch.
         RunFailedError: a worker died.
     """
 
@@ -337,7 +337,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
 
 
 class WorkerEvaluationLoader(_Workers, EvaluationSampling):
-    """Loader like `EvaluationLoader` over samples that workers read. Arguments are those of `WorkerTrainLoader`."""
+    """Loader like `EvaluationLoader` over samples that workers read. For the arguments see `WorkerTrainLoader`."""
 
     def __init__(
         self,
@@ -352,12 +352,12 @@ class WorkerEvaluationLoader(_Workers, EvaluationSampling):
         self._set_reader(reader, len(self), **how)
 
     def loaded_batches(self) -> Iterator[LoadedBatch]:
-        """Yield the batches with their sample numbers. They are read even if `use_features` has set features."""
+        """Yield the batches with their sample numbers. Samples are read even if `use_features` has set features."""
         requests = [BatchRequest(0, self.rows[a:b].tolist()) for a, b in self._spans()]
         yield from self._load_batches(requests, len(self.rows))
 
     @override
     def sample_numbers(self) -> Tensor:
-        """Return the numbers of this rank's samples, without those that could not be read."""
+        """Return the numbers of this rank's readable samples."""
         numbers = super().sample_numbers()
         return numbers[~torch.isin(numbers, torch.tensor([*self.unreadable], dtype=torch.int64))]

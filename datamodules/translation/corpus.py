@@ -1,4 +1,4 @@
-"""Prepares a corpus of sentence pairs: normalizes, filters, splits without leaks, and packs token numbers.
+"""Preparation of a corpus of sentence pairs: normalization, filters, split without leaks, packed token numbers.
 
 Tested in `tests/datamodules/translation/test_data_module.py`.
 """
@@ -48,7 +48,7 @@ _MAX_BYTES = 10_000
 class CorpusInfo:
     """Name of a corpus, number of lines read and pairs kept, and number of distinct source sentences.
 
-    ``left_out`` is the number of lines that are not used, by reason: ``read == kept + sum(left_out.values())``.
+    ``left_out`` is the number of unused lines, by reason: ``read == kept + sum(left_out.values())``.
     """
 
     title: str
@@ -77,17 +77,17 @@ class CorpusFilter:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Kept pairs of all parts, as numbers of the corpus's tokens.
+    """Kept pairs of all parts, as token numbers.
 
     Args:
         info: counts of the training files.
-        held_out: counts of the files of "val" and "test", if there are any.
-        source, target: sentences, those of the training files first.
+        held_out: counts of the files of "val" and "test", if any.
+        source, target: sentences, first of the training files.
         source_tokens, target_tokens: token of each number.
         training_counts: number of occurrences of each source and target token in the training part, int64.
         rows: row numbers of "train", "val" and "test", int64.
-        original_texts: original source and target of the held-out pairs, by row.
-        notes: remarks on lines that were left out.
+        original_texts: original source and target of each held-out pair, by row.
+        notes: remarks on lines that are left out.
     """
 
     info: CorpusInfo
@@ -102,7 +102,7 @@ class Corpus:
     notes: list[str] = field(default_factory=list)
 
     def vocabularies(self, vocab_size: int | None) -> tuple[Vocabulary, Vocabulary]:
-        """Return the vocabularies of words of both sides, from the training part only, of up to `vocab_size` words."""
+        """Return word vocabularies of both sides, with up to `vocab_size` words, from the training part only."""
         source, target = self.training_counts
         return (
             build_vocabulary(self.source_tokens, source.tolist(), vocab_size),
@@ -118,7 +118,7 @@ class Corpus:
         return vocabularies[0], vocabularies[1]
 
     def encoded(self, source: AnyVocabulary, target: AnyVocabulary) -> PackedPairs:
-        """Return the pairs as numbers of the given vocabularies."""
+        """Return the pairs as token numbers of the given vocabularies."""
         return PackedPairs(
             self.source.retokenized(encode_tokens(source, self.source_tokens)),
             self.target.retokenized(encode_tokens(target, self.target_tokens)),
@@ -134,8 +134,7 @@ class Corpus:
         return sentences
 
     def original_sentences(self, rows: Tensor, side: int) -> list[str]:
-        """Return the original sentences of held-out pairs, and normalized sentences of training pairs."""
-
+        """Return the original sentences of held-out pairs, and the normalized sentences of training pairs."""
         texts = []
         for row, sentence in zip(rows.tolist(), self.sentences(rows, side), strict=True):
             texts.append(self.original_texts[row][side] if row in self.original_texts else sentence)
@@ -144,7 +143,7 @@ class Corpus:
 
 def hash_sources(sources: Sequence[str], seed: int) -> npt.NDArray[np.uint64]:
     """Return a hash of (seed, sentence) for each sentence, uint64 of shape (n,)."""
-    # BLAKE2 and not `hash`, which differs between processes. A key has at most 64 bytes.
+    # BLAKE2, because `hash` differs between processes. A key has at most 64 bytes.
     key = str(seed).encode()[:64]
     digests = b"".join(hashlib.blake2b(sentence.encode(), digest_size=8, key=key).digest() for sentence in sources)
     return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
@@ -153,9 +152,9 @@ def hash_sources(sources: Sequence[str], seed: int) -> npt.NDArray[np.uint64]:
 def split_by_source(hashes: npt.NDArray[np.uint64], val: float, test: float) -> dict[str, Tensor]:
     """Split rows into parts so that all rows with the same source sentence are in one part.
 
-    The distinct sentences are ordered by a hash of (seed, sentence). The first ones are the test part and the next ones
-    the validation part. The split therefore does not depend on the order of the file, and hardly changes when sentences
-    are added.
+    The distinct sentences are sorted by a hash of (seed, sentence). The first ones are the test part, the next ones the
+    validation part. The split therefore does not depend on the order of the file, and hardly changes if sentences are
+    added.
 
     Args:
         hashes: hash of the source sentence of each row, see `hash_sources`.
@@ -167,7 +166,7 @@ def split_by_source(hashes: npt.NDArray[np.uint64], val: float, test: float) -> 
     """
     distinct, inverse = np.unique(hashes, return_inverse=True)
     position = torch.from_numpy(inverse)
-    # A part with a share gets one sentence at least.
+    # A part with a share has at least one sentence.
     test_count = max(1, round(len(distinct) * test)) if test else 0
     val_count = max(1, round(len(distinct) * val)) if val else 0
     in_test = position < test_count
@@ -177,13 +176,13 @@ def split_by_source(hashes: npt.NDArray[np.uint64], val: float, test: float) -> 
 
 
 def _has_prefix(sentence: str) -> bool:
-    """Return whether a sentence begins with a prefix of the tutorial, in which apostrophes are spaces."""
+    """Return whether a sentence begins with a prefix of the tutorial, which replaces apostrophes by spaces."""
     return " ".join(sentence.replace("'", " ").split()).startswith(TUTORIAL_PREFIXES)
 
 
 @dataclass
 class _Kept:
-    """Kept pairs of one file, normalized and original, and the counts of the pairs that were left out."""
+    """Kept pairs of one file, normalized and original, and the number of pairs left out."""
 
     sources: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
@@ -193,7 +192,7 @@ class _Kept:
 
 
 def _hints(reasons: Collection[str]) -> str:
-    """Return what to do about faulty lines, by the reasons why they are faulty."""
+    """Return hints on how to correct faulty lines, by the reasons of the faults."""
     hints = {
         "not in UTF-8": "; save the file as UTF-8",
         f"over {_MAX_BYTES:,} bytes": f"; split them, or keep up to 10 bytes for each word of {spelled('max_length')}",
@@ -204,10 +203,10 @@ def _hints(reasons: Collection[str]) -> str:
 
 
 def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
-    """Normalize and filter pairs. An error is raised for faulty lines unless they may be skipped."""
+    """Normalize and filter pairs. Faulty lines raise a UserError, unless they may be skipped."""
     kept = _Kept()
-    # Training batches have a fixed number of sentences, so that one long sentence pads all others. Batches of held-out
-    # sentences get smaller instead.
+    # Training batches have a fixed number of sentences, which one long sentence pads. Batches of held-out sentences get
+    # smaller instead.
     longest = LONGEST_INPUT if keep.is_held_out else max(_MAX_BYTES, 10 * (keep.max_length or 0))
     faults = Faults(dict(pairs.faults.lines))
     too_long = Faults()
@@ -219,7 +218,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
             faults.add("with a NUL character", [pair.number])
         elif not (source.strip(INVISIBLE) and target.strip(INVISIBLE)):
             faults.add(f"with an empty side in {keep.normalization} normalization", [pair.number])
-        # One word more than there are spaces, and the EOS token.
+        # Words are one more than spaces, and EOS is one more token.
         elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
             too_long.add(f"over {spelled('max_length', keep.max_length)}", [pair.number])
         elif keep.prefixes and not (_has_prefix(source) or _has_prefix(target)):
@@ -239,7 +238,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
     kept.notes = [note for note in notes if note]
     kept.left_out = pairs.skipped_lines | {reason: len(lines) for reason, lines in faults.lines.items()}
     if too_long:
-        # In results.json the reason is the same, whoever has started the run.
+        # Not `spelled`: the reason in results.json is the same for a program and a command line.
         kept.left_out[f"over max_length={keep.max_length}"] = len(too_long)
     if without_prefix:
         kept.left_out["without a prefix"] = without_prefix
@@ -247,7 +246,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
 
 
 def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], keep: CorpusFilter) -> CorpusInfo:
-    """Return the counts of a part, or raise an error if no pair is left."""
+    """Return the counts of a part. Raise a UserError if no pair is left."""
     read = sum(pairs.read for pairs in files)
     sources = [source for kept_pairs in kept for source in kept_pairs.sources]
     if not sources:
@@ -263,7 +262,7 @@ def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], kee
 
 def _note_shared(hashes: Mapping[str, npt.NDArray[np.uint64]], rows: Tensor) -> list[str]:
     """Return remarks on training pairs whose source sentence is in a held-out file."""
-    # They stay: whoever published the split decided what is trained on.
+    # The pairs are kept: the author of the split has decided what is trained on.
     train = hashes["train"][rows.numpy()]
     notes = []
     for part, name in (("val", "validation"), ("test", "test")):
@@ -276,22 +275,22 @@ def _note_shared(hashes: Mapping[str, npt.NDArray[np.uint64]], rows: Tensor) -> 
 
 
 def _letters(sentences: Sequence[str]) -> Counter[str]:
-    """Return how often each letter occurs in the first 1,000 sentences, in lower case."""
+    """Count each letter in the first 1,000 sentences, in lower case."""
     text = "".join(sentences[:1_000]).lower()
     return Counter(letter for letter in text if letter.isalpha())
 
 
 def _has_other_letters(letters: Counter[str], expected: Counter[str]) -> bool:
-    """Return whether hardly a letter of a text is usual in another text; False if that has too few to tell."""
+    """Return whether under 5 % of a text's letters are usual in another text; False if that text is too short."""
     total = expected.total()
-    # Rare letters are those of foreign names, as in a text that has another script.
+    # Infrequent letters may come from foreign names, such as names in another script.
     usual = {letter for letter, count in expected.items() if 1_000 * count >= total}
     common = sum(count for letter, count in letters.items() if letter in usual)
     return total >= 1_000 and 20 * common < letters.total()
 
 
 def _note_other_letters(files: Sequence[SentencePairs], kept: Sequence[_Kept]) -> list[str]:
-    """Return remarks on files whose sides have other letters than those of the first file."""
+    """Return remarks on files in which a side has other letters than in the first file."""
     expected = (_letters(kept[0].sources), _letters(kept[0].targets))
     notes = []
     for pairs, kept_pairs in zip(files[1:], kept[1:], strict=True):
@@ -318,13 +317,13 @@ def prepare_corpus(
     """Normalize, filter, split and pack the pairs of all files.
 
     Args:
-        files: pairs of "train", which is split, and optionally of "val" and "test", to which `max_length` and
-            `prefixes` do not apply.
+        files: pairs of "train", which is split, and optionally of "val" and "test", which `max_length` and `prefixes`
+            do not filter.
         titles: name of each part.
         keep: settings of the normalization and the filters.
         val, test, seed: shares and seed of the split, see `split_by_source`.
     """
-    # Published validation and test files are used whole.
+    # Published validation and test files are not filtered.
     held_out_filter = replace(keep, max_length=None, prefixes=None, is_held_out=True)
     all_kept: list[_Kept] = []
     infos: dict[str, CorpusInfo] = {}

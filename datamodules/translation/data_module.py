@@ -1,4 +1,4 @@
-"""Data module of sentence pairs for translation: reading, filters, split without leaks, vocabularies, loaders."""
+"""Data module of sentence pairs for translation: files, filters, split without leaks, vocabularies, loaders."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,9 +54,9 @@ _FILES = {
     "val": ("val_file", "val_source_file", "val_target_file"),
     "test": ("test_file", "test_source_file", "test_target_file"),
 }
-"""Parameters for the files of each part: files of pairs, or aligned files."""
+"""Parameters of the files of each part: files of pairs, or aligned files."""
 _FRACTIONS = {"val": 0.05, "test": 0.1}
-"""Default share of the source sentences held out for a part without files."""
+"""Default share of the source sentences that is held out for a part without files."""
 _SUBWORDS = 8000  # Default size of each subword vocabulary.
 
 
@@ -65,13 +65,13 @@ def _listed(files: Files) -> list[str]:
 
 
 def _paths(files: Files) -> Files:
-    """Return the files with ~ expanded: several as a list, one as a string, none as None."""
+    """Return the files with ~ expanded: a list of several, a string for one, None for none."""
     names = [str(Path(name).expanduser()) for name in _listed(files)]
     return names if len(names) > 1 else names[0] if names else None
 
 
 def _check_files(part: str, pairs: Files, source: Files, target: Files) -> None:
-    """Check that a part has files of pairs or aligned files, and as many aligned files on both sides."""
+    """Check that a part has files of pairs or aligned files, and the same number of aligned files on both sides."""
     names = [spelled(name) for name in _FILES[part]]
     if (source is None) != (target is None):
         present, missing = (names[1], names[2]) if source else (names[2], names[1])
@@ -97,49 +97,50 @@ def _check_fraction(part: str, fraction: float | None, has_files: bool) -> None:
 class TranslationDataModule(BaseDataModule):
     """Sentence pairs in batches of similar length, exact on any number of devices.
 
-    Batches are `TranslationBatch`es of token numbers: PAD is 0, SOS 1, EOS 2, and UNK, any other token, 3.
-    Both vocabularies come from the training part and are saved in the checkpoint. What is held out of the training
-    files shares no source sentence with what is left of them. Published validation and test files are used whole.
+    Batches are `TranslationBatch`es of token numbers: PAD is 0, SOS 1, EOS 2, and UNK, any unknown token, 3.
+    Both vocabularies come from the training part and are saved in the checkpoint. Pairs with the same source sentence
+    are all in one part of the training files. Published validation and test files are not filtered.
 
     Args:
-        data_file: pairs, one per line with a tab between, or .csv with a header; also .gz, .bz2, .xz or .zip. Several
-            files are a list. Without any file a small artificial French-English corpus is used.
-        source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`. Several files are
-            a list, and the first belongs to the first of `target_file`.
-        target_file: their translations, line by line.
-        val_file: pairs to validate on, as `data_file`; nothing is held out of the training files then. `max_length` and
-            `prefixes` do not apply to them.
-        val_source_file: in place of `val_file`, source sentences to validate on.
-        val_target_file: their translations, line by line.
-        test_file: pairs for the test, as `val_file`.
-        test_source_file: in place of `test_file`, source sentences for the test.
-        test_target_file: their translations, line by line.
-        columns: the columns of source and target in files of pairs that have more than two, by name or by number from
-            1, as in source=2,target=4; also separator=; and quotes=yes, where lines are separated otherwise.
+        data_file: pairs, one per line separated by a tab, or .csv with a header; also .gz, .bz2, .xz or .zip; a list
+            for several files. Without any file a small artificial French-English corpus is used.
+        source_file: source sentences, one per line; requires `target_file` and replaces `data_file`. Lists of several
+            files have the same order.
+        target_file: translations of `source_file`, line by line.
+        val_file: pairs for validation, as for `data_file`; nothing is held out of the training files then. `max_length`
+            and `prefixes` do not filter them.
+        val_source_file: source sentences for validation, instead of `val_file`.
+        val_target_file: translations of `val_source_file`, line by line.
+        test_file: pairs for the test, as for `val_file`.
+        test_source_file: source sentences for the test, instead of `test_file`.
+        test_target_file: translations of `test_source_file`, line by line.
+        columns: columns of source and target in files of pairs with more than two columns, by name or by number from
+            1, as in source=2,target=4; also separator=; and quotes=yes for other forms.
         reverse: translate from the second column into the first.
-        max_length: longest sentence kept, on both sides, in words with the end mark, also with `subwords`, which are
-            learnt from what is kept. `max_tokens` limits the tokens of a batch, and so its memory.
-        prefixes: "tutorial" keeps pairs of which one side has an English beginning of PyTorch's translation tutorial.
-        normalization: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
-            "tutorial" leaves a to z, ! and ?, and "tutorial-2017" also the full stop, as the first edition of PyTorch's
-            tutorial: of its pairs 10,599 are left then, and 11,445 with "tutorial". By default "unicode", and "none"
-            with `subwords`.
-        subwords: "bpe": tokens are parts of words, learnt from the training part. No word is unknown, and translations
-            are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
-            `normalization` or `prefixes` are for words, or no file is given.
-        vocab_size: tokens of each side at most: by default 8,000 subwords, or all words; of words the most frequent
-            ones are taken, and the special tokens are not counted.
-        val_fraction: share of the source sentences held out for validation; by default 0.05, or 0 with files for it.
-        test_fraction: share of them held out for the test; by default 0.1, or 0 with files for it.
+        max_length: maximum length of a sentence on both sides, in words with the end mark, also with `subwords`, which
+            are learned from the kept pairs. `max_tokens` limits the tokens of a batch, and so its memory.
+        prefixes: "tutorial" keeps pairs that begin with an English prefix of PyTorch's translation tutorial.
+        normalization: "unicode" keeps every script and separates punctuation; "none" only splits at spaces; "tutorial"
+            keeps a to z, ! and ?, and "tutorial-2017" also the full stop, as the first edition of PyTorch's tutorial.
+            11,445 of the tutorial's pairs remain with "tutorial", and 10,599 with "tutorial-2017". By default
+            "unicode", and "none" with `subwords`.
+        subwords: "bpe" learns tokens, parts of words, from the training part. No word is unknown, and translations keep
+            capitals and punctuation. By default "bpe", and "none" if `normalization` or `prefixes` is given, or no
+            file.
+        vocab_size: maximum number of tokens of each side: by default 8,000 subwords, or all words. The most frequent
+            words are kept, and special tokens are not counted.
+        val_fraction: share of the source sentences held out for validation; by default 0.05, or 0 with `val_file`.
+        test_fraction: share of the source sentences held out for the test; by default 0.1, or 0 with `test_file`.
         batch_size: sentences on one device in one forward pass.
-        eval_batch_size: sentences in one forward pass of validation, test and prediction; fewer of long ones.
+        eval_batch_size: sentences in one forward pass of validation, test and prediction; fewer if they are long.
         max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
-        on_bad_lines: stop at lines without a tab, with an empty side, not in UTF-8 or over 10,000 bytes, or skip them.
-        seed: of the split and the shuffle order.
-        predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of files their lines.
+        on_bad_lines: whether lines without a tab, with an empty side, not in UTF-8 or over 10,000 bytes are an error,
+            or skipped.
+        seed: seed of the split and the shuffle order.
+        predict_inputs: sentences to translate; "-" reads standard input; "@FILE" and names of files read their lines.
 
     Raises:
-        UserError: for files that are missing, damaged, faulty or leave nothing to train on.
+        UserError: files are missing, damaged or faulty, or leave nothing to train on.
     """
 
     tokens_parameter = "max_tokens"
@@ -211,7 +212,7 @@ class TranslationDataModule(BaseDataModule):
             vocab_size = vocab_size or _SUBWORDS
         if normalization is None:
             normalization = "unicode" if subwords == "none" else "none"
-        # Raises an error for an unknown name here, and not only when the corpus is read.
+        # Raises for an unknown name now, before the corpus is read.
         normalize("", normalization)
         predict_inputs = list(predict_inputs) if predict_inputs else None
         self.save_hyperparameters()
@@ -220,7 +221,7 @@ class TranslationDataModule(BaseDataModule):
         self._vocabularies: tuple[AnyVocabulary, AnyVocabulary] | None = None
         self._pairs: PackedPairs | None = None
         self.normalization: Normalization = normalization
-        """Normalization of the sentences. That of a checkpoint replaces that of the constructor."""
+        """Normalization of the sentences. A checkpoint replaces the constructor's value."""
         self._inputs: list[InputSentence] | None = None
 
     @property
@@ -243,7 +244,7 @@ class TranslationDataModule(BaseDataModule):
         return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4) if names else BUNDLED_TITLE
 
     def _fraction(self, part: str) -> float:
-        """Return the share of the training files' source sentences that is held out for a part."""
+        """Return the share of the training files' source sentences to hold out for a part."""
         fraction: float | None = self.hparams[f"{part}_fraction"]
         default = 0.0 if any(self._files(part)) else _FRACTIONS[part]
         return default if fraction is None else float(fraction)
@@ -257,7 +258,7 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def left_out(self) -> Mapping[str, int]:
-        """Number of lines that are not used, by reason. The reason names the part of held-out files: "blank in val"."""
+        """Number of unused lines, by reason. For held-out files the reason has the part: "blank in val"."""
         if self._corpus is None:
             return {}
         held_out = self._corpus.held_out.items()
@@ -276,12 +277,12 @@ class TranslationDataModule(BaseDataModule):
 
     @property
     def source_vocabulary(self) -> AnyVocabulary:
-        """Vocabulary of the source. Before `setup`, this reads the corpus."""
+        """Vocabulary of the source. Reads the corpus, if called before `setup`."""
         return self.vocabularies()[0]
 
     @property
     def target_vocabulary(self) -> AnyVocabulary:
-        """Vocabulary of the target. Before `setup`, this reads the corpus."""
+        """Vocabulary of the target. Reads the corpus, if called before `setup`."""
         return self.vocabularies()[1]
 
     def _read(self, part: str) -> list[SentencePairs]:
@@ -298,7 +299,7 @@ class TranslationDataModule(BaseDataModule):
         return [file_pairs.reversed() for file_pairs in pairs] if self.hparams.reverse else pairs
 
     def _load(self) -> Corpus:
-        """Return the corpus, which is read once."""
+        """Return the corpus. It is read once."""
         if self._corpus is None:
             options = self.hparams
             keep = CorpusFilter(self.normalization, options.max_length, options.prefixes, options.on_bad_lines)
@@ -313,7 +314,7 @@ class TranslationDataModule(BaseDataModule):
         return self._corpus
 
     def _part_to_use(self, part: str) -> Corpus:
-        """Return the corpus, or raise an error if a part has no pairs."""
+        """Return the corpus. Raise a UserError if a part has no pairs."""
         corpus = self._load()
         if not len(corpus.rows[part]):
             raise UserError(
@@ -324,28 +325,28 @@ class TranslationDataModule(BaseDataModule):
         return corpus
 
     def vocabularies(self) -> tuple[AnyVocabulary, AnyVocabulary]:
-        """Return the vocabularies of source and target. Before `setup`, this reads the corpus."""
+        """Return the vocabularies of source and target. Reads the corpus, if called before `setup`."""
         if self._vocabularies is None:
             corpus, options = self._part_to_use("train"), self.hparams
             if options.subwords == "none":
                 self._vocabularies = corpus.vocabularies(options.vocab_size)
             else:
                 size = options.vocab_size or _SUBWORDS
-                # Logged in advance and not by `inform_if_slow`: sentencepiece blocks all other threads.
+                # Logged before, without `inform_if_slow`, because sentencepiece blocks all other threads.
                 inform(f"learning up to {size:,} subwords of each side from {len(corpus.rows['train']):,} pairs ...")
                 self._vocabularies = corpus.subwords(size)
         return self._vocabularies
 
     @property
     def encoded_pairs(self) -> PackedPairs:
-        """All kept pairs as numbers of the vocabularies."""
+        """All kept pairs, as token numbers of the vocabularies."""
         if self._pairs is None:
             self._pairs = self._load().encoded(*self.vocabularies())
         return self._pairs
 
     @override
     def setup(self, stage: str) -> None:
-        """Read the corpus for "fit", "validate" and "test". "predict" needs a checkpoint only."""
+        """Read the corpus for "fit", "validate" and "test"; "predict" does not need it."""
         if stage == "predict":
             return
         part = {"fit": "train", "validate": "val", "test": "test"}[stage]
@@ -391,7 +392,7 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
-        """Return the normalized source sentences of a part by the numbers of its pairs; others are empty."""
+        """Return the normalized source sentences of a part by pair number; "" for pairs of other parts."""
         rows = self.rows[part]
         sentences = dict(zip(rows.tolist(), self.source_sentences(rows), strict=True))
         return [sentences.get(row, "") for row in range(len(self._load().source))]
@@ -412,7 +413,7 @@ class TranslationDataModule(BaseDataModule):
         self._inputs = [check_sentence(text, text) for text in sentences]
 
     def _sentences_to_predict(self) -> list[InputSentence]:
-        """Return the inputs of `predict`. They are read once, since standard input cannot be read again."""
+        """Return the inputs of `predict`. They are read once, because standard input cannot be read again."""
         if self._inputs is None:
             self._inputs = read_inputs(self.hparams.predict_inputs or [])
         return self._inputs
@@ -425,7 +426,7 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """Sentences with tokens outside the vocabulary in [brackets], or the line of a sentence without words."""
+        """Sentences with unknown tokens in [brackets]; for a sentence without words, its line."""
         inputs = zip(self._normalized_inputs, self._sentences_to_predict(), strict=True)
         return [self.source_vocabulary.mark_unknown(text) if text else sentence.where for text, sentence in inputs]
 
@@ -437,7 +438,7 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def unclear_inputs(self) -> Mapping[int, str]:
-        """Remarks on inputs that are empty after normalization, by index."""
+        """Remarks on inputs without words after normalization, by index."""
         note = f"unclear: nothing is left in {self.normalization} normalization"
         inputs = self._inputs or []
         texts = self._normalized_inputs if inputs else []
@@ -461,31 +462,31 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move the tokens. Lengths and numbers stay on the CPU, where packed sequences would have to wait for them."""
+        """Move the tokens to the device. Lengths and numbers stay on the CPU: no read of them synchronizes."""
         if not isinstance(batch, TranslationBatch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         source, target = (side.to(device, non_blocking=True) for side in (batch.source, batch.target))
         return batch._replace(source=source, target=target)
 
     def source_sentences(self, numbers: Tensor) -> list[str]:
-        """Return the normalized source sentences of pairs by number (of train, val and test batches)."""
+        """Return the normalized source sentences of pairs, by number in a batch."""
         return self._load().sentences(numbers, 0)
 
     def target_sentences(self, numbers: Tensor) -> list[str]:
-        """Return the normalized reference translations. Unknown words are kept, since UNK could match a prediction."""
+        """Return the normalized reference translations, with unknown words: UNK could match a prediction."""
         return self._load().sentences(numbers, 1)
 
     def source_texts(self, numbers: Tensor) -> list[str]:
-        """Return the original source sentences of pairs by number. Those of the training part are normalized."""
+        """Return the original source sentences of pairs by number; in the training part, the normalized ones."""
         return self._load().original_sentences(numbers, 0)
 
     def target_texts(self, numbers: Tensor) -> list[str]:
-        """Return the original translations of pairs by number. Those of the training part are normalized."""
+        """Return the original translations of pairs by number; in the training part, the normalized ones."""
         return self._load().original_sentences(numbers, 1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the vocabularies and the normalization, so that the network can translate without the corpus."""
+        """Return the vocabularies and the normalization, with which the network translates without the corpus."""
         source, target = self.vocabularies()
         return {"source_tokens": source.state, "target_tokens": target.state, "normalization": self.normalization}
 
@@ -494,10 +495,10 @@ class TranslationDataModule(BaseDataModule):
         source = vocabulary_from_state(state_dict["source_tokens"])
         saved = source, vocabulary_from_state(state_dict["target_tokens"])
         if self.normalization != state_dict["normalization"]:
-            # Lightning calls `setup` before it reads the checkpoint, so the corpus has to be read and normalized again.
+            # Lightning calls `setup` before it reads the checkpoint, so the corpus must be read and normalized again.
             self.normalization = state_dict["normalization"]
             self._corpus = None
             warn(f"note: the saved normalization is used: {self.normalization}")
         elif self._vocabularies not in (None, saved):
-            warn("note: the saved vocabularies are used, which are not those of the training part")
+            warn("note: the saved vocabularies are used; those of the training part differ")
         self._vocabularies, self._pairs = saved, None

@@ -1,6 +1,6 @@
-"""Sentence pairs in flat tensors, and loaders of padded batches of similar length.
+"""Sentence pairs in flat tensors, and loaders of padded batches of sentences of similar length.
 
-The order of the batches is the same for any number of ranks. A batch is built without a loop over sentences.
+The order of the batches does not depend on the number of ranks. A batch is built without a loop over sentences.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from datamodules.translation.text import EOS, SOS, SPECIAL_TOKENS
 
 
 class TranslationBatch(NamedTuple):
-    """Batch of sentence pairs as token numbers. Shorter sentences are padded with 0.
+    """Batch of sentence pairs as token numbers, padded with 0.
 
     Args:
         source: tokens and EOS of each source, int64 of shape (batch, source_time).
@@ -41,7 +41,7 @@ class TranslationBatch(NamedTuple):
         """Return the pairs at `indices` of the batch, int64 of shape (n,)."""
 
         def take(values: Tensor) -> Tensor:
-            # Lengths and numbers stay on the CPU when the tokens move to a GPU.
+            # Lengths and numbers are on the CPU even if the tokens are on a GPU.
             return values[indices.to(values.device, non_blocking=True)]
 
         return TranslationBatch(
@@ -55,7 +55,7 @@ class TranslationBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSentences:
-    """Sentences, concatenated in one tensor.
+    """Sentences concatenated in one tensor.
 
     Args:
         tokens: token numbers of all sentences, int32 of shape (tokens,).
@@ -86,22 +86,22 @@ class PackedSentences:
         return self.tokens[int(self.offsets[row]) : int(self.offsets[row + 1])].tolist()
 
     def gathered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the concatenated tokens of some sentences, and the length of each, int64 of shape (batch,)."""
+        """Return the concatenated tokens of the sentences at `rows`, and their lengths, int64 of shape (batch,)."""
         starts = self.offsets.index_select(0, rows)
         lengths = self.offsets.index_select(0, rows + 1) - starts
         return self.tokens.take(_ranges(starts, lengths)).long(), lengths
 
     def padded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sentences as int64 of shape (batch, time), padded with 0, and their lengths of shape (batch,)."""
+        """Return the sentences at `rows`, int64 of shape (batch, time) padded with 0, and their lengths (batch,)."""
         tokens, lengths = self.gathered(rows)
-        # An empty batch has two columns, since networks drop one of the targets' columns and expect another.
+        # An empty batch has two columns: networks drop one column of the targets, and need at least one more.
         columns = torch.arange(int(lengths.max()) if len(lengths) else 2)
         matrix = tokens.new_zeros(len(lengths), len(columns))
         matrix[columns < lengths.unsqueeze(1)] = tokens
         return matrix, lengths
 
     def counts(self, rows: Tensor, size: int) -> Tensor:
-        """Count the occurrences of each of `size` tokens in some sentences, int64 of shape (size,)."""
+        """Count each of `size` tokens in the sentences at `rows`, int64 of shape (size,)."""
         return torch.bincount(self.gathered(rows)[0], minlength=size)
 
 
@@ -125,15 +125,15 @@ class PackedPairs:
 
 
 def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, list[str]]:
-    """Number the tokens of sentences, and return the packed sentences, each with `EOS`, and the list of tokens.
+    """Number the tokens of sentences, and return the packed sentences with `EOS`, and the list of tokens.
 
     Args:
-        lines: normalized sentences, none empty.
-        start: whether to put `SOS` in front of each sentence.
+        lines: normalized sentences, not empty.
+        start: whether to insert `SOS` before each sentence.
     """
     numbers: defaultdict[str, int] = defaultdict(itertools.count(len(SPECIAL_TOKENS)).__next__)
-    # Control characters, which no normalized sentence contains, stand for SOS and EOS. One pass over all tokens then
-    # numbers them and finds the ends.
+    # Control characters, which no normalized sentence contains, represent SOS and EOS, so that one pass numbers all
+    # tokens and finds the ends.
     numbers |= {"\x02": SOS, "\x03": EOS}
     beginning = ["\x02"] if start else []
     separator = " ".join(["\x03", *beginning])
@@ -148,10 +148,10 @@ def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, li
 
 
 _ORDINARY_LENGTH = 128
-"""Length in tokens up to which `batch_size` sentences go into one forward pass of an evaluation."""
+"""Length in tokens up to which an evaluation computes `batch_size` sentences in one forward pass."""
 
 _POOL = 8
-"""Number of updates whose sentences are sorted by length together."""
+"""Number of updates per pool of sentences that are sorted by length."""
 
 
 def sort_by_length(source_lengths: Tensor, target_lengths: Tensor, order: Tensor) -> Tensor:
@@ -161,22 +161,22 @@ def sort_by_length(source_lengths: Tensor, target_lengths: Tensor, order: Tensor
 
 
 def sort_pools(source_lengths: Tensor, target_lengths: Tensor, order: Tensor, size: int) -> Tensor:
-    """Sort each pool of `size` neighbors in `order` by the longer side, then by the sum of both, keeping ties."""
+    """Sort each pool of `size` successive entries of `order` stably by the longer side, then by the sum."""
     sources = source_lengths[order]
     targets = target_lengths[order]
     sums = sources + targets
     pool = torch.arange(len(order)) // size
-    # One integer key for (pool, longer side, sum), since argsort sorts by one key.
+    # One integer key for (pool, longer side, sum), because argsort sorts by one key.
     base = int(sums.max()) + 1 if len(order) else 1
     key = (pool * base + torch.maximum(sources, targets)) * base + sums
     return order[torch.argsort(key, stable=True)]
 
 
 def shuffle_units(n: int, unit: int, seed: int, epoch: int) -> Tensor:
-    """Return the numbers 0..n-1 in units of `unit` neighbors, the units in random order, int64 of shape (n,).
+    """Return the numbers 0..n-1 in units of `unit` successive numbers, in random order, int64 of shape (n,).
 
-    The remaining short unit comes last, since updates are counted from the start of the epoch. Its numbers are taken
-    from a random position: the end of a sort by length would always give it the longest sentences.
+    The remaining short unit comes last, because updates are counted from the start of the epoch. Its numbers come from
+    a random position: at the end of a sort by length it would always have the longest sentences.
     """
     num_units, num_rest = divmod(n, unit)
     begin = int(permutation(num_units + 1, seed, "short unit", epoch)[0]) * unit
@@ -188,9 +188,9 @@ def shuffle_units(n: int, unit: int, seed: int, epoch: int) -> Tensor:
 
 
 def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: int) -> Tensor:
-    """Cut sentences, sorted by length, into batches and return their bounds, int64 of shape (batches + 1,).
+    """Cut sentences that are sorted by length into batches, and return the bounds, int64 of shape (batches + 1,).
 
-    A batch takes as many sentences as fit with padding: sentences * (longest source + longest target) <= `max_tokens`.
+    A batch has as many sentences as fit with padding: sentences * (longest source + longest target) <= `max_tokens`.
 
     Raises:
         UserError: a single pair has more than `max_tokens` tokens.
@@ -220,12 +220,12 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
 class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     """Loader of shuffled batches of similar lengths, in one order for any number of ranks, resumable at any update.
 
-    An epoch is shuffled and cut into pools of 8 updates. Each pool is sorted by length and cut into units, the
-    sentences of one update, and the units are shuffled. Micro-batches are consecutive slices of a unit. The order is a
+    An epoch is shuffled and cut into pools of 8 updates. Each pool is sorted by length and cut into units: the
+    sentences of one update. The units are shuffled. Micro-batches are consecutive slices of a unit. The order is a
     function of (seed, epoch, sentences per update).
 
     With `max_tokens` the whole epoch is sorted and cut into micro-batches of that size, and a unit is the micro-batches
-    of an update. The cuts are the same in every epoch, so that the number of updates never changes.
+    of an update. The bounds are the same in every epoch, so the number of updates never changes.
 
     Args:
         pairs: all sentence pairs.
@@ -233,7 +233,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         batch_size: sentences of a micro-batch.
         seed: seed of the shuffle order.
         max_tokens: tokens of a micro-batch, both sides and padding counted; replaces `batch_size`.
-        shuffle: False repeats the order of the first epoch.
+        shuffle: whether to shuffle; False repeats the order of the first epoch.
 
     Raises:
         UserError: the set is empty, or a pair does not fit into `max_tokens`.
@@ -259,11 +259,11 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         self._source_lengths = pairs.source.lengths[rows]
         self._target_lengths = pairs.target.lengths[rows]
         self._bounds: Tensor | None = None
-        # An item is a sentence, or with `max_tokens` a micro-batch, whose number of sentences varies.
+        # An item is a sentence, or with `max_tokens` a micro-batch with a varying number of sentences.
         items = len(rows)
         items_per_micro_batch = batch_size
         if max_tokens:
-            # The cuts depend on the lengths only: each epoch's order, sorted by length, has the same lengths.
+            # The bounds are a function of the sorted lengths, which are the same in every epoch.
             order = sort_by_length(self._source_lengths, self._target_lengths, torch.arange(len(rows)))
             self._bounds = cut_by_tokens(self._source_lengths[order], self._target_lengths[order], max_tokens)
             items = len(self._bounds) - 1
@@ -271,7 +271,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
             mean = (self._source_lengths + self._target_lengths).double().mean()
             batch_size = max(1, int(max_tokens / mean))
         self.batch_size = batch_size
-        """Sentences of a micro-batch, or with `max_tokens` their mean number."""
+        """Sentences of a micro-batch; with `max_tokens` the mean number."""
         super().__init__(items, items_per_micro_batch, rank, world_size)
         self._unit = 0
         self._last_plan: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
@@ -300,7 +300,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     def _plan(self, epoch: int, unit: int) -> tuple[Tensor, Tensor]:
         """Return the order of an epoch as positions in `rows`, and the bounds of its items in this order."""
         key = (epoch if self.shuffle and not self.keeps_order else 0, unit)
-        # Cached, since a plan of ten million pairs takes seconds.
+        # Cached: a plan of ten million pairs takes seconds.
         if self._last_plan is None or self._last_plan[0] != key:
             self._last_plan = key, self._make_plan(*key)
         return self._last_plan[1]
@@ -309,7 +309,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         count = len(self.rows)
         order = epoch_order(count, self.seed, epoch)
         if self._bounds is None:
-            # The short unit at the end is not sorted into a pool: as it is, it is a random sample.
+            # The short unit at the end is not sorted into a pool, so that it is a random sample.
             num_in_units = count - count % unit
             pools = sort_pools(self._source_lengths, self._target_lengths, order[:num_in_units], _POOL * unit)
             units = shuffle_units(num_in_units, unit, self.seed, epoch)
@@ -318,7 +318,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         batches = shuffle_units(self._items, unit, self.seed, epoch)
         sizes = self._bounds.diff()[batches]
         bounds = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
-        # How far each sentence of a batch moves from its position in the sort.
+        # Offset of each sentence from its position in the sorted order.
         shift = torch.repeat_interleave(self._bounds[batches] - bounds[:-1], sizes)
         return order[torch.arange(count) + shift], bounds
 
@@ -328,8 +328,8 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
 
     @override
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[TranslationBatch]:
-        # An interrupted epoch keeps its unit size. With another one, the remaining positions would not be the sentences
-        # that have not been seen.
+        # An interrupted epoch keeps its unit size. With another size the remaining positions would not be the remaining
+        # sentences.
         if not start_at:
             self._unit = self.division.update_size
         order, starts = self._plan(epoch, self._unit)
@@ -345,10 +345,10 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of `state`, which any number of ranks may have saved.
+        """Restore the position of `state`, which may have been saved on another number of ranks.
 
         Raises:
-            UserError: within an epoch, the data have changed, or batches are limited by another number of tokens.
+            UserError: `state` is within an epoch, and the data or `max_tokens` have changed.
         """
         if state["consumed"] and state["items"] != self._items:
             kind = "sentences" if self._bounds is None else "batches"
@@ -361,15 +361,15 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
 
 
 def batches_within_memory(lengths: Tensor, batch_size: int) -> list[Tensor]:
-    """Cut sentences into batches of at most `batch_size` neighbors whose attention fits into memory.
+    """Cut sentences into batches of at most `batch_size` successive sentences whose attention fits into memory.
 
-    Attention takes memory in proportion to sentences * longest * longest. If that is more than for `batch_size`
-    sentences of 128 tokens, the neighbors are sorted by length and cut into smaller batches. One sentence is a batch,
-    however long it is.
+    Attention needs memory in proportion to sentences * longest * longest. If that exceeds `batch_size` sentences of 128
+    tokens, the sentences are sorted by length and cut into smaller batches. A batch has at least one sentence, of any
+    length.
 
     Args:
         lengths: tokens of the longer side of each sentence, int64 of shape (n,).
-        batch_size: greatest number of sentences of a batch.
+        batch_size: maximum number of sentences of a batch.
 
     Returns:
         Indices of the sentences of each batch.
@@ -395,14 +395,15 @@ def batches_within_memory(lengths: Tensor, batch_size: int) -> list[Tensor]:
 class SentenceEvaluationLoader(NumberedEvaluation):
     """Loader of every pair exactly once, in batches that do not depend on the number of ranks.
 
-    Batches contain sentences of similar length. Their order is random but fixed, so that the first batches are a fair
-    sample, for example with ``limit_val_batches``.
+    Batches contain sentences of similar length. Their order is random but fixed, so the first batches, as with
+    ``limit_val_batches``, are a representative sample.
 
     Args:
         pairs: all sentence pairs.
         rows: numbers of the pairs to evaluate, int64 of shape (n,).
         batch_size: sentences in one forward pass; fewer if they are long, see `batches_within_memory`.
-        bucket: False keeps the order of `rows`, except within batches that are cut because of long sentences.
+        bucket: whether to group sentences by length; False keeps the order of `rows`, except in batches that are cut
+            because of long sentences.
     """
 
     def __init__(
@@ -422,9 +423,9 @@ class SentenceEvaluationLoader(NumberedEvaluation):
             units = shuffle_units(len(rows), batch_size, seed=0, epoch=0)
             order = sort_by_length(source_lengths, target_lengths, order)[units]
         batches = batches_within_memory(torch.maximum(source_lengths, target_lengths)[order], batch_size)
-        # The ranks take whole batches in turn, so that a batch is the same on any number of ranks.
+        # Whole batches are assigned to the ranks in turn, so a batch is the same on any number of ranks.
         self._batches = [rows[order[indices]] for indices in batches[rank::world_size]]
-        # A rank without a batch gets an empty one, since every rank has to take part in the collective reductions.
+        # A rank without a batch gets an empty one: every rank has to take part in the collective reductions.
         if not self._batches:
             self._batches = [rows[:0]]
 

@@ -1,4 +1,4 @@
-"""Reads sentence pairs, from files with a pair in each line or from aligned files, and the sentences to translate.
+"""Sentence pairs from files with a pair in each line or from aligned files, and sentences to translate.
 
 Faulty lines are collected.
 """
@@ -31,7 +31,7 @@ from datamodules.loading.table_files import (
 from datamodules.notes import warn
 
 USES = ("source", "target")
-"""What `columns` declares for files of pairs."""
+"""Uses of the columns in files of pairs."""
 BUNDLED_TITLE = "bundled artificial French-English sentences"
 
 
@@ -54,8 +54,8 @@ class SentencePairs:
     Args:
         where: name of the file, for messages.
         pairs: pairs without faults.
-        faults: lines that cannot be used.
-        apart: number of lines that are neither pairs nor faults, by reason: "header" and "blank".
+        faults: unusable lines.
+        skipped_lines: number of lines that are neither pairs nor faults, by reason: "header" and "blank".
         columns: names of the source and target columns in the file.
         unused: names of the other columns.
     """
@@ -68,7 +68,7 @@ class SentencePairs:
     unused: tuple[str, ...] = ()
 
     def add(self, number: int, source: Any, target: Any) -> None:
-        """Add two cells as a pair, or count them as blank or a fault."""
+        """Add two cells as a pair, or count them as a blank line or a fault."""
         left = _as_line(source)
         right = _as_line(target)
         if not left and not right:
@@ -86,7 +86,7 @@ class SentencePairs:
         return replace(self, pairs=pairs, columns=self.columns[::-1])
 
     def describe_columns(self) -> str:
-        """Return a line about the chosen columns, with a pair as an example, or "" for aligned files."""
+        """Describe the chosen columns, with a pair as an example; "" for aligned files."""
         if not self.columns:
             return ""
         header = "line 1 is a header and no pair: " if "header" in self.skipped_lines else ""
@@ -100,12 +100,12 @@ class SentencePairs:
 
     @property
     def read(self) -> int:
-        """Number of all lines that were read."""
+        """Number of all lines."""
         return len(self.pairs) + len(self.faults) + sum(self.skipped_lines.values())
 
 
 def _as_line(cell: Any) -> str:
-    """Return a cell as a sentence in one line: quoted cells may hold line breaks, and Parquet files missing values."""
+    """Return a cell as one line: quoted cells may contain line breaks, and Parquet files missing values."""
     if cell is None:
         return ""
     return " ".join(str(cell).split("\n")).strip()
@@ -116,12 +116,12 @@ def _shorten(sentence: str) -> str:
 
 
 def is_markup(line: str) -> bool:
-    """Return whether a line is a tag, or a text in tags: it describes a text, and does not belong to it."""
+    """Return whether a line is a tag or a text in tags, which is metadata and not a sentence."""
     return line.startswith("<") and line.endswith(">")
 
 
 def _with_languages(table: Table) -> None:
-    """Split columns of texts by language, as Hugging Face has them, into one for each: "translation.de"."""
+    """Split columns of texts by language, as in Hugging Face's data sets, into a column each: "translation.de"."""
     for index in reversed(range(len(table.names))):
         cells = [row[index] for _, row in table.rows]
         languages = dict.fromkeys(language for cell in cells if isinstance(cell, Mapping) for language in cell)
@@ -133,7 +133,7 @@ def _with_languages(table: Table) -> None:
 
 
 def _proposal(table: Table, columns: Mapping[str, str], has_names: bool) -> str:
-    """Return `columns` with the likeliest two columns: those whose first cells have most letters and no address."""
+    """Return `columns` with the two most probable columns: most letters and no URL in the first cell."""
     cells = table.rows[0][1] if table.rows else table.names
 
     def letters(index: int) -> int:
@@ -147,10 +147,10 @@ def _proposal(table: Table, columns: Mapping[str, str], has_names: bool) -> str:
 
 
 def _column_indices(table: Table, columns: Mapping[str, str], has_names: bool) -> list[int]:
-    """Return the indices of the declared columns of source and target, or of the two that the table has."""
+    """Return the indices of the source and target columns: as declared, or the only two columns."""
     listed = ", ".join(map(repr, table.names[:10]))
     first = [str(cell) for cell in table.rows[0][1]] if table.rows else [""]
-    # Around the whole line: quotes of a program, or of the text.
+    # Quotes around the whole line may be CSV quoting or part of the text.
     if not {"source", "quotes"} & columns.keys() and first[0][:1] == first[-1][-1:] == '"':
         quotes = f"pass {spelled('columns', 'quotes=yes')} if a program wrote them, or 'quotes=no'"
         raise UserError(f"{table.where} has quotes, as in {_shorten(first[0])!r}; {quotes}")
@@ -179,8 +179,8 @@ def read_pairs(path: Path, columns: str | None = None) -> SentencePairs:
 
     Args:
         path: path of the file.
-        columns: declared columns of source and target, see `parse_columns`: names, or numbers from 1. They may be left
-            out if there are two. If they are names, the first line of tab-separated text is a header.
+        columns: source and target columns, see `parse_columns`: names, or numbers from 1. Not needed if there are two
+            columns. If they are names, the first line of tab-separated text is a header.
 
     Raises:
         UserError: there are no such columns, or more than two; see also `read_table`.
@@ -189,7 +189,7 @@ def read_pairs(path: Path, columns: str | None = None) -> SentencePairs:
     suffix = text_suffix(path)
     if suffix == ".tmx":
         raise UserError(f"{path} is a translation memory; write its units as lines of SOURCE<tab>TARGET")
-    # Text without declared columns is sentences from its first line on.
+    # Without declared columns the first line of a text file is a pair, not a header.
     has_names = has_header(declared) and ("source" in declared or suffix in (".csv", *NAMED))
     table = read_table(path, declared, header=has_names)
     _with_languages(table)
@@ -207,8 +207,8 @@ def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
     """Read two aligned files, in which line i of one is the translation of line i of the other.
 
     Raises:
-        UserError: one file has more lines. No setting skips this error, since none of the
-            pairs can be trusted then. See also `iter_lines`.
+        UserError: one file has more lines. `on_bad_lines` does not skip this error, because all pairs may be wrong
+            then. See also `iter_lines`.
     """
     sources = list(iter_lines(source_path))
     targets = list(iter_lines(target_path))
@@ -235,11 +235,11 @@ def bundled_pairs() -> tuple[tuple[str, str], ...]:
 
 
 LONGEST_INPUT = 100_000
-"""Greatest length of a sentence to validate, test or predict on, in bytes of UTF-8."""
+"""Maximum length of a sentence in validation, test and prediction, in bytes of UTF-8."""
 
 
 class InputSentence(NamedTuple):
-    """Sentence to translate, or the problem of an input without one.
+    """Sentence to translate, or the problem of an unusable input.
 
     Args:
         where: name of the input for messages: the sentence, or its line and file.
@@ -253,7 +253,7 @@ class InputSentence(NamedTuple):
 
 
 def check_sentence(where: str, text: str) -> InputSentence:
-    """Check a sentence and return it, or the problem if it cannot be translated."""
+    """Return a sentence to translate; with a problem if it is unusable."""
     if "\0" in text:
         return InputSentence(where, "", UserError("holds a NUL character; correct it", subject=where))
     size = len(text.encode(errors="replace"))
@@ -264,7 +264,7 @@ def check_sentence(where: str, text: str) -> InputSentence:
 
 
 def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[InputSentence]:
-    """Yield a sentence, or its problem, for each line."""
+    """Yield a sentence or a problem for each line."""
     for number, line in enumerate(lines, 1):
         line_name = f"line {number} of {where}"
         if line is None:
@@ -278,7 +278,7 @@ def _sentences_of_lines(where: str, lines: Iterable[str | None]) -> Iterator[Inp
 
 
 def _sentences_of_file(path: Path) -> list[InputSentence]:
-    """Return the sentences of a file, or the file as one input with a problem if it cannot be read."""
+    """Return the sentences of a file; for an unreadable file, one input with a problem."""
     try:
         return list(_sentences_of_lines(str(path), iter_lines(path)))
     except UserError as error:
@@ -286,7 +286,7 @@ def _sentences_of_file(path: Path) -> list[InputSentence]:
 
 
 def read_inputs(inputs: Sequence[str]) -> list[InputSentence]:
-    """Read the sentences to translate. Blank lines of files are kept, so that outputs match the lines of the input.
+    """Read the sentences to translate. Blank lines of files are kept, so outputs match the lines of the input.
 
     Args:
         inputs: sentences; "-" for standard input; "@FILE"; names of .txt files, or of any existing file.
@@ -297,15 +297,15 @@ def read_inputs(inputs: Sequence[str]) -> list[InputSentence]:
     sentences: list[InputSentence] = []
     for text in inputs:
         is_listed = text.startswith("@") or (text.endswith(".txt") and " " not in text)
-        # Path.exists raises an error for texts that are longer than a file name may be.
+        # Path.exists raises an error for texts longer than a file name.
         exists = os.path.exists(text)  # noqa: PTH110
         if text == "-":
-            # Read as bytes, since text mode decodes by the locale, which may turn another encoding into wrong letters.
+            # Read as bytes: text mode decodes by the locale, which may decode another encoding to wrong letters.
             stream = io.BytesIO(sys.stdin.buffer.read())
             sentences += _sentences_of_lines("standard input", decoded_lines(stream, "standard input"))
         elif is_listed or exists:
             file_sentences = _sentences_of_file(Path(text.removeprefix("@")).expanduser())
-            # A word to translate may be the name of a file by chance.
+            # A word to translate may happen to be the name of a file.
             if not is_listed and os.path.isfile(text):  # noqa: PTH113
                 warn(f"note: {text} is a file: its {len(file_sentences):,} lines are translated")
             sentences += file_sentences

@@ -1,4 +1,4 @@
-"""Normalization of text, tokenization, and vocabularies of words and of subwords, which sentencepiece learns."""
+"""Normalization of text, tokenization, and vocabularies of words and of subwords (sentencepiece)."""
 
 import io
 import tempfile
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 PAD, SOS, EOS, UNK = range(4)
-"""Numbers of the special tokens: padding, start and end of a sentence, and tokens outside the vocabulary."""
+"""Numbers of the special tokens: padding, start and end of a sentence, and unknown tokens."""
 SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
 
 Normalization = Literal["unicode", "none", "tutorial", "tutorial-2017"]
@@ -37,12 +37,12 @@ class _CharacterTable(dict[int, str]):
 
 _APOSTROPHES = "'\u2019\u02bc\u2032"
 INVISIBLE = "\u00ad\u200b\u2060\ufeff"
-"""Soft hyphen, zero-width space, word joiner, byte-order mark. Joiners that shape Persian or emoji are kept."""
+"""Soft hyphen, zero-width space, word joiner, byte-order mark. Joiners needed in Persian and emoji are kept."""
 
 
 def _unicode_character(char: str) -> str:
-    """Return the replacement of a character in "unicode" normalization: punctuation becomes a token of its own."""
-    # By Unicode categories: `\w` of regular expressions excludes combining marks, which belong to their word.
+    """Return the replacement of a character in "unicode" normalization: punctuation becomes a separate token."""
+    # By Unicode categories, because `\w` of regular expressions excludes combining marks, which are part of a word.
     if char in _APOSTROPHES:
         return "'"
     if char in INVISIBLE:
@@ -81,7 +81,7 @@ _TABLES = {
 
 
 def _split_at_apostrophes(text: str) -> str:
-    """Split text after apostrophes: ``j'ai`` becomes ``j'`` and ``ai``. After a space an apostrophe is a token."""
+    """Split text after apostrophes: ``j'ai`` becomes ``j'`` and ``ai``. An apostrophe after a space is a token."""
     pieces = text.split("'")
     tokens = [pieces[0]]
     for before, after in pairwise(pieces):
@@ -94,21 +94,21 @@ def normalize_lines(lines: Sequence[str], how: Normalization = "unicode") -> lis
 
     Args:
         lines: sentences without line breaks.
-        how: "unicode" keeps every script with its accents, in lower case (NFC), and makes tokens of punctuation;
-            "none" only composes characters (NFC) and splits at spaces; "tutorial" keeps a to z, ! and ? only, as
-            PyTorch's translation tutorial does; "tutorial-2017" also the full stop, as its first edition did.
+        how: "unicode" keeps every script with its accents, in lower case (NFC), and separates punctuation; "none" only
+            composes characters (NFC) and splits at spaces; "tutorial" keeps only a to z, ! and ?, as PyTorch's
+            translation tutorial; "tutorial-2017" also the full stop, as the tutorial's first edition.
 
     Raises:
         UserError: there is no such normalization.
     """
     if how not in _TABLES:
         raise UserError(f"no normalization {how!r}; expected one of {', '.join(get_args(Normalization))}")
-    # All lines in one call, which is faster than a call for each line.
+    # All lines in one call: faster than one call per line.
     text = "\n".join(lines)
     if how == "none":
         text = unicodedata.normalize("NFC", text.translate(_TABLES[how]))
     elif how == "unicode":
-        # Composed last, since a character that the table drops may separate a letter from its accent.
+        # Composed after the table, which may drop a character between a letter and its accent.
         text = _split_at_apostrophes(unicodedata.normalize("NFC", text.lower().translate(_TABLES[how])))
     else:
         text = unicodedata.normalize("NFD", text.lower()).translate(_TABLES[how])
@@ -133,7 +133,7 @@ def strip_special_tokens(ids: Iterable[int]) -> list[int]:
 
 
 class Vocabulary:
-    """Vocabulary of the tokens of one side. The first four are `SPECIAL_TOKENS`.
+    """Vocabulary of words of one side. The first four tokens are `SPECIAL_TOKENS`.
 
     Args:
         tokens: all tokens, the special tokens first.
@@ -150,12 +150,12 @@ class Vocabulary:
                 f"a vocabulary is a list of distinct tokens that begins with {' '.join(SPECIAL_TOKENS)}, "
                 f"found {len(self.tokens):,} tokens, {num_distinct:,} of them distinct: {' '.join(self.tokens[:5])}"
             )
-        # Special tokens are not looked up, so that the text "<pad>" is an unknown word and not padding.
+        # Special tokens are not looked up: the text "<pad>" is an unknown word, not padding.
         self._ids = {token: number for number, token in enumerate(self.tokens) if number >= len(SPECIAL_TOKENS)}
 
     @classmethod
     def of(cls, tokens: Iterable[str]) -> "Vocabulary":
-        """Make a vocabulary of ordinary tokens, with the special tokens in front."""
+        """Make a vocabulary of ordinary tokens, preceded by the special tokens."""
         return cls([*SPECIAL_TOKENS, *(token for token in tokens if token not in SPECIAL_TOKENS)])
 
     def __len__(self) -> int:
@@ -174,7 +174,7 @@ class Vocabulary:
         return list(self.tokens)
 
     def spell(self, word: str) -> list[int]:
-        """Return the number of a word as a list of one number, which is `UNK` for a word outside the vocabulary."""
+        """Return the number of a word, or `UNK` for an unknown word, as a list of one number."""
         return [self._ids.get(word, UNK)]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -182,7 +182,7 @@ class Vocabulary:
         return " ".join(self.tokens[number] for number in strip_special_tokens(ids))
 
     def mark_unknown(self, sentence: str) -> str:
-        """Return a normalized sentence with tokens outside the vocabulary in square brackets."""
+        """Return a normalized sentence with unknown tokens in square brackets."""
         marked = []
         for token in sentence.split():
             marked.append(token if token in self else f"[{token}]")
@@ -195,7 +195,7 @@ def build_vocabulary(tokens: Sequence[str], counts: Sequence[int], most: int | N
     Args:
         tokens: all tokens, the special tokens first.
         counts: number of occurrences of each token; tokens that do not occur are left out.
-        most: greatest number of tokens, without the special tokens.
+        most: maximum number of tokens, without the special tokens.
     """
 
     def sort_key(number: int) -> tuple[int, str]:
@@ -212,11 +212,11 @@ _MAX_TEXT_BYTES = 1_000_000  # Bytes of a text without a space; sentencepiece's 
 
 
 class SubwordVocabulary:
-    """Vocabulary of subwords. The first four are `SPECIAL_TOKENS`, and 256 stand for single bytes.
+    """Vocabulary of subwords. The first four tokens are `SPECIAL_TOKENS`, and 256 tokens are single bytes.
 
-    The subwords of a word do not depend on its neighbors. Characters that the training text lacks become bytes, so
-    that any text can be encoded and decoded without loss, except for the character U+2581, which becomes a space:
-    sentencepiece uses it for the space before a word.
+    The subwords of a word do not depend on its neighbors. Characters that the training text lacks become bytes, so any
+    text can be encoded and decoded without loss, except the character U+2581, which becomes a space: sentencepiece
+    uses it for the space before a word.
 
     Args:
         model: serialized model of sentencepiece.
@@ -228,7 +228,7 @@ class SubwordVocabulary:
 
     @cached_property
     def _processor(self) -> "SentencePieceProcessor":
-        # Imported here, since runs without subwords need not load it.
+        # Imported here, because runs without subwords do not need it.
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -263,7 +263,7 @@ class SubwordVocabulary:
         """Return the text of numbers up to the first `EOS`, in one line with single spaces."""
         numbers = [number for number in strip_special_tokens(ids) if number != UNK]
         text: str = self._processor.decode(numbers)
-        # A network may predict the byte of a line feed.
+        # Joined again, because a network may predict the byte of a line feed.
         return " ".join(text.split())
 
     def mark_unknown(self, sentence: str) -> str:
@@ -278,7 +278,7 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
 
     Args:
         counts: number of occurrences of each word.
-        vocab_size: greatest number of tokens, with special tokens and the 256 bytes; a small text gives fewer.
+        vocab_size: maximum number of tokens, with special tokens and the 256 bytes; a small text gives fewer.
 
     Raises:
         UserError: the text has more distinct characters than `vocab_size` allows.
@@ -291,7 +291,7 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
         special |= {f"{name}_id": number, f"{name}_piece": SPECIAL_TOKENS[number]}
     model = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder:
-        # Sorted, so that the result does not depend on the order of `counts`.
+        # Sorted: the result must not depend on the order of `counts`.
         words = Path(folder, "words.tsv")
         words.write_text("".join(f"{word}\t{counts[word]}\n" for word in sorted(counts)), encoding="utf-8")
         try:
@@ -319,7 +319,7 @@ def train_subwords(counts: Mapping[str, int], vocab_size: int) -> SubwordVocabul
                 f" of the text; pass a larger one, such as {spelled('vocab_size', 8000)}"
             ) from None
     proto = ModelProto.FromString(model.getvalue())
-    # The name of the temporary file differs in each call, and the model is compared with that of a checkpoint.
+    # The name of the temporary file differs in each call, and a checkpoint's model must be equal.
     proto.trainer_spec.ClearField("input")
     return SubwordVocabulary(proto.SerializeToString(deterministic=True))
 
@@ -328,7 +328,7 @@ AnyVocabulary = Vocabulary | SubwordVocabulary
 
 
 def encode_tokens(vocabulary: AnyVocabulary, tokens: Sequence[str]) -> list[list[int]]:
-    """Return the vocabulary's numbers for each token of a corpus, whose list begins with the special tokens."""
+    """Return the numbers of each token of a corpus in a vocabulary; the list begins with the special tokens."""
     special = [[number] for number in range(len(SPECIAL_TOKENS))]
     return [*special, *map(vocabulary.spell, tokens[len(SPECIAL_TOKENS) :])]
 
