@@ -1,4 +1,4 @@
-"""List the recipes and start one: ``lightning-recipes mnist`` is the same as ``python -m recipes.mnist``."""
+"""Command that lists and starts recipes: ``lightning-recipes mnist`` is the same as ``python -m recipes.mnist``."""
 
 import os
 import sys
@@ -17,12 +17,12 @@ def _print_list(program: str) -> None:
 
 
 def main() -> None:
-    """Run the recipe that the command line names with its flags, or print the list of recipes."""
+    """Run the recipe named on the command line, or print the list of recipes."""
     program = "python -m recipes"
     args = sys.argv[1:]
     if __name__ != "__main__":
         program = "lightning-recipes"
-        # A console command does not import from the current folder, and neither must the processes that it starts.
+        # A console command does not import from the current folder; the processes that it starts must not do so either.
         os.environ["PYTHONSAFEPATH"] = "1"
     name = args[0] if args else "list"
     if name in ("list", "-h", "--help"):

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class Recipe(OneLightning, pl.LightningModule):
-    """Base class of every recipe: a recipe adds `build_network`, `training_step` and `configure_optimizers`.
+    """Base class of every recipe; a recipe adds `build_network`, `training_step` and `configure_optimizers`.
 
     `training_step` returns ``{"loss": mean, "count": number of targets}``, and may add ``correct``, the number of
-    correct predictions as a tensor. If it returns the mean only, the samples of the batch are counted. No step waits
+    correct predictions as a tensor. If it returns only the mean, the samples of the batch are counted. No step waits
     for the device: `StepMetrics` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
-    `configure_optimizers` calls `build_optimizer` and `build_schedule`, which read the parameters below. A recipe whose
-    defaults differ repeats them in its constructor, and passes them on. The arguments of its constructor are saved in
-    ``self.hparams``; one that computes a value for None ends with ``self.hparams.update(lr=lr)``.
+    `configure_optimizers` calls `build_optimizer` and `build_schedule`, which read the parameters below. A recipe with
+    other defaults repeats these parameters in its constructor, and passes them on. The arguments of its constructor are
+    saved in ``self.hparams``; a constructor that replaces None by a value ends with ``self.hparams.update(lr=lr)``.
 
     A recipe may override `headline` for the closing table, `prediction_rows` for predict, and `named_outputs`,
     `photograph_crop` and `export_metadata` for export.
@@ -48,17 +48,16 @@ class Recipe(OneLightning, pl.LightningModule):
         lr: peak learning rate.
         weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
         momentum: momentum, if the optimizer has it.
-        schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
-            those that lead to it stay at the peak: one_cycle, linear, cosine.
-        schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': gamma, the
-            factor of each epoch of exponential, by default 0.95, of each milestone of multistep and of each plateau, by
-            default 0.1; milestones of multistep, by default at 50% and 75%, and of exponential, by default none, with
-            milestone_gamma, by default 0.1; patience of plateau in validations, by default 2; min_lr, the rate at which
-            a schedule ends or stops to fall.
-        optimizer_args: further arguments of the optimizer, as in '{betas: [0.9, 0.95]}'.
-        channels_last: the memory layout of convolutions in which bf16 kernels are fast.
-        compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
-        weights: file of weights to begin with, or none.
+        schedule: shape of the learning rate over the run, which the warm-up multiplies. If the run has no end,
+            one_cycle, linear and cosine stay at the peak.
+        schedule_args: arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': gamma, the factor
+            of each epoch of exponential (default 0.95), of each milestone of multistep and of each plateau (default
+            0.1); milestones of multistep (default 50% and 75%) and of exponential (default none, with milestone_gamma,
+            default 0.1); patience of plateau in validations (default 2); min_lr, the lowest rate.
+        optimizer_args: arguments of the optimizer without a flag, as in '{betas: [0.9, 0.95]}'.
+        channels_last: memory layout of convolutions in which bf16 kernels are fast.
+        compile: train the network with torch.compile; or one of its modes, such as max-autotune.
+        weights: file of initial weights, or none.
         weights_skip: layers by name that keep their initial weights, and are left out of the file, as in "fc.*".
     """
 
@@ -71,25 +70,25 @@ class Recipe(OneLightning, pl.LightningModule):
     monitor = "val/loss"
     """The score that selects the best checkpoint."""
     monitor_mode: Literal["min", "max"] = "min"
-    """Whether the best score is the lowest or the highest."""
+    """Whether the best score is the lowest ("min") or the highest ("max")."""
 
     base_batch_size = 256
-    """The global batch size to which the learning rate refers: the command line scales it with the batch of the run."""
+    """The global batch size for which `lr` is meant; the command line scales `lr` with the batch size of the run."""
 
     prediction_columns: ClassVar[tuple[str, ...]] = ("file", "output")
-    """The columns of the table of predictions: the name of an input, its prediction, and further values."""
+    """The columns of the table of predictions: the name of an input, its prediction, and other values."""
 
     prediction_files: ClassVar[tuple[str, ...]] = (".json", ".csv")
     """Endings of the files that predict can write; a .txt file has the second of the `prediction_columns`."""
 
     varying_dims = 1
-    """How many of the first dimensions of the network's inputs may have another size in the next batch."""
+    """Number of leading dimensions of the network's inputs whose size varies between batches, for torch.compile."""
 
     predict_example = "FILE"
     """The arguments of the predict command that the final table shows."""
 
     data_class: ClassVar[type[pl.LightningDataModule] | None] = None
-    """The data module that prepares the inputs of `recipes.predict`; a recipe for another one names it here."""
+    """The class of the data module that prepares the inputs of `recipes.predict`; a recipe sets its own."""
 
     targets = "samples"
     """The unit of the targets of the mean loss, for the logged throughput."""
@@ -112,7 +111,7 @@ class Recipe(OneLightning, pl.LightningModule):
         weights_skip: Advanced[str | Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
-        # Checked in the constructor, so that a wrong setting is rejected before data are read and processes started.
+        # In the constructor, so that a wrong setting is rejected before data are read and processes are started.
         check_ranges(
             lr=(lr, RATE),
             weight_decay=(weight_decay, Range(0, 10**6)),
@@ -121,7 +120,7 @@ class Recipe(OneLightning, pl.LightningModule):
         check_compile_mode(compile)
         check_optimizer(optimizer, optimizer_args or {})
         ScheduleSettings(schedule, lr, schedule_args or {})
-        # Lightning finds the arguments of the constructors of subclasses in the frames of their calls.
+        # Lightning reads the arguments of a subclass's constructor from the frame of its call.
         super().save_hyperparameters()
         network = self.build_network()
         if not isinstance(network, nn.Module):
@@ -140,7 +139,7 @@ class Recipe(OneLightning, pl.LightningModule):
         A callback may also have `tables` and `figures`.
         """
         self.has_weights = False
-        """Whether `weights` have been loaded, or a checkpoint, which has other weights in their place."""
+        """Whether `weights` or a checkpoint has been loaded; a checkpoint replaces the weights."""
         self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The settings and the state of the data module in the loaded checkpoint."""
         self.saved_precision = "32-true"
@@ -148,9 +147,9 @@ class Recipe(OneLightning, pl.LightningModule):
 
     @override
     def save_hyperparameters(self, *args: Any, **kwargs: Any) -> None:
-        """Save values that are passed; the arguments of all constructors are saved already.
+        """Save the given values. The arguments of all constructors have already been saved.
 
-        Saved again, an argument would be None where a constructor has set its value with ``self.hparams.update``.
+        Saving the arguments again would undo ``self.hparams.update`` of a constructor that replaced None by a value.
         """
         if args and not isinstance(args[0], str):
             super().save_hyperparameters(*args, **kwargs)
@@ -162,7 +161,7 @@ class Recipe(OneLightning, pl.LightningModule):
 
     @classmethod
     def owns(cls, titles: Collection[str]) -> bool:
-        """Return whether a checkpoint with these `titles` belongs to this recipe; without titles it does."""
+        """Return whether this recipe can load a checkpoint saved with these `titles`; an empty list matches."""
         own_titles = cls.titles()
         return not own_titles or not titles or not set(own_titles).isdisjoint(titles)
 
@@ -170,7 +169,7 @@ class Recipe(OneLightning, pl.LightningModule):
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:  # noqa: ARG003
         """Return the arguments of the constructor that depend on the data, such as ``num_classes``.
 
-        The command line passes them on where the user has given no value, and saves them with the settings.
+        The command line uses them if the user gives no value, and saves them with the settings.
 
         Args:
             data: the data module, before its `setup`.
@@ -179,15 +178,15 @@ class Recipe(OneLightning, pl.LightningModule):
         return {}
 
     def settings_for_data(self) -> dict[str, Any]:
-        """Return arguments for the data module, such as statistics that the weights expect; given ones win."""
+        """Return arguments for the data module, such as pixel statistics of the weights; the user's arguments win."""
         return {}
 
     def build_network(self) -> nn.Module:
-        """Return the network to train; called when ``self.hparams`` is set. The recipe calls ``train()`` on it."""
+        """Return the network to train, from ``self.hparams``. The recipe calls ``train()`` on the result."""
         raise NotImplementedError(f"{type(self).__name__} has to override build_network()")
 
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
-        """Return the tensors that ``weights`` names, and their source for messages; an override may know names.
+        """Return the tensors of ``weights``, and their source for messages; an override may accept names of weights.
 
         Raises:
             UserError: there is no such file, or it cannot be used.
@@ -201,7 +200,7 @@ class Recipe(OneLightning, pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer and its schedule; every recipe builds its own."""
+        """Return the optimizer and its schedule; every recipe overrides this."""
         raise NotImplementedError(
             f"{type(self).__name__} has to override configure_optimizers(), as in:"
             " optimizer = build_optimizer(self.parameters(), self); return build_schedule(optimizer, self)"
@@ -218,14 +217,14 @@ class Recipe(OneLightning, pl.LightningModule):
         return callbacks
 
     def initialize_weights(self, resumes: bool) -> None:
-        """Load `weights` when the recipe is first trained, unless it resumes from a checkpoint."""
+        """Load `weights` before the first training step, unless the run resumes from a checkpoint."""
         # `has_weights` alone is not sufficient: some strategies load the checkpoint after this call.
         if not self.has_weights and not resumes:
             load_initial_weights(self)
         self.has_weights = True
 
     def problem_of_head(self, content: Mapping[str, Any]) -> str:
-        """Return why the last layer in a file of weights cannot be used, and what to pass; empty if it can.
+        """Return why the last layer in a file of weights cannot be used, and what to pass; "" if it can be used.
 
         Args:
             content: the content of the file, such as ``class_names``.
@@ -233,7 +232,7 @@ class Recipe(OneLightning, pl.LightningModule):
         return ""
 
     def set_names_of_weights(self, content: Mapping[str, Any]) -> None:
-        """Take the class names of a file of weights whose last layer was loaded."""
+        """Keep the class names of a file of weights whose last layer has been loaded."""
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -249,10 +248,10 @@ class Recipe(OneLightning, pl.LightningModule):
         return [Headline(name, name, f"{value:.4f}") for name, value in scores.items()]
 
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return a row for each input; by default for each row of the tensors that `predict_step` returned.
+        """Return a row for each input; by default, a row for each row of the tensors that `predict_step` returned.
 
         Args:
-            outputs: what `predict_step` returned for each batch.
+            outputs: results of `predict_step`, one for each batch.
             names: the data module's ``prediction_names``, such as the file of each sample; may be empty.
         """
         unsupported = [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]
@@ -272,25 +271,25 @@ class Recipe(OneLightning, pl.LightningModule):
         return {"outputs": outputs}
 
     def photograph_crop(self) -> float | None:
-        """Return the share of the short side that evaluation keeps of an RGB image (`evaluation_pixels`).
+        """Return the share of an RGB image's short side that evaluation keeps (`evaluation_pixels`).
 
-        The graph of an exported file then takes an image of any size; with None it takes images of the network's size.
+        With a share, the exported graph takes an image of any size; with None, images of the network's size.
         """
         return None
 
     def export_metadata(self) -> dict[str, Any]:
-        """Return metadata for exported files, beside constructor arguments and preprocessing."""
+        """Return metadata for exported files, in addition to constructor arguments and preprocessing."""
         return {}
 
     def data_module(self) -> pl.LightningDataModule | None:
-        """Return the data module of the Trainer; None without a Trainer, or if it was given loaders."""
+        """Return the data module of the Trainer; None without a Trainer, or if the Trainer was given loaders."""
         trainer = attached_trainer(self)
         return None if trainer is None else getattr(trainer, "datamodule", None)
 
     @classmethod
     @override
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Load a recipe as Lightning does, and reject a checkpoint of another recipe in one line.
+        """Load a recipe as Lightning does, and reject a checkpoint of another recipe with a one-line message.
 
         Raises:
             UserError: the checkpoint is of another recipe.
@@ -316,7 +315,7 @@ class Recipe(OneLightning, pl.LightningModule):
         """Restore the data module's settings from the checkpoint; an override has to call this method."""
         self.has_weights = True
         self.saved_precision = checkpoint.get("config", {}).get("precision", self.saved_precision)
-        # Lightning saves the state of a data module under the name of its class.
+        # Lightning's key for the state of a data module is the name of its class.
         name = self.data_class.__qualname__ if self.data_class else ""
         if name in checkpoint:
             self.saved_data = checkpoint.get("datamodule_hyper_parameters", {}), checkpoint[name]

@@ -1,4 +1,4 @@
-"""Check at the start of training that a recipe's optimizer and schedule match its settings and the run.
+"""Check of a recipe's optimizer and schedule at the start of training, against its settings and the run.
 
 Tested in `tests/recipes/test_schedules.py`.
 """
@@ -20,13 +20,13 @@ from recipes.schedules import ENDS_AT_0, settings_of
 class CheckOptimization(pl.Callback):
     """Callback that checks a recipe's optimizer and schedule, and sets the rates of the first update.
 
-    It is no hook of the recipe: an override of a subclass that does not call it would end the checks in silence.
+    It is not a hook of the recipe: a subclass that overrides the hook without super() would skip the checks silently.
 
     Runs on: `on_train_start`.
 
     Raises:
-        UserError: the schedule follows a score, and the run validates nothing, or validates by time; or the run cannot
-            have its milestones.
+        UserError: the schedule follows a score, and the run does not validate, or validates by time; or the milestones
+            do not suit the run.
     """
 
     @override
@@ -56,7 +56,7 @@ def reject_plateau_by_time(trainer: pl.Trainer) -> None:
 
 
 def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
-    """Warn if `configure_optimizers` has built another optimizer than the settings name, or no schedule."""
+    """Warn if `configure_optimizers` has built an optimizer that differs from the settings, or no schedule."""
     if not trainer.optimizers:
         return
     name = recipe.hparams.optimizer
@@ -77,7 +77,7 @@ def _check_optimizer(trainer: pl.Trainer, recipe: Any) -> None:
 
 
 def _check_schedule(trainer: pl.Trainer, recipe: Any) -> None:
-    """Reject a schedule that the run cannot follow, and warn if it needs an end that the run does not have."""
+    """Reject a schedule that the run cannot follow, and warn if it needs the end of a run that has none."""
     settings = settings_of(recipe)
     followed = recipe.monitor if settings.schedule == "plateau" else ""
     if followed.startswith("val/") and not trainer.enable_validation:

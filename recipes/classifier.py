@@ -1,4 +1,4 @@
-"""Base class of the image classifiers: scores, class names, predictions."""
+"""Base class of image classifiers: scores, class names, predictions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,21 +32,21 @@ class Classifier(Recipe):
     floats of shape (batch, classes), as from MixUp and CutMix. A sample with the label -100 is ignored in losses and
     scores. A label out of range is an error: before training if all labels are in memory (the loaders of
     `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the classes come from the
-    data module (``class_names``) and are saved in the checkpoint. Data with other names is rejected later, because
+    data module (``class_names``) and are saved in the checkpoint. Data with different names is then rejected, because
     labels are numbered in the order of the names.
 
-    If the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
-    number. torch's mean divides by the sum of their weights; here an update is the same on any split, and rare classes
-    weigh the same in each batch. The weights are saved in the checkpoint, and a resumed run uses them. The losses of
-    validation and test have no class weights. `training_step` passes `class_weights` and ``label_smoothing`` to
-    `mean_cross_entropy`.
+    If the data module has ``class_weights``, the training loss is the weighted sum over the targets, divided by the
+    number of targets. torch's mean divides by the sum of the weights instead; here, an update is the same on any split,
+    and rare classes weigh the same in each batch. The weights are saved in the checkpoint, and a resumed run uses them.
+    The losses of validation and test have no class weights. `training_step` passes `class_weights` and
+    ``label_smoothing`` to `mean_cross_entropy`.
 
     Args:
-        num_classes: labels are 0 to this less one; null takes the data's.
+        num_classes: number of classes; labels are 0 to num_classes - 1. null: the number in the data.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
-        top_k: how many classes ``predict`` names for each image, the likeliest first.
-        weights_classes: the classes of the last layer in a file of ``weights`` that does not name them: a file with a
-            name in each line, or a JSON list; or data if they are in the order of the data's classes.
+        top_k: number of classes that ``predict`` lists for each image, the most probable first.
+        weights_classes: classes of the last layer in a file of ``weights`` that does not name them: a file with a name
+            in each line, or a JSON list; or data if they are in the order of the data's classes.
     """
 
     monitor = "val/accuracy"
@@ -55,10 +55,10 @@ class Classifier(Recipe):
     prediction_columns: ClassVar[tuple[str, ...]] = ("file", "class", "probability")
 
     min_confidence: ClassVar[float] = 0.0
-    """The probability of the likeliest class below which `predict` calls an image unclear."""
+    """The smallest probability of the predicted class; below it, `predict` calls an image unclear."""
 
     class_weights: Tensor | None
-    """The data's weights of the classes in the training loss, of shape (classes,); None where all weigh 1."""
+    """The weights of the data's classes in the training loss, of shape (classes,); None if all weights are 1."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class Classifier(Recipe):
             )
         check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
-        # A buffer, so that it moves to the device. It is not in the state dict, whose names would otherwise depend on
-        # the data; `on_save_checkpoint` saves it.
+        # A buffer, so that it moves to the device. It is not persistent: the names in the state dict would then depend
+        # on the data. `on_save_checkpoint` saves it.
         self.register_buffer("class_weights", None, persistent=False)
         self.top_k = top_k
         self.val_scores = ClassificationScores(num_classes)
@@ -94,7 +94,7 @@ class Classifier(Recipe):
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self.names_in_checkpoint: Sequence[str] = ()
         self.has_head_of_file = False
-        """Whether the last layer is that of a file of weights, whose rows can still change their order."""
+        """Whether the last layer was loaded from a file of weights; its rows can then still be reordered."""
         self.confusion_matrix: Tensor | None = None
         self.all_labels_count = False
         """Whether it is known that no label of the training set is -100; `CheckLabels` sets it."""
@@ -102,7 +102,7 @@ class Classifier(Recipe):
     @classmethod
     @override
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
-        """Return the number of classes, where the data has one."""
+        """Return the number of classes, if the data has one."""
         count = data_contract(data).num_classes
         return {} if count is None else {"num_classes": count}
 
@@ -112,7 +112,7 @@ class Classifier(Recipe):
         return check_logits(call_network(self.network, in_dtype_of(self, inputs)), len(self.class_names))
 
     def set_class_names(self, names: Sequence[str]) -> None:
-        """Set the class names, in the order of the labels; `CheckLabels` passes those of the data."""
+        """Set the class names, in the order of the labels; `CheckLabels` passes the names of the data."""
         self.class_names = names
 
     def _names_of_head(self, content: Mapping[str, Any]) -> Sequence[str]:
@@ -150,12 +150,12 @@ class Classifier(Recipe):
 
     @override
     def set_names_of_weights(self, content: Mapping[str, Any]) -> None:
-        """Keep the class names in a file of weights; `CheckLabels` compares them with those of the data."""
+        """Keep the class names in a file of weights; `CheckLabels` compares them with the names of the data."""
         self.names_in_checkpoint = self._names_of_head(content)
         self.has_head_of_file = True
 
     def reorder_head(self, names: Sequence[str]) -> bool:
-        """Put the last layer of a file of weights into the order of other class names; return whether it could.
+        """Reorder the rows of the last layer of a file of weights by class names; return whether this was possible.
 
         Args:
             names: the names in `names_in_checkpoint` in another order.
@@ -181,7 +181,7 @@ class Classifier(Recipe):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":
-            # Lightning restores a checkpoint after this hook, whose class weights replace these.
+            # Lightning restores a checkpoint after this hook; the class weights in the checkpoint replace these.
             self.class_weights = data_contract(self.data_module()).class_weights
 
     @override
@@ -210,7 +210,7 @@ class Classifier(Recipe):
         values, self.confusion_matrix = scores.compute()
         if not (self.confusion_matrix.any() or self.trainer.sanity_checking):
             raise RunFailedError(f"no {part} sample has a label, so there is no score: all labels are -100")
-        # The values are equal on all ranks: a maximum keeps every bit, and a mean over ranks would round again.
+        # The values are equal on all ranks. A maximum over ranks keeps every bit; a mean would round again.
         values = {f"{prefix}/{name}": value.float().to(self.device) for name, value in values.items()}
         self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
@@ -228,7 +228,7 @@ class Classifier(Recipe):
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return a row for each image with its likeliest classes, the likeliest first."""
+        """Return a row for each image with its most probable classes, the most probable first."""
         rows: list[dict[str, Any]] = []
         for batch in outputs:
             likeliest = batch["probabilities"].topk(min(self.top_k, len(self.class_names)))
@@ -245,7 +245,7 @@ class Classifier(Recipe):
 
     @override
     def training_figures(self, batch: tuple[Tensor, Tensor]) -> dict[str, Picture]:
-        """Return the first images of a batch, augmented, with their labels; the normalization is undone."""
+        """Return the first augmented images of a batch with their labels; the normalization is undone."""
         images = batch[0]
         labels = batch[1]
         if not is_image_batch(images):
@@ -254,7 +254,7 @@ class Classifier(Recipe):
         return {"training_images": training_grid(images, labels, self.class_names, preprocessing)}
 
     def explain(self, images: Tensor, classes: Tensor) -> Explanation | None:
-        """Return what explains the mistakes of an evaluation; called on all ranks with the same mistakes.
+        """Return images that explain the mistakes of an evaluation; called on all ranks with the same mistakes.
 
         Args:
             images: images as the network got them, of shape (n, channels, height, width), on the CPU.

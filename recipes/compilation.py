@@ -1,4 +1,4 @@
-"""Compile the network of a recipe with torch.compile: in place, in training, for batches of every size."""
+"""Compilation of a recipe's network with torch.compile: in place, in training, for batches of every size."""
 
 import functools
 import shlex
@@ -20,7 +20,7 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that record CUDA graphs on a GPU. A graph writes the gradients of each backward pass to the same memory."""
 
 _MAX_GRAPHS = 64
-"""Training, validation and each set of frozen layers need a graph, and torch's limit of 8 is for all networks."""
+"""Training, validation and each set of frozen layers need a graph; torch's limit of 8 is for all networks together."""
 
 
 def check_compile_mode(mode: bool | str) -> None:
@@ -39,22 +39,22 @@ def compile_network(
 ) -> None:
     """Compile the calls of a network in place: modules, parameters, names and hooks are unchanged.
 
-    Sizes that vary are symbolic from the first batch on. By default torch compiles a graph for the first size, and
-    another one for the second size, so a resumed run would have other kernels than the run that it continues. Further
-    graphs are compiled for validation, after layers are unfrozen, and for a batch or sentences of length one.
+    Varying dimensions are dynamic shapes from the first batch. By default, torch compiles a graph for the first size
+    and a dynamic graph at the second size, so a resumed run would have other kernels than the original run. More graphs
+    are compiled for validation, after layers are unfrozen, and for a batch or sentences of length one.
 
-    torch ends a graph at each recurrent layer, and runs that layer uncompiled. Random numbers are those of eager mode.
-    Copies of the network are not compiled.
+    torch ends a graph at each recurrent layer, and runs the layer uncompiled. Random numbers are the same as in eager
+    mode. Copies of the network are not compiled.
 
     Args:
         network: the network to compile.
         mode: the mode of torch.compile; True is its default mode.
-        varying_dims: how many of the first dimensions of the inputs may have another size in the next batch.
+        varying_dims: number of leading dimensions of the inputs whose size varies between batches.
         backend: the backend of torch.compile.
     """
     slot: Any = network
 
-    # Not `network.compile`: in torch 2.13 it silently compiles nothing for an nn.Sequential.
+    # Not `network.compile`: for an nn.Sequential, torch 2.13 silently compiles nothing.
     @functools.partial(torch.compile, mode=None if isinstance(mode, bool) else mode, backend=backend)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         return slot._call_impl(*args, **kwargs)
@@ -73,13 +73,13 @@ def compile_network(
             cause = first_line(getattr(error, "inner_exception", error))
             hint = f"pass {spelled('compile', False)}, or install a C++ compiler such as g++ where it is missing"
             if isinstance(getattr(error, "inner_exception", None), OSError) and ".so" in cause:
-                # As "file too short": a process was killed, or the disk was full, while it wrote the library.
+                # Such as "file too short": a process was killed, or the disk was full, while the library was written.
                 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
                 hint = f"a library in torch's cache is damaged: type rm -r {shlex.quote(cache_dir())}"
             raise RunFailedError(f"torch.compile fails on this network ({cause}); {hint}") from error
 
-    # The attribute that `nn.Module.compile` sets. A hook could not mark sizes, since hooks are part of the graph.
+    # `nn.Module.compile` sets this attribute too. A hook could not mark sizes: hooks are part of the graph.
     slot._compiled_call_impl = call
 
 
@@ -105,7 +105,7 @@ class CompileNetwork(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         mode = pl_module.hparams.compile
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        # The next backward pass of a CUDA graph overwrites the gradients of the one before.
+        # The next backward pass of a CUDA graph overwrites the gradients of the previous pass.
         if mode in _CUDA_GRAPHS and on_gpu and accumulates(trainer):
             raise UserError(
                 f"{spelled('compile', mode)} cannot accumulate micro-batches: pass {spelled('compile', True)}, or"

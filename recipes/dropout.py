@@ -1,4 +1,4 @@
-"""Dropout that is fast on a CPU, where torch draws the elements one by one from a sequential generator.
+"""Fast dropout for CPUs. On a CPU, torch draws the elements one by one from a sequential generator.
 
 Forward and backward take 0.12 to 0.54 of the time of torch's layer (one thread of an AMD EPYC). With torch's layer, an
 update of the translator takes 1.03 to 1.11 times as long.
@@ -21,11 +21,11 @@ def _mix_bits(x: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`; in training on a CPU the mask is a hash of random bits and of the element's number.
+    """`nn.Dropout` whose mask, in training on a CPU, is a hash of random bits and of the element's number.
 
     Two numbers of 32 bits are drawn from torch's generator for each row of dimension 0. So a seed repeats the masks,
     and activation checkpointing, which restores the generator's state, draws the same masks again. In evaluation and on
-    other devices this is `nn.Dropout`. Masks are equal on all CPUs. Arguments are those of `nn.Dropout`.
+    other devices this is `nn.Dropout`. Masks are equal on all CPUs. The arguments are the same as of `nn.Dropout`.
 
     Example:
         >>> dropped = Dropout(0.25)(torch.ones(64, 1000))
@@ -44,9 +44,10 @@ class Dropout(nn.Dropout):
         if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
             # The same mask in the layout of the input; a product of two layouts is slower.
             numbers = numbers.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-        # Inductor computes multiples of an arange with overflows that are undefined in C++, unless bits change first.
+        # The bits are changed first: Inductor's code for multiples of an arange overflows, which is undefined in C++.
         numbers = _mix_bits((numbers ^ _MIX_2).mul_(_MIX_1)).mul_(_MIX_2)
-        # A random affine map for each row (Dietzfelbinger et al., 1997), and a round that breaks its linearity.
+        # A random affine map for each row (Dietzfelbinger et al., 1997), and a round of mixing that breaks its
+        # linearity.
         bits = _mix_bits((numbers ^ shift).mul_(multiplier | 1)).mul_(_MIX_1)
         mask = bits.ge_(int(self.p * 2**32) - 2**31)
         factors = mask.to(input.dtype).mul_(1 / (1 - self.p))

@@ -1,4 +1,4 @@
-"""Build the tables of an evaluation: a row for each class, and the mistakes."""
+"""Tables of an evaluation: a row for each class, and the mistakes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,19 +28,19 @@ class Headline(NamedTuple):
     """One of the main scores of a run, for the closing table and the page."""
 
     title: str
-    """What the score is called there."""
+    """The label of the score."""
     score: str
     """Its name in the logged scores, such as "test/accuracy"."""
     value: str
     """The score as text, with its unit."""
     remark: str = ""
-    """How it was measured, in a few words."""
+    """The way of measuring, in a few words."""
     signature: str = ""
-    """The settings of the metric, by which others can repeat it."""
+    """The settings of the metric, for a repetition elsewhere."""
 
     @property
     def text(self) -> str:
-        """The value with what belongs to it.
+        """The value with its details in parentheses.
 
         Example:
             >>> Headline("test BLEU", "test/bleu", "62.00", "greedy").text
@@ -51,7 +51,7 @@ class Headline(NamedTuple):
 
 
 def _scored(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return true and predicted class and their probabilities, (batch, 4); float32 holds any class number."""
+    """Return true and predicted class and their probabilities, (batch, 4); float32 represents every class number."""
     probabilities = logits.float().softmax(1)
     probability, predicted = probabilities.max(1)
     target_probability = probabilities.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -63,7 +63,8 @@ def _mistakes(samples: list[Tensor], numbers: Tensor) -> Tensor | None:
 
     Args:
         samples: the batches of this rank from `_scored`.
-        numbers: the numbers of the samples in their order, int64; the result is None if there are fewer than samples.
+        numbers: the numbers of the samples in their order, int64; if there are fewer numbers than samples, the result
+            is None.
     """
     rows = (torch.cat(samples).cpu() if samples else torch.empty(0, 4)).double()
     if len(numbers) < len(rows):
@@ -91,7 +92,7 @@ def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: S
         [7, 'cat', 'dog', 0.75, 0.25]
     """
     columns = ("file" if sample_names else "sample", "true", "predicted", "probability_predicted", "probability_true")
-    # By number in case of equal probabilities, so that the order does not depend on the number of ranks.
+    # Ties are ordered by number, so that the order does not depend on the number of ranks.
     order = sorted(mistakes.tolist(), key=_by_confidence)
     rows = []
     for number, *classes, predicted, true in order:
@@ -134,8 +135,8 @@ class EvaluationTables(pl.Callback):
     """Callback that builds a classifier's tables: classes and mistakes of the last validation and the last test.
 
     `tables` has ``val_per_class.csv``, ``test_mistakes.csv`` and so on, for a module with a ``confusion_matrix`` and
-    ``class_names``, such as `Classifier`. A sample that is not a file is named by its number in the data set. A loader
-    whose order is not known, such as one that shuffles, has no table of mistakes.
+    ``class_names``, such as `Classifier`. A sample that is not a file is identified by its number in the data set.
+    There is no table of mistakes for a loader of unknown order, such as a shuffling loader.
 
     `figures` has the confusion matrix and the images of the most confident mistakes.
 
@@ -172,7 +173,7 @@ class EvaluationTables(pl.Callback):
         numbers = sample_numbers(loader)
         names = data_contract(pl_module.data_module()).sample_names(part)
         if not isinstance(loader, EvaluationSampling) and len(names) != len(getattr(loader, "dataset", ())):
-            names = ()  # The names belong to the data module's own loader, which another one has replaced.
+            names = ()  # The names describe the data module's loader, not the loader passed to the Trainer.
         mistakes_of_rank = _mistakes(self.samples, numbers) if numbers is not None else None
         preprocessing = data_contract(pl_module.data_module()).preprocessing()
         self.figures.pop("mistakes", None)

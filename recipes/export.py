@@ -1,4 +1,4 @@
-"""Export the network of a checkpoint, and compare each file with the network before it gets its name."""
+"""Export of a checkpoint's network: each file is compared with the network before it gets its name."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ _GRAPHS = ("onnx", "pt2")
 _BATCHES = (2, 1, 5)
 _TOLERANCE = 1e-4
 _PHOTOGRAPHS = ((37, 51), (300, 200), (97, 640))
-# A pixel in some millions is rounded to the other side by onnxruntime.
+# onnxruntime rounds a few pixels in some millions to the other neighbor.
 _PHOTOGRAPH_TOLERANCE = 1e-2
 
 
@@ -71,7 +71,7 @@ class _Graph(nn.Module):
 
 
 def _metadata(recipe: Recipe) -> dict[str, Any]:
-    """Return what users of an exported file have to know.
+    """Return the metadata that users of an exported file need.
 
     ``hyper_parameters`` are the arguments of the constructor. The preprocessing of images has timm's names: ``mean``
     and ``std`` for pixels from 0 to 1, and ``input_size`` as (channels, height, width).
@@ -117,7 +117,7 @@ def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
 
 
 def _check_outputs(kind: str, graph: _Graph, run_file: Callable[[Tensor], dict[str, Tensor]], tolerance: float) -> str:
-    """Return how much the outputs of a file differ, relative to the largest value, for several batch sizes.
+    """Return the difference of a file's outputs relative to the largest value, in words, for several batch sizes.
 
     Raises:
         UserError: they differ by more than the tolerance.
@@ -140,7 +140,7 @@ def _check_outputs(kind: str, graph: _Graph, run_file: Callable[[Tensor], dict[s
 
 
 def _as_text(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return metadata for formats that hold texts: strings are kept, everything else becomes JSON."""
+    """Return metadata for formats that store texts: strings are unchanged, other values become JSON."""
     texts = {}
     for name, value in metadata.items():
         texts[name] = value if isinstance(value, str) else json.dumps(value)
@@ -148,10 +148,10 @@ def _as_text(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str, Any]) -> str:
-    """Write the state dict of the network with its metadata; return what was checked.
+    """Write the state dict of the network with its metadata; return the result of its check.
 
     Raises:
-        UserError: a new network with these weights is not the same to the bit.
+        UserError: a tensor in the file is not equal to the network's to the bit.
     """
     # safetensors rejects tensors that share memory, as tied weights do, so each name gets its own copy.
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in recipe.network.state_dict().items()}
@@ -177,7 +177,7 @@ def _write_weights(recipe: Recipe, path: Path, kind: str, metadata: Mapping[str,
 
 
 def _check_photographs(graph: _Graph, run_file: Callable[[Tensor], dict[str, Tensor]]) -> str:
-    """Return the sizes of the images with which a file that crops and resizes was compared with the network.
+    """Compare a file that crops and resizes with the network; return the sizes of the compared images, in words.
 
     Raises:
         UserError: the outputs differ.
@@ -193,14 +193,14 @@ def _check_photographs(graph: _Graph, run_file: Callable[[Tensor], dict[str, Ten
 
 
 def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any], kept: float | None) -> str:
-    """Write a graph for any batch size, or for an image of any size; return what was checked.
+    """Write an ONNX graph for any batch size, or for an image of any size; return the result of its check.
 
     Args:
         graph: the network.
         path: the file.
         metadata: metadata of the file.
-        kept: share of the short side that the graph keeps of an image of any size; None: it takes batches of images of
-            the network's size.
+        kept: share of the short side that the graph keeps of an image of any size; None: the graph takes batches of
+            images of the network's size.
     """
     import onnx
     import onnxruntime
@@ -248,12 +248,12 @@ def _write_onnx(graph: _Graph, path: Path, metadata: Mapping[str, Any], kept: fl
 
 
 def _write_pt2(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
-    """Write a graph for any batch size that `torch.export.load` reads; return what was checked."""
+    """Write a graph for any batch size in the format of `torch.export.load`; return the result of its check."""
     try:
         shapes = ({0: torch.export.Dim("batch")},)
         program = torch.export.export(graph, (graph.example(2),), dynamic_shapes=shapes)
         for node in program.graph.nodes:
-            node.meta.pop("stack_trace", None)  # It names folders of this machine.
+            node.meta.pop("stack_trace", None)  # Stack traces name folders of this machine.
         with path.open("wb") as file:
             torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
         loaded = torch.export.load(str(path)).module()
@@ -291,7 +291,7 @@ def export(
     output: str | None = None,
     graph: Literal["image", "batch"] | None = None,
 ) -> Exported:
-    """Write the network of a checkpoint, and compare the outputs of the file with those of the network.
+    """Write the network of a checkpoint, and compare the outputs of the file and of the network.
 
     Args:
         recipe: the recipe, built with the checkpoint's settings.
@@ -304,8 +304,8 @@ def export(
             `Recipe.photograph_crop`.
 
     Raises:
-        UserError: weights are NaN, the recipe or this installation cannot write the format or the graph, or the file
-            has other outputs.
+        UserError: weights are NaN, the recipe or this installation cannot write the format or the graph, or the
+            outputs of the file differ from the network's.
     """
     packages = ("onnx", "onnxscript", "onnxruntime")
     missing_packages = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -332,7 +332,7 @@ def export(
                 temporary.touch()  # Raises an OSError if the folder is not writable; exporters raise other errors.
                 if not isinstance(example, Tensor) or kind not in _GRAPHS:
                     return Exported(path, {}, _write_weights(recipe, temporary, kind, metadata))
-                # In float32 for every precision of training: onnxruntime has no other convolution for CPUs.
+                # In float32 for every precision of training: onnxruntime has float32 convolutions only on CPUs.
                 network = _Graph(recipe, recipe.network.float(), example, preprocessing(recipe))
                 metadata["inputs"] = {network.input: network.text}
                 if kept is not None:

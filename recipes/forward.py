@@ -1,4 +1,4 @@
-"""Call the network of a recipe.
+"""Calls of a recipe's network, and the check of its outputs.
 
 Tested in `tests/recipes/test_base.py`.
 """
@@ -12,10 +12,10 @@ from datamodules.lightning import apply_to_collection
 
 
 def call_network(network: nn.Module, inputs: Any) -> Any:
-    """Return the outputs of a network; an empty batch gives empty outputs.
+    """Call a network. For an empty batch, return empty outputs of the right shape and dtype.
 
-    A device without samples gets an empty batch in an evaluation. Many networks reject one, such as those that call
-    ``x.view(len(x), -1)``, so they are called with two zero inputs, and the rows are cut off.
+    In an evaluation, a device without samples gets an empty batch. Many networks reject it, for example by
+    ``x.view(len(x), -1)``, so the network is called with two zero inputs, and the rows of the outputs are removed.
     """
     try:
         if inputs.shape[0]:
@@ -34,13 +34,13 @@ def _without_rows(tensor: Tensor) -> Tensor:
 
 
 def check_logits(logits: Any, num_classes: int) -> Tensor:
-    """Return the outputs of a classifier, which must have a column for each class. No value is read.
+    """Return the outputs of a classifier after a check that they have a column for each class. No value is read.
 
     Args:
         logits: outputs of the network, of shape (batch, num_classes).
 
     Raises:
-        UserError: the outputs are no tensor, or of another shape.
+        UserError: the outputs are not a tensor, or have another shape.
     """
     if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == num_classes:
         return logits

@@ -1,7 +1,7 @@
-"""Known hashes of weights: ``lightning-recipes goldens`` trains each recipe in three ways, and compares the weights.
+"""Known hashes of weights; ``lightning-recipes goldens`` trains each recipe in three ways and compares the weights.
 
-The three ways of a training have to end with one hash on any machine. On a kind of processor that ``goldens.json`` has
-a row for, this hash has to be the row's.
+On any machine, the three ways of a training must end with the same hash. If ``goldens.json`` has a row for the kind of
+processor, this hash must equal the hash in the row.
 """
 
 import argparse
@@ -37,13 +37,13 @@ WAYS = {
     "stopped on two, resumed on one": ("--devices 2 --max-steps 3", "--devices 1 --resume auto"),
 }
 """The flags of the commands of each way."""
-# The rate of a constant schedule does not depend on the length of the run, so the stopped one may be shorter.
+# The rate of a constant schedule does not depend on the length of the run, so the stopped run may be shorter.
 _ALWAYS = "--name run --accelerator cpu --threads 1 --seed 1 --schedule constant --logger none --no-enable-progress-bar"
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The hashes that one kind of processor gives.
+    """Hashes on one kind of processor.
 
     Args:
         processor: the maker and the instruction sets, on which the bits depend.
@@ -68,7 +68,7 @@ def processor_kind() -> tuple[str, str]:
 
 
 def read_goldens(path: Path = GOLDENS) -> list[Golden]:
-    """Read the rows of a file; none where there is no file.
+    """Read the rows of a file; without a file, return an empty list.
 
     Raises:
         UserError: the file is damaged.
@@ -128,9 +128,9 @@ def measure() -> tuple[Golden, bool]:
 
 
 def differences_from(own: Golden, row: Golden | None) -> dict[str, str]:
-    """Return, for each training of a row that this machine has trained, the difference in words; empty where it holds.
+    """Return for each training of a row that this machine has trained the difference in words; "" if the hashes agree.
 
-    What differs between the two machines is named, since it is the likely cause.
+    The text names the differences between the two machines as the likely cause.
     """
     if row is None:
         return {}
@@ -153,7 +153,7 @@ def write_golden(own: Golden, path: Path) -> None:
 
 
 def main(args: list[str], program: str) -> int:
-    """Carry out the command, and return its status: 1 where a hash is another one than expected."""
+    """Run the command, and return its status: 1 if a hash differs from the expected hash."""
     parser = argparse.ArgumentParser(f"{program} goldens", description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--write", type=Path, metavar="FILE", help="add this machine's row to a file of known hashes")
     options = parser.parse_args(args)

@@ -1,4 +1,4 @@
-"""Prepare the inputs of a recipe's network: their preprocessing and their type.
+"""Inputs of a recipe's network: their preprocessing and their type.
 
 Tested in `tests/recipes/test_prediction.py`.
 """
@@ -37,8 +37,8 @@ def in_dtype_of(module: nn.Module, inputs: Tensor) -> Tensor:
 def new_data_module(recipe: Recipe) -> pl.LightningDataModule | None:
     """Return a data module with the settings and state of the training, but without its files.
 
-    The settings are known while a data module of the recipe's ``data_class`` is attached, and after a checkpoint with
-    one was loaded; otherwise the result is None.
+    The settings are known while a data module of the recipe's ``data_class`` is attached, and after a checkpoint of
+    such a run has been loaded; otherwise the result is None.
     """
     if recipe.data_class is None:
         return None
@@ -48,7 +48,7 @@ def new_data_module(recipe: Recipe) -> pl.LightningDataModule | None:
         saved = dict(data.hparams), data.state_dict()
     if saved is None:
         return None
-    # Settings of one call, such as a folder to write into, are not taken from a checkpoint.
+    # Transient settings, such as a folder to write into, are not taken from a checkpoint.
     parameters = inspect.signature(recipe.data_class).parameters.keys() - marked_parameters(
         recipe.data_class, Transient
     )
@@ -60,6 +60,6 @@ def new_data_module(recipe: Recipe) -> pl.LightningDataModule | None:
 def preprocessing(recipe: Recipe) -> nn.Module | None:
     """Return the module that maps uint8 images to a network's inputs, as the data module does in training.
 
-    It is None if `new_data_module` has no data module, or if the inputs are not images.
+    The result is None if `new_data_module` returns None, or if the inputs are not images.
     """
     return data_contract(new_data_module(recipe)).preprocessing()

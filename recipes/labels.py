@@ -1,4 +1,4 @@
-"""Compute the loss of a classifier over its labels, and check that the labels are classes."""
+"""Loss of a classifier over its labels, and the check that the labels are classes."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
     """Return the labels of all samples of a loader and their rows in the data set, or None if they are not in memory.
 
-    They are known for the loaders of this package, and for a `DataLoader` over a `TensorDataset` of inputs and labels
-    or a `Subset` of one.
+    The labels are known for the loaders of this package, and for a `DataLoader` over a `TensorDataset` of inputs and
+    labels or over its `Subset`.
     """
     match loader:
         case TrainLoader() | EvaluationLoader():
@@ -40,8 +40,8 @@ def labels_in_memory(loader: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _labels_of_set(dataset: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the labels and rows of a `TensorDataset` or a `Subset` of one, or None for other data sets."""
-    # Not isinstance, since a subclass may yield other samples.
+    """Return the labels and rows of a `TensorDataset` or of its `Subset`, or None for other data sets."""
+    # Not isinstance: a subclass may yield other samples.
     if type(dataset) is Subset:
         known = _labels_of_set(dataset.dataset)
         if known is None:
@@ -60,7 +60,7 @@ def _as_int64(labels: Tensor) -> Tensor:
 
 
 def is_on_cpu(labels: Tensor) -> bool:
-    """Return whether labels are in host memory; on a GPU, reading them waits for all queued work."""
+    """Return whether labels are on the CPU; reading labels on a GPU would wait for all queued work."""
     return labels.device.type == "cpu"
 
 
@@ -86,15 +86,15 @@ def mean_cross_entropy(
 ) -> tuple[Tensor, int | Tensor]:
     """Return the mean cross-entropy over the labels that are not -100, and their number; 0 without labels.
 
-    With weights, the weighted sum is divided by the number of labels. torch's weighted mean divides by the weights of
-    the batch, so a batch that is cut in two has another mean. Half precision is then computed in float32.
+    With weights, the weighted sum is divided by the number of labels. torch's weighted mean divides by the sum of the
+    weights in the batch, so it changes if the batch is cut in two. Half precision is then computed in float32.
 
     Args:
         logits: logits of shape (batch, classes).
         labels: integers of shape (batch,), or probabilities of shape (batch, classes).
         weight: weights of the classes, of shape (classes,).
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
-        all_count: whether it is known that no label is -100, as where `CheckLabels` has checked the whole set.
+        all_count: whether no label is known to be -100, for example because `CheckLabels` has checked the whole set.
 
     Example:
         >>> logits, labels = torch.zeros(3, 2), torch.tensor([1, 0, -100])
@@ -105,7 +105,7 @@ def mean_cross_entropy(
     is_soft = labels.is_floating_point()
     on_cpu = is_on_cpu(labels)
     count: int | Tensor = labels.shape[0]
-    # In nearly all batches every label counts, which one pass over labels in host memory shows.
+    # Fast path: usually no label is -100, and on the CPU one pass over the labels shows it.
     all_count = all_count or is_soft or not count or (on_cpu and labels.min().item() >= 0)
     if not all_count:
         counted = (labels != IGNORED).count_nonzero()
@@ -118,24 +118,24 @@ def mean_cross_entropy(
         return total / divisor, count
     loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
     if isinstance(count, Tensor) or not count:
-        # torch's mean over no label is NaN.
+        # torch's mean over zero labels is NaN.
         loss = torch.where(torch.as_tensor(count, device=loss.device) > 0, loss, 0.0)
     return loss, count
 
 
 def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the number of correct predictions, a scalar; the likeliest class counts for a soft label."""
+    """Return the number of correct predictions, a scalar; a soft label counts as its most probable class."""
     classes = labels.argmax(1) if labels.is_floating_point() else labels
     return (logits.argmax(1) == classes).count_nonzero()
 
 
 class LabelCheck:
-    """Checks the labels of one part of the data: all of them if they are in memory, else batch by batch.
+    """Check of the labels of one part of the data: all at once if they are in memory, else batch by batch.
 
-    On a GPU a check waits for the device, so it runs once in 50 batches, and when `raise_found` is called.
+    On a GPU, a check waits for the device, so it runs once in 50 batches and in `raise_found`.
 
     Args:
-        num_classes: labels are 0 to this less one, or -100, which leaves the sample out.
+        num_classes: number of classes; labels are 0 to num_classes - 1, or -100, which leaves the sample out.
         part: the part of the data: "training", "validation" or "test".
     """
 
@@ -150,7 +150,7 @@ class LabelCheck:
         """Check all labels of the loaders, if they are in memory.
 
         Args:
-            loaders: a loader, a list of them, or None if hooks may change the batches after loading.
+            loaders: a loader, a list of loaders, or None if hooks may change the batches after loading.
 
         Raises:
             UserError: a label is out of range, or all labels are -100.
@@ -172,7 +172,7 @@ class LabelCheck:
         return ignored
 
     def check_batch(self, labels: Tensor) -> None:
-        """Check the labels of a batch, unless those of the whole set were checked.
+        """Check the labels of a batch, unless the whole set has been checked.
 
         Raises:
             RunFailedError: a label is out of range.
@@ -193,7 +193,7 @@ class LabelCheck:
             self.raise_found()
 
     def raise_found(self) -> None:
-        """Wait for the device, if it has labels that were not checked yet.
+        """Check the labels on the device that have not been checked yet; this waits for the device.
 
         Raises:
             RunFailedError: a label was out of range.
@@ -208,13 +208,13 @@ class LabelCheck:
 class CheckLabels(pl.Callback):
     """Callback that rejects labels out of range, and data with other classes than the classifier's.
 
-    Labels are checked before training if they are in memory, else in each batch. The classifier takes the names of the
-    classes from the data.
+    Labels are checked before training if they are in memory, else in each batch. The callback passes the names of the
+    data's classes to the classifier.
 
     Runs on: `setup`, the start of each part, each batch of labels that are not in memory, and the end of each part.
 
     Args:
-        num_classes: labels are 0 to this less one, or -100, which leaves the sample out.
+        num_classes: number of classes; labels are 0 to num_classes - 1, or -100, which leaves the sample out.
 
     Raises:
         UserError: the data have other classes, or a label in memory is out of range.
@@ -227,7 +227,7 @@ class CheckLabels(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Reject data with another number of classes; images to predict need no classes."""
+        """Reject data with another number of classes; for prediction, images need no classes."""
         if stage == "predict":
             return
         contract = data_contract(pl_module.data_module())
@@ -243,9 +243,9 @@ class CheckLabels(pl.Callback):
             )
 
     def _name_classes(self, pl_module: Any) -> None:
-        """Take the class names from the data, unless the checkpoint has others.
+        """Set the class names of the data, and reject them if the checkpoint has different names.
 
-        This is called after `setup`, since the checkpoint may determine which data set the data module reads.
+        This runs after `setup`, because the checkpoint may determine the data set that the data module reads.
         """
         names = data_contract(pl_module.data_module()).class_names
         if len(names) != len(pl_module.class_names):
@@ -278,7 +278,7 @@ class CheckLabels(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        # A run that resumes within an epoch gets no `on_train_epoch_start`, and its first validation may be hours away.
+        # A run that resumes within an epoch has no `on_train_epoch_start`, and its first validation may be hours away.
         self._check_set(pl_module, "train", trainer.train_dataloader)
         self._check_set(pl_module, "validate", trainer.val_dataloaders)
 

@@ -1,4 +1,4 @@
-"""Show images of a classifier as its network sees them: a training batch, and the most confident mistakes.
+"""Images of a classifier as its network sees them: a training batch, and the most confident mistakes.
 
 Tested in `tests/recipes/figures/test_images.py`.
 """
@@ -13,10 +13,10 @@ from callbacks.lib.ranks import gather
 from recipes.figures.images import ImageGrid, displayed
 
 MAX_IMAGES = 24
-"""How many images a grid shows."""
+"""Number of images in a grid."""
 
 EXPLAINED_SIDE = 84
-"""Pixels of the longer side of a mistake that is shown with what explains it, so that a page stays small."""
+"""Pixels of the longer side of a mistake with its explanation. The size is limited so that a page stays small."""
 
 
 class Explanation(NamedTuple):
@@ -74,11 +74,11 @@ class MistakeImages:
 
     def __init__(self) -> None:
         self.seen = 0
-        """Samples of this rank so far."""
+        """Number of samples of this rank so far."""
         self.kept: tuple[Tensor, Tensor, Tensor] | None = None
-        """Of the samples that are kept: inputs of the network, of shape (kept, channels, height, width); true and
-        predicted class and probability of the predicted class, float32 of shape (kept, 3); and positions in this rank's
-        samples, int64 of shape (kept,). The probability is -1 where there is no mistake."""
+        """The kept samples: inputs of the network, of shape (kept, channels, height, width); true and predicted class
+        and probability of the predicted class, float32 of shape (kept, 3); and positions in this rank's samples, int64
+        of shape (kept,). The probability is -1 for a correct prediction."""
 
     def add(self, images: Tensor, scored: Tensor) -> None:
         """Add a batch.
@@ -94,7 +94,7 @@ class MistakeImages:
         rows = torch.stack((true, predicted, confidence), 1)
         self.seen += len(images)
         best = confidence.topk(min(MAX_IMAGES, len(images))).indices
-        # Only the worst mistakes are kept, so that the memory does not grow with the data set.
+        # Only the most confident mistakes are kept, so that the memory does not grow with the data set.
         kept = (images.detach()[best], rows[best], positions[best])
         if self.kept is not None and self.kept[0].shape[1:] == images.shape[1:]:
             images, rows, positions = (torch.cat(pair) for pair in zip(self.kept, kept, strict=True))
@@ -142,7 +142,7 @@ def most_confident(of_rank: tuple[Tensor, Tensor] | None, rank: int) -> tuple[Te
             candidates += [(row, number, index) for index, row in enumerate(entry[0].tolist())]
 
     def by_confidence(candidate: tuple[list[float], int, int]) -> tuple[float, float]:
-        # By number in case of equal probabilities, so that the order does not depend on the number of ranks.
+        # Ties are ordered by number, so that the order does not depend on the number of ranks.
         row = candidate[0]
         return -row[3], row[0]
 
@@ -163,7 +163,7 @@ def mistakes_grid(
     preprocessing: nn.Module | None = None,
     explanation: Explanation | None = None,
 ) -> ImageGrid:
-    """Return a grid of mistakes, each with the images that explain it beside it.
+    """Return a grid of mistakes, each followed by the images that explain it.
 
     Args:
         images: images as the network got them, of shape (n, channels, height, width).
@@ -172,7 +172,7 @@ def mistakes_grid(
         sample_names: the names of the samples by number; if empty, captions have the numbers.
         part: the evaluated part of the data, such as "test".
         preprocessing: the normalization to undo.
-        explanation: what explains the mistakes.
+        explanation: the images that explain the mistakes.
     """
     captions = []
     for number, true, predicted, probability in rows.tolist():

@@ -1,4 +1,4 @@
-"""Build the optimizer of a recipe: by name or import path, over groups of parameters.
+"""Optimizer of a recipe: by name or import path, over groups of parameters.
 
 Tested in `tests/recipes/test_schedules.py`.
 """
@@ -16,8 +16,8 @@ from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.errors import UserError, spelled
 from datamodules.notes import warn
 
-# Optimizers whose rate grows linearly with the batch. Adaptive ones divide by the size of the gradient, so that their
-# noise grows only with the square root.
+# Optimizers whose rate grows linearly with the batch size. Adaptive optimizers divide by the size of the gradient, so
+# their rate grows with the square root.
 _LINEAR = {"sgd", "asgd"}
 
 # Arguments with their own flag, which `optimizer_args` must not contain.
@@ -27,10 +27,10 @@ _ARGUMENTS_WITH_FLAG = ("lr", "weight_decay", "momentum", "fused")
 def optimizer_class(name: str) -> type[Optimizer]:
     """Return an optimizer of ``torch.optim`` by its name, in any case, or a class by its import path.
 
-    No module is imported here, since the name may come from a checkpoint; the command line imports a typed path.
+    No module is imported here, because the name may come from a checkpoint; the command line imports a typed path.
 
     Raises:
-        UserError: torch has no such optimizer, the module is not imported, or the class is not supported.
+        UserError: torch has no such optimizer, the module has not been imported, or the class is not supported.
     """
     if "." not in name:
         classes = {
@@ -74,12 +74,12 @@ def _accepts(cls: type[Optimizer], name: str) -> bool:
 
 
 def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
-    """Reject an unsuitable optimizer, and arguments that it does not have.
+    """Reject an unsupported optimizer, and arguments that it does not have.
 
     A class in a module that is not imported is checked later: inference does not need the optimizer.
 
     Raises:
-        UserError: as `optimizer_class`, or the optimizer has no such argument.
+        UserError: see `optimizer_class`; or the optimizer has no such argument.
     """
     if "." in name and name.rpartition(".")[0] not in sys.modules:
         return
@@ -101,7 +101,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     Parameters of norms and biases have at most one dimension. Frozen parameters are included, so that the groups are
     the same during the whole run. A group without parameters is left out.
     """
-    # Without duplicates: an optimizer rejects a parameter that is in its groups twice, as a tied weight would be.
+    # Without duplicates, such as tied weights: an optimizer rejects a parameter that is in its groups twice.
     parameters = list(dict.fromkeys(parameters))
     decayed = [p for p in parameters if p.ndim > 1]
     exempt = [p for p in parameters if p.ndim <= 1]
@@ -143,15 +143,15 @@ def layer_groups(
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], recipe: Any) -> Optimizer:
-    """Build the optimizer that the hyperparameters of a recipe name, for its `configure_optimizers`.
+    """Build the optimizer from the hyperparameters of a recipe, for its `configure_optimizers`.
 
     Args:
-        parameters: the parameters of the network, which `parameter_groups` splits; or groups, which get the recipe's
+        parameters: the parameters of the network, to be split by `parameter_groups`; or groups, which get the recipe's
             learning rate and weight decay if they have none.
         recipe: a recipe with the hyperparameters optimizer, lr, weight_decay, momentum and optimizer_args.
 
     Raises:
-        UserError: as `optimizer_by_name`.
+        UserError: see `optimizer_by_name`.
     """
     options = recipe.hparams
     groups: list[Any] = list(parameters)
@@ -175,17 +175,17 @@ def optimizer_by_name(
 ) -> Optimizer:
     """Build an optimizer by name over parameter groups, without a recipe.
 
-    A checkpoint restores the moments only. Rates, weight decay and kernels are those of the arguments, so a resumed run
-    can change them, or the device.
+    A checkpoint restores the moments only. The arguments determine rates, weight decay and kernels, so a resumed run
+    can change these and the device.
 
     Args:
         groups: the parameter groups.
         momentum: momentum, ignored if the optimizer has none; SGD uses Nesterov's.
-        fused: use one kernel for all parameters; None does if the devices of all parameters support it.
-        arguments: further arguments of the optimizer.
+        fused: whether one kernel updates all parameters; None: if the devices of all parameters support it.
+        arguments: other arguments of the optimizer.
 
     Raises:
-        UserError: as `check_optimizer`, or the optimizer rejects the parameters or its arguments.
+        UserError: see `check_optimizer`; or the optimizer rejects the parameters or its arguments.
     """
     groups = list(groups)
     cls = optimizer_class(name)
@@ -210,7 +210,7 @@ def optimizer_by_name(
         optimizer = cls(groups, **options | dict(arguments or {}))
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(str(error), setting="optimizer", value=name) from error
-    # Only arguments: some optimizers also keep state in their groups, which a checkpoint has to restore.
+    # Only arguments: some optimizers also keep state in their groups, and a checkpoint has to restore it.
     settings_of_groups = [
         {key: value for key, value in group.items() if key in accepted and key != "params"}
         for group in optimizer.param_groups
@@ -219,7 +219,7 @@ def optimizer_by_name(
     def keep_settings(loaded: Optimizer) -> None:
         for group, settings in zip(loaded.param_groups, settings_of_groups):
             group.update(settings)
-            if "initial_lr" in group:  # The scheduler's base rate has to follow a changed lr as well.
+            if "initial_lr" in group:  # The base rate of the scheduler has to follow a changed lr.
                 group["initial_lr"] = settings["lr"]
 
     optimizer.register_load_state_dict_post_hook(keep_settings)
@@ -227,10 +227,11 @@ def optimizer_by_name(
 
 
 def _one_group(groups: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Return one group with the parameters of all, for an optimizer that searches along one direction.
+    """Return one group with all parameters, for an optimizer that searches along one direction.
 
     Raises:
-        UserError: the groups have different rates, or a weight is in channels_last, of which torch makes no vector.
+        UserError: the groups have different rates, or a weight is in channels_last, which torch cannot flatten into a
+            vector.
     """
     rates = {group.get("lr") for group in groups}
     if len(rates) > 1:

@@ -1,4 +1,4 @@
-"""Put the way from a photograph to a network's pixels in front of an ONNX graph: crop and resize, for any size.
+"""Crop and resize of an image of any size to the network's input, as nodes in front of an ONNX graph.
 
 Tested in `tests/recipes/test_export.py`.
 """
@@ -11,15 +11,15 @@ INPUT = "image"
 DESCRIPTION = "uint8 of shape (1, height, width, 3): one upright RGB image of any size, pixels from 0 to 255"
 
 _CROPPED = "images"
-"""The input of the graph of the network, and then an inner value: uint8 of shape (1, 3, size, size)."""
+"""The input of the network's graph, which becomes an inner value: uint8 of shape (1, 3, size, size)."""
 
 
 def add_photograph_input(model: Any, size: int, kept: float) -> None:
-    """Change an ONNX model of images of one size to take one image of any size.
+    """Extend an ONNX model for images of one size so that its input is one image of any size.
 
-    The graph computes `datamodules.images.decoding.evaluation_square`: the central square at whole pixels, an
-    antialiased, bilinear resize in float32, rounded to even. Without ``exclude_outside`` the pixels at the borders
-    would be darker.
+    The graph computes `datamodules.images.decoding.evaluation_square`: it cuts the central square at whole pixels,
+    resizes it in float32 with antialiased, bilinear interpolation, and rounds to even. Without ``exclude_outside``, the
+    pixels at the borders would be darker.
 
     Args:
         model: an `onnx.ModelProto` of opset 18 or later with the input ``images``, uint8 of shape (batch, 3, size,
@@ -43,7 +43,7 @@ def add_photograph_input(model: Any, size: int, kept: float) -> None:
         ("Transpose", [INPUT], "channels_first", {"perm": [0, 3, 1, 2]}),
         ("Shape", ["channels_first"], "sides", {"start": 2}),
         ("ReduceMin", ["sides"], "short_side", {"keepdims": 1}),
-        # In float64, as Python computes it: another rounding would be another pixel.
+        # In float64 as in Python: another rounding could select another pixel.
         ("Cast", ["short_side"], "short_side_float", {"to": TensorProto.DOUBLE}),
         ("Mul", ["short_side_float", "kept"], "side_float", {}),
         ("Round", ["side_float"], "side_rounded", {}),

@@ -1,4 +1,4 @@
-"""Predict with a recipe: for inputs from Python, and as rows of a table."""
+"""Predictions of a recipe: for inputs from Python, and as rows of a table."""
 
 import os
 import re
@@ -29,11 +29,11 @@ def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list
 
     Args:
         recipe: the recipe, whose `prediction_rows` returns the rows of the outputs.
-        outputs: what `predict_step` returned for each batch.
+        outputs: results of `predict_step`, one for each batch.
         data: the data module of the inputs, after the last batch.
 
     Returns:
-        The rows; if there is a note about any input, all rows have the column ``note``.
+        The rows; if there is a note about an input, all rows have the column ``note``.
     """
     names = data.prediction_names
     notes = {**data.unclear_inputs, **{number: error.problem for number, error in data.unreadable_inputs.items()}}
@@ -42,8 +42,8 @@ def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list
         return rows
     columns: dict[str, Any] = dict.fromkeys([*(rows[0] if rows else ()), *recipe.prediction_columns])
     completed: list[dict[str, Any]] = []
-    # The first column of a row is the name of its input. An input may be given twice in succession, so that the rows of
-    # its name are divided evenly.
+    # Rows are matched to inputs by their first column, the name of the input. If the same input is passed twice in a
+    # row, the rows of its name are split evenly.
     for name, group in groupby(enumerate(names), key=itemgetter(1)):
         numbers = [number for number, _ in group]
         count = 0
@@ -68,7 +68,7 @@ def _as_text(value: Any) -> str:
 
 
 def prediction_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the table that the predict command prints: the likeliest class only, and notes if there are any.
+    """Return the table that the predict command prints: the most probable class only, and notes if there are any.
 
     Args:
         rows: the predictions, at least one; all rows have the same keys.
@@ -91,15 +91,15 @@ def prediction_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 def predict(recipe: Any, inputs: Any) -> list[dict[str, Any]]:
     """Predict as the predict command does, on the device of a recipe.
 
-    The recipe needs the settings by which its data were prepared: from the checkpoint that it was loaded from, or from
-    the data module of its Trainer. A recipe of a run in bf16-mixed or 16-mixed predicts in that precision. After a run
-    in bf16-true or 64-true, `load_from_checkpoint` returns a recipe in float32, which predicts in float32.
+    The recipe needs the settings of its data: it has them from its checkpoint, or from the data module of its Trainer.
+    A recipe of a run in bf16-mixed or 16-mixed predicts in the same precision. After a run in bf16-true or 64-true,
+    `load_from_checkpoint` returns a recipe in float32, which predicts in float32.
 
     Args:
         recipe: a recipe, the result of `recipes.fit`, or the path of a checkpoint.
-        inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays or
+        inputs: inputs of the predict command, and objects in memory: images as files, folders, PIL images, arrays or
             tensors, or a list of them; sentences as text. Or a data module: its test part, else its validation part,
-            is predicted; of a module without inputs to predict, what its ``predict_dataloader()`` yields.
+            is predicted; without these parts, the batches of its ``predict_dataloader()``.
 
     Returns:
         The rows that the command writes into its ``--output``, one or more for each input.
@@ -136,7 +136,7 @@ def predict(recipe: Any, inputs: Any) -> list[dict[str, Any]]:
 
 
 def _recipe_of(given: Any) -> Recipe:
-    """Return the recipe that `predict` has been given itself, in the result of a run, or as a checkpoint."""
+    """Return the recipe for an argument of `predict`: a recipe, the result of a run, or a checkpoint."""
     if isinstance(given, str | os.PathLike):
         path = Path(given)
         if not path.is_file():
@@ -156,7 +156,7 @@ def _recipe_of(given: Any) -> Recipe:
 
 def _outputs(recipe: Recipe, data: pl.LightningDataModule, batches: Iterable[Any]) -> list[Any]:
     """Return the outputs of `predict_step`, in evaluation mode and on the device of the recipe."""
-    # Mode by mode: `recipe.train()` would also put frozen layers into training mode.
+    # Restored module by module: `recipe.train()` would also put frozen layers into training mode.
     modes = [(module, module.training) for module in recipe.modules()]
     recipe.eval()
     trainer = attached_trainer(recipe)
@@ -189,7 +189,7 @@ def _predict_part(recipe: Recipe, data: pl.LightningDataModule) -> list[dict[str
     if not loader:
         raise UserError(f"{contract.title} has neither a test nor a validation part to predict")
     outputs = _outputs(recipe, data, contract.numbered(loader))
-    # After the last batch, since images that cannot be read have no number.
+    # After the last batch: images that turn out to be unreadable have no number.
     numbers = sample_numbers(loader)
     assert numbers is not None
     names = contract.sample_names(part)

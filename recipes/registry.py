@@ -1,6 +1,6 @@
-"""Find recipes: the folders beside this file with a ``__main__.py``, such as ``recipes/mnist/``.
+"""Registry of the recipes: the folders beside this file with a ``__main__.py``, such as ``recipes/mnist/``.
 
-A copy of such a folder is another recipe: its ``title``, and so the folder of its runs, is the name of the folder.
+A copy of such a folder is a new recipe: its ``title``, and thus the folder of its runs, is the name of the folder.
 
 Tested in `tests/package/test_console_command.py`.
 """
@@ -22,7 +22,7 @@ def find_recipes() -> dict[str, str]:
     for path in sorted(Path(__file__).parent.glob("*/__main__.py")):
         package = path.with_name("__init__.py")
         source = package.read_text(encoding="utf-8") if package.is_file() else ""
-        # Parsed and not imported: a recipe imports torch.
+        # Parsed, not imported: a recipe imports torch.
         summaries[path.parent.name] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
     return summaries
 
@@ -31,7 +31,7 @@ def recipe_class(name: str) -> "type[Recipe]":
     """Return the class of a recipe: the one class in its ``recipe.py`` that sets a ``title``.
 
     Raises:
-        UserError: there is no such recipe, or its module has no such class, or several.
+        UserError: there is no such recipe, or its module has no such class, or several such classes.
     """
     names = find_recipes()
     if name not in names:

@@ -1,6 +1,6 @@
-"""Learning-rate schedules as pure functions of the progress of a run, so that no resume or split shifts them.
+"""Learning-rate schedules as pure functions of a run's progress: a resumed or split run has the same rates.
 
-Only `ReduceLROnPlateau`, which follows a score, has a state.
+Only `ReduceLROnPlateau` has a state, because it follows a score.
 """
 
 import math
@@ -40,7 +40,7 @@ def curve(schedule: str, progress: float) -> float:
     """Return the factor on the learning rate at a progress from 0 to 1.
 
     "one_cycle" rises linearly from 0.04 to 1 in a quarter of the run, then falls linearly to 0 (Smith and Topin, 2018).
-    "linear" falls from 1 to 0, "cosine" is half a cosine (Loshchilov and Hutter, 2017), and the others are 1.
+    "linear" falls from 1 to 0, "cosine" is half a cosine (Loshchilov and Hutter, 2017), and other schedules return 1.
 
     Example:
         >>> {name: [round(curve(name, x), 2) for x in (0, 0.25, 1)] for name in ("one_cycle", "linear", "cosine")}
@@ -60,15 +60,15 @@ def curve(schedule: str, progress: float) -> float:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The settings of a schedule: its name, the peak rate and further arguments.
+    """Settings of a schedule: its name, the peak rate and its arguments.
 
     Args:
         schedule: name of the schedule.
         lr: peak learning rate; the argument `min_lr` divided by it is the lowest factor.
-        arguments: further arguments by name, as in ``schedule_args`` of `Recipe`.
+        arguments: arguments by name, as in ``schedule_args`` of `Recipe`.
 
     Raises:
-        UserError: there is no such schedule, or an argument is out of its range or not one of this schedule.
+        UserError: there is no such schedule, an argument is out of its range, or the schedule has no such argument.
 
     Example:
         >>> ScheduleSettings("cosine", lr=0.1, arguments={"min_lr": 0.01}).floored(0.5)
@@ -95,7 +95,7 @@ class ScheduleSettings:
 
     @cached_property
     def milestones(self) -> list[Duration]:
-        """The given milestones; by default those of "multistep" are 50 and 75 % (He et al., 2016, on CIFAR)."""
+        """The given milestones; "multistep" has the defaults 50 and 75 % (He et al., 2016, on CIFAR)."""
         milestones = self.arguments.get("milestones", ["50%", "75%"] if self.schedule == "multistep" else [])
         durations: list[Duration] = []
         texts = milestones if isinstance(milestones, list) else str(milestones).split(",")
@@ -118,21 +118,22 @@ class ScheduleSettings:
         return float(self.arguments.get("min_lr", 0.0)) / self.lr
 
     def floored(self, factor: float) -> float:
-        """Return a factor between the floor and 1: curves that end at 0 end at the floor, others stop there."""
+        """Return a factor between the floor and 1: curves that end at 0 end at the floor, other curves stop at it."""
         if self.schedule in ENDS_AT_0:
             return self.floor + (1 - self.floor) * factor
         return max(self.floor, factor)
 
     def plan(self, trainer: pl.Trainer) -> Callable[[int], float]:
-        """Return the function from the number of updates made to the factor on the rates, in a run of this length.
+        """Return the function from the number of completed updates to the learning-rate factor, in a run of this
+        length.
 
-        The factor is 1 where the curve needs an end and the run has none.
+        If the run has no end, curves that need an end return 1.
 
         Args:
-            trainer: a Trainer that trains, since the length of the run is not known earlier.
+            trainer: a Trainer that is training; the length of the run is not known earlier.
 
         Raises:
-            UserError: a milestone in epochs needs a loader with a length, or one in per cent needs a run with an end.
+            UserError: a milestone in epochs without a loader of known length, or in per cent without an end of the run.
         """
         if self.schedule in ("exponential", "multistep"):
             updates = sorted(duration_to_updates(time, trainer) for time in self.milestones)
@@ -153,7 +154,7 @@ class ScheduleSettings:
 
 
 class Plateau(ReduceLROnPlateau):
-    """torch's `ReduceLROnPlateau`, which also restores the rates: the optimizer restores its moments only.
+    """torch's `ReduceLROnPlateau` that also restores the rates, because the optimizer restores only its moments.
 
     Args:
         optimizer: the optimizer whose rates are reduced.
@@ -170,7 +171,7 @@ class Plateau(ReduceLROnPlateau):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # The state only, since the settings of a resumed run may have changed.
+        # Only the state: the settings of a resumed run may have changed.
         for name in ("best", "num_bad_epochs", "last_epoch", "cooldown_counter"):
             setattr(self, name, state_dict[name])
         for group, rate in zip(self.optimizer.param_groups, state_dict["_last_lr"], strict=True):

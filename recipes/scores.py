@@ -1,4 +1,4 @@
-"""Compute the scores of one pass over a data set.
+"""Scores of one pass over a data set.
 
 All scores except the loss come from integer counts, so they are equal to the bit on any number of ranks.
 
@@ -19,8 +19,8 @@ _MAX_CLASSES_LOGGED = 25
 class MeanOverTargets(Metric):
     """Mean over all targets of all batches and ranks, equal to the bit on any number of ranks and in any order.
 
-    The sum of a batch is converted to integers, whose sums are exact; see `callbacks.lib.exact_sums`. The batches
-    themselves have to be the same on any number of ranks. The mean is NaN if the sum of a batch is not finite.
+    The sum of a batch is converted to integers, whose sums are exact; see `callbacks.lib.exact_sums`. The batches must
+    be the same on any number of ranks. The mean is NaN if the sum of a batch is not finite.
     """
 
     full_state_update = False
@@ -62,7 +62,7 @@ def macro_f1(confusion: Tensor) -> Tensor:
 
 
 class _Counts(Metric):
-    """Confusion matrix, and hits among the five likeliest classes, as integers.
+    """Confusion matrix, and hits among the five most probable classes, as integers.
 
     `update` never waits for the device; torchmetrics' confusion matrix does, in its bincount.
     """
@@ -103,7 +103,7 @@ class ClassificationScores(torch.nn.Module):
         self.counts = _Counts(num_classes)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits of shape (batch, classes), targets int64 of shape (batch,), where -100 does not count."""
+        """Add a batch: logits of shape (batch, classes) and targets int64 of shape (batch,), where -100 is ignored."""
         self.loss.update(F.cross_entropy(logits.float(), targets, reduction="sum"), (targets >= 0).sum())
         self.counts.update(logits.float(), targets)
 

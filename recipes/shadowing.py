@@ -1,4 +1,4 @@
-"""Reject a folder of the user that shadows one of our packages.
+"""Check that no folder of the user shadows one of our packages.
 
 Tested in `tests/package/test_console_command.py`.
 """
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _FILE_OF_PACKAGE = {"callbacks": "gradient_accumulation.py", "datamodules": "contract.py"}
-"""A file in each package by which our package is recognized."""
+"""A file in each of our packages; a package without it is not ours."""
 
 
 def reject_shadows() -> None:
@@ -18,7 +18,7 @@ def reject_shadows() -> None:
     an installed package of that name.
 
     Raises:
-        ImportError: another folder has one of the names. ``python -m`` ends with that line in place of a traceback.
+        ImportError: another folder has one of the names. ``python -m`` prints this error as one line, not a traceback.
     """
     for name, file in _FILE_OF_PACKAGE.items():
         spec = find_spec(name)

@@ -1,7 +1,7 @@
-"""Load the weights of a file into a module: read without running code, matched by name and shape, reported in a line.
+"""Weights of a file for a module: read without running code, matched by name and shape, reported in one line.
 
-A file is either wrong (another file, half a file, another network), or all of its tensors except the head's fit. A
-wrong file is rejected before the module changes. From a file that fits, all fitting tensors are loaded.
+Either every tensor except the head's matches the module, or the file is rejected before the module changes. A wrong
+file is another file, half a file, or of another network.
 """
 
 import re
@@ -27,13 +27,13 @@ _WRAPPERS = re.compile(r"^(?:(?:module|model|network|net|backbone)\.)+")
 
 def skip_patterns(weights_skip: str | Sequence[str] | None) -> list[str]:
     """Return the patterns of `weights_skip`, by the names of the network's layers."""
-    # Users may type the names of the recipe, which checkpoints and the patterns for freezing have.
+    # Users may type the names in the recipe, as in checkpoints and in the patterns for freezing.
     patterns = [weights_skip] if isinstance(weights_skip, str) else weights_skip or ()
     return [pattern.removeprefix("network.") for pattern in patterns]
 
 
 def read_beside(path: str | None) -> Mapping[str, Any]:
-    """Return the content of a checkpoint or exported file, such as ``class_names``; empty without a file."""
+    """Return the content of a checkpoint or exported file, such as ``class_names``; without a file, an empty dict."""
     return read_weights_file(path) if path and Path(path).expanduser().is_file() else {}
 
 
@@ -65,7 +65,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     content = read_weights_file(path)
     states = {key: _tensors(value) for key, value in content.items()}
     states = {key: state for key, state in states.items() if state}
-    # A checkpoint with averaged weights has the unaveraged ones as a second state dict.
+    # A checkpoint with averaged weights has the unaveraged weights as a second state dict.
     if "pytorch-lightning_version" in content:
         states = {"state_dict": _tensors(content["state_dict"])}
     tensors = _tensors(content)
@@ -78,7 +78,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def some_names(names: Sequence[str], limit: int = 4) -> str:
-    """Return the first few names, and how many more there are.
+    """Return the first few names, and the number of the remaining names.
 
     >>> some_names(["a", "b", "c"], limit=2)
     'a, b and 1 more'
@@ -88,7 +88,7 @@ def some_names(names: Sequence[str], limit: int = 4) -> str:
 
 
 def _bare(name: str) -> str:
-    """Return a name without leading wrappers, and without the one of torch.compile.
+    """Return a name without leading wrappers and without torch.compile's prefix.
 
     >>> _bare("module.model._orig_mod.fc.bias"), _bare("network.step")
     ('fc.bias', 'step')
@@ -114,7 +114,7 @@ def match_names(state: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> d
 
 
 def _misfit(value: Tensor, target: Tensor) -> str:
-    """Return why a tensor cannot replace another; empty if it can."""
+    """Return why a tensor cannot replace another tensor; "" if it can."""
     if value.shape != target.shape:
         return f"{tuple(value.shape)} instead of {tuple(target.shape)}"
     # Quantized integers are not weights without their scales.
@@ -125,14 +125,14 @@ def _misfit(value: Tensor, target: Tensor) -> str:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """Which weights of a file were loaded; the counters of BatchNorm (``num_batches_tracked``) are left out.
+    """Lists of loaded and skipped weights of a file; BatchNorm's counters (``num_batches_tracked``) are left out.
 
     >>> WeightsReport("a.pt", ["conv.weight"], {"fc.bias": "(9,) instead of (2,)"}, ["fc.bias"]).line()
     'weights from a.pt: 1 loaded, 1 skipped (fc.bias (9,) instead of (2,)), 1 new (fc.bias)'
 
     Attributes:
         source: the file or another source of the weights.
-        loaded: names in the module that got the file's values.
+        loaded: names in the module with values of the file.
         skipped: names in the file that were not loaded, with the reason.
         new: names in the module that keep their values because the file has no fitting tensor.
         not_chosen: names in the module that keep their values on request.
@@ -145,7 +145,7 @@ class WeightsReport:
     not_chosen: Sequence[str] = ()
 
     def line(self) -> str:
-        """Return the report in one line; the first few names stand for long lists."""
+        """Return the report in one line, with only the first few names of long lists."""
         skipped = [f"{name} {reason}" for name, reason in self.skipped.items()]
         counts = [_count_of("skipped", skipped), _count_of("new", self.new)]
         if self.not_chosen:
@@ -168,10 +168,10 @@ def _part(name: str) -> str:
 def _compare(
     state: Mapping[str, Tensor], targets: Mapping[str, Tensor], head: str
 ) -> tuple[dict[str, Tensor], dict[str, str], list[str], list[str]]:
-    """Return the fitting tensors, the skipped names with reasons, the new names, and signs of another network.
+    """Return the fitting tensors, the skipped names with reasons, the new names, and evidence of another network.
 
-    A new head is no sign of another network. Either its number of rows differs; or the file has no tensors with the
-    names of the module's head, and may have a head of another name.
+    A head with a different number of classes, or with a different name, is expected in fine-tuning: it is not evidence
+    of another network.
 
     Args:
         state: the tensors of the file.
@@ -188,8 +188,8 @@ def _compare(
     loaded = {_part(name) for name in fitting}
     renamed = head not in loaded and any(_part(name) == head for name in missing)
     changed = {name: (state[matches[name]].shape, targets[name].shape) for name in misfits}
-    # The rows of the head are classes, and so are the rows of auxiliary outputs. Other numbers of rows, such as the
-    # position biases of a Swin with another window, belong to another network.
+    # The rows of the head and of auxiliary outputs are classes. A different number of rows elsewhere, as in the
+    # position biases of a Swin with another window, means another network.
     head_rows = {(in_file[:1], in_module[:1]) for name, (in_file, in_module) in changed.items() if _part(name) == head}
     resized = []
     for name, (in_file, in_module) in changed.items():
@@ -203,12 +203,12 @@ def _compare(
 
 
 def _fitting_prefix(state: Mapping[str, Tensor], targets: Mapping[str, Tensor], best_count: int) -> str:
-    """Return the prefix without which more than `best_count` tensors of the file fit, and most of the module's.
+    """Return a prefix whose removal makes more than `best_count` tensors of the file fit, and most of the module's.
 
-    Other projects wrap a network in modules of their own, with prefixes such as "encoder." and "module.encoder_q.".
+    Other projects wrap a network in modules with prefixes such as "encoder." and "module.encoder_q.".
     """
     names = {_bare(name): value.shape for name, value in targets.items()}
-    # A prefix is what the file has before the name of the module's first tensor.
+    # A prefix is the text before the name of the module's first tensor.
     first_name = next(iter(names), "")
     best = ""
     # The first prefix in the file wins a tie: MoCo's query encoder comes before its key encoder.
@@ -239,12 +239,12 @@ def load_weights(
 
     Args:
         module: the module to change.
-        state: tensors by name, such as those of `read_weights`; `match_names` matches the names.
+        state: tensors by name, for example from `read_weights`; `match_names` matches the names.
         source_name: the name of the source in messages.
         exact: require the head to fit as well.
-        weights_skip: patterns such as "encoder.*". Layers and tensors whose name, or an end of it, matches one are
-            ignored in the file, and keep their values in the module.
-        with_head: whether the last layer is loaded; otherwise it is skipped as if `weights_skip` named it.
+        weights_skip: patterns such as "encoder.*". A layer or tensor is ignored in the file, and keeps its values in
+            the module, if its name or the end of its name matches a pattern.
+        with_head: whether the last layer is loaded; if not, it is skipped as by `weights_skip`.
 
     Raises:
         UserError: nothing matches, tensors outside of a new head do not match, a pattern matches nothing, or a matching
@@ -259,7 +259,7 @@ def load_weights(
     head = _part([*targets][-1])
     state = {name: value for name, value in state.items() if not inside(name, left_out)}
     if not with_head:
-        # By its full name: a pattern also matches the ends of other names.
+        # The full name: a pattern also matches the ends of other names.
         left_out = {*left_out, head_of(module)}
         matches = match_names(state, targets)
         of_head = {source for name, source in matches.items() if inside(name, left_out)}
@@ -291,7 +291,7 @@ def load_weights(
             f" as in {spelled('weights_skip', layer)}"
         )
     for name, value in fitting.items():
-        # After the conversion: a large value may be infinite in the module's precision.
+        # After the conversion: a large value may become infinite in the module's precision.
         if not value.to(targets[name].dtype).isfinite().all():
             raise UserError(f"weights from {source_name}: {name} has NaN or infinite values; pass another file")
     # The full state dict has the module's version numbers, so that torch converts nothing from an older format.
@@ -301,7 +301,7 @@ def load_weights(
 
 
 def head_of(network: nn.Module) -> str:
-    """Return the name of the last layer, to which the last tensor of a network belongs.
+    """Return the name of the last layer, the layer with the last tensor of a network.
 
     >>> head_of(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(), nn.Linear(8, 2)))
     '2'
@@ -311,9 +311,9 @@ def head_of(network: nn.Module) -> str:
 
 
 def order_head(network: nn.Module, order: Sequence[int]) -> bool:
-    """Put the rows of the last layer, one for each class, into another order; return whether that is possible.
+    """Reorder the rows of the last layer, one for each class; return whether this was possible.
 
-    It is not if the layer before it has as many rows, as of networks with two heads; nothing is changed then.
+    It is impossible if the previous layer has as many rows, as in networks with two heads; then nothing changes.
 
     Args:
         network: the network.
@@ -332,7 +332,7 @@ def order_head(network: nn.Module, order: Sequence[int]) -> bool:
 
 
 def _has_head(network: nn.Module, state: Mapping[str, Tensor], weights_skip: str | Sequence[str] | None) -> bool:
-    """Return whether the last layer of a network would be loaded from a file."""
+    """Return whether a file has a last layer for a network that `weights_skip` does not exclude."""
     head = [*network.state_dict()][-1]
     targets = {name: value for name, value in network.state_dict().items() if torch.is_tensor(value)}
     source = match_names(state, targets).get(head)
@@ -341,16 +341,16 @@ def _has_head(network: nn.Module, state: Mapping[str, Tensor], weights_skip: str
 
 
 def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | None:
-    """Load the ``weights`` of a recipe into its network, and log a report; return None for "none".
+    """Load the ``weights`` of a recipe into its network, log a report and return it; return None for "none".
 
-    The rows of a classifier's last layer are its classes. If the recipe does not know which, the layer is not loaded.
+    The rows of a classifier's last layer are its classes. If these are not known, the layer is not loaded.
 
     Args:
         recipe: the recipe.
         exact: require the head to fit as well.
 
     Raises:
-        UserError: as `read_weights` and `load_weights`.
+        UserError: see `read_weights` and `load_weights`.
     """
     options = recipe.hparams
     if options.weights is None or options.weights == "none":

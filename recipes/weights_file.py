@@ -1,4 +1,4 @@
-"""Read a file of weights with the settings beside them, without running code from it.
+"""Reader of a file of weights and the settings in it, which runs no code from the file.
 
 Tested in `tests/recipes/test_weights.py`.
 """
@@ -12,12 +12,12 @@ from typing import Any
 from callbacks.checkpointing.plain_loading import load_plain
 from datamodules.errors import UserError, spelled
 
-# The metadata that the export command writes into safetensors as JSON; other metadata are text.
+# The metadata that the export command writes into safetensors as JSON; other metadata is text.
 _JSON = ("config", "hyper_parameters", "class_names", "source_vocabulary", "target_vocabulary")
 
 
 def _setting(name: str, value: str) -> Any:
-    """Return a metadata text as its value; other programs may write any text under our names."""
+    """Return a metadata text as its value. Other programs may have written any text under this name."""
     if name not in _JSON:
         return value
     try:
@@ -44,7 +44,7 @@ def read_weights_file(path: str | Path) -> Mapping[str, Any]:
         content = load_plain(path)
     except UserError:
         raise
-    except Exception as error:  # A damaged pickle raises anything.
+    except Exception as error:  # A damaged pickle may raise any exception.
         raise UserError(
             f"{path} is damaged, or neither torch.save() nor safetensors wrote it ({type(error).__name__}); download it"
             " again"
@@ -56,7 +56,7 @@ def read_class_names(path: str | Path) -> list[str]:
     """Read class names in the order of their numbers: one in each line, or a JSON list of texts.
 
     Raises:
-        UserError: there is no such file, it holds no names, or a name twice.
+        UserError: there is no such file, it has no names, or it has a name twice.
     """
     path = Path(path).expanduser()
     if not path.is_file():

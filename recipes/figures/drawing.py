@@ -1,7 +1,7 @@
-"""Draw figures of simple shapes: as SVG for a page in light and dark, and with Pillow as images.
+"""Figures of simple shapes: as SVG for a page in light and dark, and with Pillow as images.
 
-A figure is laid out once, in pixels. Its colors are names: a page defines them for light and for dark, and `PALETTE`
-has those of images, which are light.
+A figure is laid out once, in pixels. Its colors are names: a page defines them for light and for dark; `PALETTE` has
+the light colors, also for images.
 
 Tested in `tests/recipes/figures/test_plots.py`.
 """
@@ -34,7 +34,7 @@ DARK: dict[Color, tuple[int, int, int]] = {
     "train": (116, 171, 255),
     "val": (255, 154, 77),
 }
-"""The colors of a page for readers who prefer dark colors."""
+"""The dark colors of a page."""
 
 
 def color_style() -> str:
@@ -48,7 +48,7 @@ def _variables(palette: dict[Color, tuple[int, int, int]]) -> str:
     return " ".join(f"--{name}: #{bytes(rgb).hex()};" for name, rgb in palette.items())
 
 
-# Pixels of an image per pixel of a figure. Twice as many take twice as long to compress.
+# Pixels of an image per pixel of a figure. Twice this number takes twice as long to compress.
 _SCALE = 1.5
 _FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial Unicode.ttf")
 
@@ -100,7 +100,7 @@ class Text:
     Args:
         size: size of the font in pixels.
         anchor: the part of the text at x.
-        rises: whether the text is written upwards from (x, y).
+        rises: whether the text runs upwards from (x, y).
     """
 
     x: float
@@ -124,7 +124,7 @@ class Figure:
         height: height in pixels.
         shapes: the shapes in the order in which they are drawn.
         note: a sentence below the figure.
-        name: a description for people who cannot see the figure.
+        name: a description for readers who cannot see the figure.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Draw grids of images with captions: training images and mistakes."""
+"""Grids of images with captions: training images and mistakes."""
 
 import base64
 import html
@@ -26,9 +26,9 @@ def displayed(images: Tensor, normalize: nn.Module | None = None, side: int = LA
     Args:
         images: inputs of a network, of shape (n, channels, height, width).
         normalize: the normalization to undo, with the ``mean`` and ``std`` of the channels as in
-            `datamodules.images.augmentation.Normalize`. Without it, the range of all values is stretched to that of
-            bytes, unless `images` are bytes.
-        side: the most pixels of the longer side.
+            `datamodules.images.augmentation.Normalize`. Without it, the minimum and maximum over all images are mapped
+            to 0 and 255, unless `images` are bytes.
+        side: the maximum number of pixels of the longer side.
 
     Returns:
         uint8 of shape (n, channels, height, width), on the CPU.
@@ -59,7 +59,7 @@ def displayed(images: Tensor, normalize: nn.Module | None = None, side: int = LA
 
 
 def _as_pillow(image: Tensor) -> Image.Image:
-    """Convert bytes of shape (channels, height, width) to a gray image, or to color from three channels on."""
+    """Convert bytes of shape (channels, height, width) to a gray image, or with three or more channels to color."""
     if image.shape[0] < 3:
         return Image.fromarray(image[0].numpy())
     return Image.fromarray(image[:3].permute(1, 2, 0).contiguous().numpy())
@@ -72,9 +72,9 @@ class ImageGrid:
     Args:
         title: the title of the grid.
         images: uint8 of shape (n, channels, height, width), as from `displayed`.
-        captions: the lines below each image; the first line is emphasised.
+        captions: the lines below each image; the first line is emphasized.
         note: a sentence below the grid.
-        group: how many successive images belong together, and stand in a row.
+        group: number of successive images that belong together in a row.
     """
 
     title: str
@@ -95,7 +95,7 @@ class ImageGrid:
 
     def _cell(self, image: Tensor, lines: Sequence[str]) -> str:
         is_small = max(image.shape[1:]) <= _SMALL
-        # A group has several images for one of a grid, and PNG takes twice the bytes.
+        # A group has several images per sample, and PNG takes twice the bytes of JPEG.
         is_png = max(image.shape[1:]) <= (_SMALL if self.group == 1 else _SMALL // 2)
         kind = "png" if is_png else "jpeg"
         file = io.BytesIO()
@@ -139,4 +139,4 @@ class ImageGrid:
 
 
 Picture = Figure | ImageGrid
-"""A picture of a run: it has a title and a note, and becomes an HTML element or an image."""
+"""A picture of a run, with a title and a note, as an HTML element or an image."""

@@ -1,4 +1,4 @@
-"""Plot the curves of a run, the confusion matrix, and the attention between two sentences."""
+"""Plots of the curves of a run, the confusion matrix, and the attention between two sentences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ _MAX_POINTS = 300
 _MAX_CLASSES = 25
 _MAX_TOKENS = 40
 _LOG_FROM = 30.0
-"""The ratio of the largest to the smallest value from which the axis is logarithmic."""
+"""The smallest ratio of the largest to the smallest value for a logarithmic axis."""
 
 
 def thinned(points: Points, most: int = _MAX_POINTS) -> list[tuple[float, float]]:
-    """Return at most `most` points: the lowest and the highest point of equal parts, so that no peak is lost.
+    """Return at most `most` points: the lowest and the highest point of each of several equal parts, to keep all peaks.
 
     Example:
         >>> thinned([(0, 1.0), (1, 9.0), (2, 2.0), (3, 0.0), (4, 3.0), (5, 4.0)], most=4)
@@ -61,7 +61,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten between two positive numbers, or the powers alone if those are many."""
+    """Return 1, 2 and 5 times powers of ten between two positive numbers; if there are many powers, only these."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1,)):
         candidates = [factor * 10.0**power for power in powers for factor in factors]
@@ -120,7 +120,7 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
     is_single = first == last
     if is_single:  # One epoch: the axis begins with the run.
         first = min(0, first - 1)
-    # Values of one epoch that are nearly equal look so.
+    # A minimum height of the axis: nearly equal values of one epoch should look equal.
     margin = ((abs(low) + abs(high)) * 0.1 or 1.0) - (high - low) / 2
     if high == low or (is_single and margin > 0):
         low -= margin
@@ -205,7 +205,7 @@ def most_confused(counts: Sequence[Sequence[int]], most: int) -> list[int]:
         for predicted, count in enumerate(row):
             if count and predicted != true:
                 mistakes[predicted] += count
-    # A stable sort: of classes with equal counts the first ones are kept.
+    # A stable sort: among classes with equal counts, the first are kept.
     worst = sorted(range(len(mistakes)), key=mistakes.__getitem__, reverse=True)
     return sorted(worst[:most])
 
@@ -213,8 +213,8 @@ def most_confused(counts: Sequence[Sequence[int]], most: int) -> list[int]:
 def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: str) -> Figure:
     """Plot the confusion matrix: a row for each true class and a column for each predicted class.
 
-    A cell is as dark as its share of the row. If there are more than 25 classes, the most confused ones are shown, with
-    a note.
+    The darkness of a cell is its share of the row. With more than 25 classes, the 25 most confused classes are shown,
+    with a note.
 
     Args:
         counts: counts of shape (classes, classes): true class by predicted class.
@@ -247,7 +247,7 @@ def confusion_plot(counts: Sequence[Sequence[int]], names: Sequence[str], part: 
         for column, predicted in enumerate(shown):
             count = counts[true][predicted]
             x = left + side * column
-            # The root and the minimum make a mistake of 1 % visible beside a diagonal of 99 %.
+            # The root and the minimum make a mistake of 1 % visible next to a diagonal of 99 %.
             share = max(0.15, math.sqrt(count / total))
             shapes.append(Box(x, y, side - 1, side - 1, "grid", 0.35))
             if not count:

@@ -1,4 +1,4 @@
-"""The networks of the MNIST recipe: a small, fast one, and the one of PyTorch's example.
+"""Networks of the MNIST recipe: a small, fast network, and the network of PyTorch's example.
 
 Tested in `tests/recipes/test_compilation.py`.
 """
@@ -20,7 +20,7 @@ class MNISTNet(nn.Sequential):
 
     Args:
         num_classes: number of logits.
-        width: channels after the first convolution; the others have 2, 4 and 8 times as many.
+        width: channels after the first convolution; the other convolutions have 2, 4 and 8 times as many.
 
     Example:
         >>> import torch
@@ -44,8 +44,9 @@ class MNISTNet(nn.Sequential):
 
 def _block(in_channels: int, out_channels: int, kernel_size: int = 3, pool: bool = False) -> nn.Sequential:
     # On a CPU with bf16 and channels_last, memory traffic over large planes limits the step, not arithmetic: block1
-    # alone takes about 40 % of it, half of that for pooling. So shrink first: BatchNorm and ReLU after the pooling
-    # touch a quarter of the values (22 and 41 % less per step for two networks of this kind), and no padding.
+    # takes about 40 % of the step, and its pooling half of this. So the planes shrink first, and there is no padding:
+    # BatchNorm and ReLU after the pooling touch a quarter of the values (22 and 41 % less time per step for two
+    # networks of this kind).
     layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, kernel_size, bias=False)]
     if pool:
         layers.append(nn.MaxPool2d(2))

@@ -28,13 +28,13 @@ from .network import NETWORKS, NetworkName
 
 
 class MNISTClassifier(Classifier):
-    """Classifies 28 x 28 gray images; override `build_network` to train your own network.
+    """Classifier of 28 x 28 gray images; override `build_network` to train your own network.
 
     Args:
         network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example.
     """
 
-    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of it is another recipe.
+    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of the folder is a new recipe.
     data_class = MNISTDataModule
     min_confidence = 0.5
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}
@@ -78,7 +78,7 @@ class MNISTClassifier(Classifier):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        # Norms and biases are in a group of their own, without weight decay.
+        # Norms and biases are in a separate group without weight decay.
         groups = parameter_groups(self.parameters(), self.hparams.weight_decay)
         optimizer = build_optimizer(groups, self)
         return build_schedule(optimizer, self)

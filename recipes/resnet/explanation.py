@@ -1,7 +1,8 @@
-"""Explain predictions: the positions that raised the predicted class, and the training images with similar features.
+"""Explanations of predictions: the positions that raised the predicted class, and training images with similar
+features.
 
-All functions take a network in evaluation mode. They draw no random numbers and leave its parameters and their
-gradients as they are.
+All functions expect a network in evaluation mode. They draw no random numbers, and do not change its parameters or
+gradients.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ _SHARE_OF_RUN = 0.03
 
 
 def map_before_pooling(network: nn.Module, example: Tensor) -> str:
-    """Return the name of the last module whose output has positions, or "" if they are not those of an image.
+    """Return the name of the last module whose output has positions, or "" if these are not positions of an image.
 
     Args:
         network: the network.
@@ -54,15 +55,15 @@ def map_before_pooling(network: nn.Module, example: Tensor) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    # Tokens have one dimension of positions. In the layout (batch, height, width, channels) the last two differ.
+    # Tokens have one dimension of positions. In the layout (batch, height, width, channels), the last two sizes differ.
     is_map = len(last_shape) == 4 and last_shape[2] == last_shape[3]
     return last_name if is_map else ""
 
 
 def grad_cam(network: nn.Module, layer: str, images: Tensor, classes: Tensor) -> Tensor:
-    """Return how much each position of a layer raises the logits of some classes (Grad-CAM, Selvaraju et al., 2017).
+    """Return a map of the positions of a layer that raise a class's logit (Grad-CAM, Selvaraju et al., 2017).
 
-    The gradient of the logit, averaged over the positions, weighs the channels; what is left of their sum is positive.
+    The channels are summed with weights, the means of the logit's gradient over the positions; negative sums become 0.
 
     Args:
         network: maps images to logits of shape (batch, classes).
@@ -71,14 +72,14 @@ def grad_cam(network: nn.Module, layer: str, images: Tensor, classes: Tensor) ->
         classes: a class for each image, int64 of shape (batch,).
 
     Returns:
-        Values from 0 to 1, of shape (batch, height, width); 0 where no position raises the logit.
+        Values from 0 to 1, of shape (batch, height, width); all are 0 if no position raises the logit.
     """
     maps: list[Tensor] = []
 
     def cut(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        # The graph begins here, so that the gradient stops here, and layers below compute none.
+        # The graph begins here, so that no gradient is computed for the layers below.
         maps.append(output.detach().requires_grad_())
-        return maps[0].clone()  # A layer after it may change its input in place, which a leaf forbids.
+        return maps[0].clone()  # A later layer may change its input in place, which a leaf of the graph forbids.
 
     handle = network.get_submodule(layer).register_forward_hook(cut)
     try:
@@ -94,7 +95,7 @@ def grad_cam(network: nn.Module, layer: str, images: Tensor, classes: Tensor) ->
 
 @torch.no_grad()
 def features_before_head(network: nn.Module, images: Tensor) -> Tensor:
-    """Return the inputs of the head with a length of 1, float32 of shape (batch, features); maps are averaged.
+    """Return the inputs of the head scaled to length 1, float32 of shape (batch, features); maps are averaged.
 
     Raises:
         ValueError: the head does not run once on one tensor.
@@ -106,7 +107,7 @@ def features_before_head(network: nn.Module, images: Tensor) -> Tensor:
 
 
 def nearest(features: Tensor, candidates: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and the rows of the most similar candidates; of equal ones the first.
+    """Return the cosines and the rows of the most similar candidates; among equal candidates, the first win.
 
     Args:
         features: vectors of length 1, of shape (n, features).
@@ -120,7 +121,7 @@ def nearest(features: Tensor, candidates: Tensor, count: int) -> tuple[Tensor, T
         >>> nearest(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), 2)[1]
         tensor([[1, 2]])
     """
-    # One by one: the rounding of a product of matrices depends on their shapes, and so on the number of devices.
+    # One by one: the rounding of a matrix product depends on the shapes, which depend on the number of devices.
     cosines = torch.stack([candidates @ vector for vector in features])
     values, rows = cosines.sort(dim=1, descending=True, stable=True)
     return values[:, :count], rows[:, :count]
@@ -153,14 +154,14 @@ def overlay(images: Tensor, heat: Tensor) -> Tensor:
 
 
 def affordable(total: int, passes: float) -> int:
-    """Return how many training images to search, so that all explanations take less than 3 % of a run.
+    """Return the number of training images to search, so that all explanations take less than 3 % of a run.
 
     Args:
         total: number of training images.
-        passes: forward passes of single images in the run; a backward pass counts as one more.
+        passes: forward passes of single images in the run; a backward pass counts as another pass.
 
     Returns:
-        At most 2,000; 0 if less than 100 of more would remain.
+        At most 2,000; 0 if the limit of 3 % is below 100 images and the set is larger.
 
     Example:
         >>> affordable(50_000, 1e6), affordable(50_000, 10_000), affordable(50_000, 5_000)
@@ -173,11 +174,11 @@ def affordable(total: int, passes: float) -> int:
 
 
 class MistakeExplainer:
-    """Explains mistakes of a recipe by Grad-CAM and by the nearest of at most 2,000 evenly spaced training images.
+    """Explanation of a recipe's mistakes by Grad-CAM and by the nearest of at most 2,000 evenly spaced training images.
 
-    The ranks share the training images, in batches that do not depend on the number of ranks, and each explains all
-    mistakes in one batch: the images are the same on any number of devices. The features of the training images are
-    computed once for the same weights.
+    The ranks share the training images, in batches that do not depend on the number of ranks, and each rank explains
+    all mistakes in one batch: the images are the same on any number of devices. The features of the training images are
+    computed once per state of the weights.
 
     Args:
         recipe: a classifier with ``network``, ``example_input_array`` and the setting ``explain_mistakes``.
@@ -186,19 +187,19 @@ class MistakeExplainer:
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
         self.epochs = 0.0
-        """The epochs that were trained, in parts of the whole training set; 0 in a command that only evaluates."""
+        """The trained epochs of the whole training set, as a fraction; 0 in a command that only evaluates."""
         self._weights = 0
         self._training: tuple[Tensor, Tensor, Tensor] | None = None
 
     def explain(self, images: Tensor, classes: Tensor) -> Explanation | None:
-        """Return the explanation of mistakes, as `Classifier.explain`; a collective call."""
+        """Return the explanation of mistakes, for `Classifier.explain`; a collective call."""
         wanted = self.recipe.hparams.explain_mistakes
         total = data_contract(self.recipe.data_module()).sizes.get("train", 0)
         count = min(_MAX_SEARCHED, total)
         if wanted is None:
             passes = self._passes_of_run()
             count = affordable(total, passes)
-            # A command that only evaluates writes no page.
+            # There is no page after a command that only evaluates.
             if not count and passes:
                 setting = spelled("explain_mistakes", True)
                 note = f"Grad-CAM and training images beside them would take over 3 % of the run: {setting} shows them."
@@ -219,7 +220,7 @@ class MistakeExplainer:
 
     def _explained(self, images: Tensor, classes: Tensor, count: int) -> Explanation:
         preprocessing = data_contract(self.recipe.data_module()).preprocessing()
-        # Lightning evaluates in inference mode, whose tensors have no gradients.
+        # Lightning evaluates in inference mode, in which tensors have no gradients.
         with torch.inference_mode(False), self.recipe.trainer.precision_plugin.forward_context():
             pixels = displayed(images, preprocessing, EXPLAINED_SIDE)
             images = images.to(self.recipe.device, copy=True)
@@ -255,7 +256,7 @@ class MistakeExplainer:
         network = self.recipe.network
         contract = data_contract(self.recipe.data_module())
         try:
-            # On all ranks, before any of them waits for the others.
+            # On all ranks alike, before a collective call waits for them.
             features_before_head(network, random_images(network, self.recipe.example_input_array))
         except ValueError as error:
             return _nothing(pixels, f"The nearest training images are left out: {error}.")
@@ -303,10 +304,10 @@ class MistakeExplainer:
 
 
 def _nothing(pixels: Tensor, note: str = "") -> Explanation:
-    """Return the explanation of predictions by no images.
+    """Return an explanation without images.
 
     Args:
         pixels: the images of the predictions as bytes, of shape (n, channels, height, width).
-        note: why there are none.
+        note: the reason.
     """
     return Explanation(pixels.unsqueeze(1)[:, :0], [[] for _ in pixels], note)

@@ -1,6 +1,6 @@
-"""Cache the inputs of the head: they never change for an image while only the head trains.
+"""Cache of the head's inputs, which are constant for an image while only the head trains.
 
-Frozen layers need no backward pass. The cache also saves their forward pass, and reading the images, in every epoch.
+Frozen layers need no backward pass. The cache also saves, in every epoch, their forward pass and reading the images.
 
 Tested in `tests/recipes/resnet/test_recipe.py`.
 """
@@ -26,14 +26,14 @@ from .layers import layers_of, random_images
 
 
 def _may_differ(layer: nn.Module) -> bool:
-    """Return whether a layer may compute something else now than in evaluation, such as BatchNorm or dropout."""
-    # A layer of torch without parameters and without dropout has no training mode; of other layers nothing is known.
+    """Return whether the outputs of a layer may differ from evaluation, as with BatchNorm and dropout in training."""
+    # A layer of torch without parameters and dropout has no training mode; other layers may have one.
     is_plain = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, _DropoutNd)
     return layer.training and (not is_plain or next(layer.parameters(), None) is not None)
 
 
 def first_changing_layer(network: nn.Module, head: str) -> str:
-    """Return the name of the first layer before the head that trains or differs in training, or ""."""
+    """Return the name of the first layer before the head that trains or behaves differently in training, or ""."""
     head_modules = set(network.get_submodule(head).modules())
     for name, layer in network.named_modules():
         contains_head = not name or head.startswith(f"{name}.")
@@ -73,7 +73,7 @@ def inputs_of(network: nn.Module, head: str, images: Tensor) -> Tensor:
 
 
 def _cannot_continue(network: nn.Module, head: str, images: Tensor) -> str:
-    """Return why the logits do not follow from constant inputs of the head; empty if they do."""
+    """Return why the logits do not follow from constant inputs of the head; "" if they do."""
     device = images.device
     # Forked, so that layers such as dropout do not advance the random state of the run.
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -90,7 +90,7 @@ def _cannot_continue(network: nn.Module, head: str, images: Tensor) -> str:
 
 
 def head_to_train(network: nn.Module, images: Tensor) -> tuple[str, str]:
-    """Return the trainable module at the end of a network whose other layers are fixed; or why there is none."""
+    """Return the trainable module at the end of an otherwise fixed network, or the reason for its absence."""
     name = layers_of(network)[-1][0]
     reasons = []
     while name:
@@ -104,12 +104,12 @@ def head_to_train(network: nn.Module, images: Tensor) -> tuple[str, str]:
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """Return the rows of all ranks: (n, ...) to (sum of n, ...), where n may differ between ranks."""
+    """Gather the rows of all ranks: (n, ...) to (sum of n, ...); n may differ between ranks."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
-    # `all_gather` needs equal shapes, so that shorter tensors are padded.
+    # Shorter tensors are padded, because `all_gather` needs equal shapes.
     longest = int(max(counts))
     padded = rows.new_zeros(longest, *rows.shape[1:])
     padded[: len(rows)] = rows
@@ -135,15 +135,16 @@ def _batches(trainer: pl.Trainer, part: str) -> Iterator[tuple[Tensor, Tensor, T
 
 
 class FeatureCache(pl.Callback):
-    """Callback that computes the head's inputs once, and trains and validates on them, while the rest is frozen.
+    """Callback that computes the head's inputs once, and trains and validates on them while all other layers are
+    frozen.
 
-    The module has ``network`` and ``cached_head``, as `ResNetFineTuner`; the data module ``numbered_batches``. Every
-    epoch has to see the same images, so augmentation is rejected. Features have the precision of the run, and the ranks
-    share the work. Results equal those without the cache up to rounding. Images are read in each epoch if layers before
+    The module has ``network`` and ``cached_head``, as in `ResNetFineTuner`; the data module has ``numbered_batches``.
+    Augmentation is rejected, because all epochs must have the same images. Features have the precision of the run, and
+    the ranks share the work. The cache changes results only by rounding. Images are read in each epoch if layers before
     the head train, or if the features do not fit into the data's ``cache_gb``.
 
     Runs on: `on_train_start` (a resumed run may begin within an epoch) and `on_train_epoch_start`, after
-    `FreezeLayers`, and `on_validation_start`; `on_train_end` and `on_exception` undo it.
+    `FreezeLayers`, and `on_validation_start`; `on_train_end` and `on_exception` undo the changes.
 
     Example:
         >>> from torch import nn
@@ -153,7 +154,7 @@ class FeatureCache(pl.Callback):
     """
 
     def __init__(self) -> None:
-        # Which parameters were trainable at the last decision, whether or not anything was cached.
+        # Whether each parameter was trainable at the last decision, with or without cached features.
         self._trainable: list[bool] | None = None
         self._computed: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -175,7 +176,7 @@ class FeatureCache(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         trains = [parameter.requires_grad for parameter in pl_module.network.parameters()]
-        # Layers were frozen or unfrozen since the last decision, so that cached features may be wrong.
+        # Layers were frozen or unfrozen since the last decision, so cached features may be wrong.
         if trains != self._trainable:
             self.on_train_end(trainer, pl_module)
             self._trainable = trains
@@ -186,7 +187,7 @@ class FeatureCache(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not in `on_train_start`: Lightning may create this loader only now, or create it again.
+        # Not in `on_train_start`: Lightning may create this loader only now, or recreate it.
         self._serve(trainer, pl_module, "val", trainer.val_dataloaders)
 
     @override

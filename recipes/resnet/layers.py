@@ -1,4 +1,4 @@
-"""Find the layers of a network, from the images to the head, by the names of its modules.
+"""Layers of a network, from the images to the head, by the names of its modules.
 
 Learning rates per layer, and the default of `freeze_until`, use these names.
 
@@ -20,18 +20,18 @@ Layer = tuple[str, Sequence[nn.Module]]
 """The name of a layer, and its modules."""
 
 _MIN_LAYERS = 4
-"""Layers before the head up to which large modules are split: ResNets have four, and the stem."""
+"""Minimum number of layers before the head: large modules are split up to it. ResNets have four, and the stem."""
 
 
 def random_images(network: nn.Module, example: Tensor) -> Tensor:
-    """Return random images, always the same, of an example's shape, in the network's type and on its device."""
-    # A generator of its own: the random state of the run must not change.
+    """Return constant pseudorandom images of an example's shape, in the network's type and on its device."""
+    # A separate generator, so that the random state of the run does not change.
     images = torch.rand(example.shape, generator=torch.Generator().manual_seed(1))
     return images.to(next(network.parameters(), example))
 
 
 def _weighs(module: nn.Module) -> bool:
-    """Return whether a module has weights, and not only a norm's parameters."""
+    """Return whether a module has weights other than the parameters of a norm."""
     return any(p.ndim > 1 for p in module.parameters())
 
 
@@ -40,7 +40,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _children(outer: nn.Module, opened: Collection[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules directly inside opened modules, and inside lists, which are never called."""
+    """Yield the direct children of opened modules and of lists; a list of modules is never called."""
     for name, module in outer.named_children():
         if module in opened or type(module) in (nn.ModuleList, nn.ModuleDict):
             yield from _children(module, opened, f"{path}{name}.")
@@ -85,14 +85,14 @@ def layers_of(network: nn.Module) -> list[Layer]:
 
 
 def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[tuple[str, list[nn.Parameter]]]:
-    """Return the parameters of each layer; shared ones belong to the first layer that has them.
+    """Return the parameters of each layer; a shared parameter belongs to the first of its layers.
 
     Args:
         module: the module with the layers; its parameters outside of all layers belong to the first layer.
         layers: the layers that `layers_of` returns.
     """
     owners = dict.fromkeys(module.parameters(), layers[0][0])
-    # Reversed, so that the first layer of several with a shared parameter is assigned last.
+    # Reversed, so that the first of several layers with a shared parameter is assigned last.
     for name, modules in reversed(layers):
         for layer_module in modules:
             for parameter in layer_module.parameters():
@@ -149,7 +149,7 @@ def _positions(shape: torch.Size) -> int:
 
 
 def last_block_of(network: nn.Module, example: Tensor) -> str:
-    """Return the name of the last module with weights before the head whose output is not pooled to a vector.
+    """Return the name of the last block before global pooling, such as "layer4".
 
     Args:
         network: the network.

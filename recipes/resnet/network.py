@@ -1,4 +1,4 @@
-"""Build the networks that ``arch`` names: torchvision's, timm's, and our own small ones."""
+"""Networks for the values of ``arch``: torchvision's, timm's, and our small networks."""
 
 import difflib
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _did_you_mean(name: str, names: Any, lead: str = "") -> str:
 
 
 def build_timm(name: str, image_size: int, **options: Any) -> nn.Module:
-    """Build a model of timm; models whose weights depend on the image size are built for it."""
+    """Build a model of timm, for the image size if its weights depend on it."""
     if timm_config(name).fixed_input_size:
         options["img_size"] = image_size
     import timm
@@ -64,16 +64,16 @@ def build_timm(name: str, image_size: int, **options: Any) -> nn.Module:
 
 
 def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> ResNet:
-    """Build a ResNet with new weights (He et al., 2016), whose tensors are named as torchvision's.
+    """Build a ResNet with new weights (He et al., 2016) and torchvision's names of the tensors.
 
-    The last norm of each block begins with weights of zero, so that the block begins as the identity (Goyal et al.,
-    2017).
+    The weights of the last norm in each block are initially zero, so that the block is initially the identity (Goyal et
+    al., 2017).
 
     Args:
         arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name.
         num_classes: number of logits.
-        small_images: begin with a 3 x 3 convolution instead of one of 7 x 7 that skips pixels, and without pooling, as
-            the authors do for CIFAR: 32 pixels come to 4 before the mean over positions, not to 1.
+        small_images: whether the first layer is the CIFAR stem, a 3 x 3 convolution without stride and pooling, instead
+            of a 7 x 7 convolution with stride 2: 32 pixels become 4 before the mean over positions, not 1.
 
     Example:
         >>> import torch
@@ -95,25 +95,25 @@ def _build_torchvision(arch: str, num_classes: int, image_size: int) -> nn.Modul
     elif arch.startswith("maxvit"):
         options["input_size"] = (image_size, image_size)
     elif arch in ("googlenet", "inception_v3"):
-        # Auxiliary outputs in training need losses of their own. Published weights expect another normalization, to
-        # which `transform_input` converts the usual one.
+        # Auxiliary outputs in training would need separate losses. Published weights expect another normalization;
+        # `transform_input` converts from the usual normalization.
         options = {"aux_logits": False, "init_weights": True, "transform_input": True}
     network: nn.Module = torchvision.models.get_model(arch, num_classes=num_classes, **options)
     return network
 
 
 def _begin_heads(network: nn.Module, num_classes: int) -> nn.Module:
-    """Initialize the head as a new `nn.Linear` where its own initialization is more than twice as wide.
+    """Re-initialize a head like `nn.Linear` if the standard deviation of its weights is more than twice `nn.Linear`'s.
 
-    Some networks initialize their head for ImageNet's 1,000 classes, with 1 / sqrt(classes) or similar. For 2 classes
-    its logits are 25 times as large, and the learning rate of a head is too small to unlearn them.
+    Some networks initialize their head for ImageNet's 1,000 classes, with 1 / sqrt(classes) or similar. For 2 classes,
+    the logits are 25 times as large, and the learning rate of a head is too small to correct them.
     """
     layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    # A network may have several heads at its end, such as one for each token.
+    # A network may end in several heads, for example a head for each token.
     for head in reversed(layers):
         if len(head.weight) != num_classes:
             break
-        # `nn.Linear` draws from a uniform distribution whose standard deviation is 1 / sqrt(3 * inputs).
+        # `nn.Linear` draws from a uniform distribution with the standard deviation 1 / sqrt(3 * inputs).
         if head.weight.std() > 2 * (3 * head.weight[0].numel()) ** -0.5:
             head.reset_parameters()
     return network
@@ -123,13 +123,13 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
     """Build a network with new weights that maps images of shape (batch, 3, height, width) to logits.
 
     Args:
-        arch: one of `ARCHITECTURES`, or "timm:" and the name of a model of timm's.
+        arch: one of `ARCHITECTURES`, or "timm:" and the name of a model of timm.
         num_classes: number of logits.
         image_size: side of the images in pixels, for networks whose weights depend on it.
-        small_images: as for `build_resnet`; `SMALL_NETWORKS` are made for them already.
+        small_images: see `build_resnet`; only for ResNets of torchvision.
 
     Raises:
-        UserError: there is no such architecture, or not for images of that size.
+        UserError: there is no such architecture, or it does not support images of this size.
 
     Example:
         >>> import torch

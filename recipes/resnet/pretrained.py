@@ -1,4 +1,4 @@
-"""Load published weights of torchvision and timm: downloaded once, and verified.
+"""Published weights of torchvision and timm: downloaded once, and verified.
 
 Tested in `tests/recipes/test_weights.py`.
 """
@@ -22,16 +22,16 @@ from .network import ARCHITECTURES, SMALL_NETWORKS, TIMM, build_timm, timm_confi
 
 
 def _other_weights() -> str:
-    """Return what to pass where ImageNet weights cannot be had."""
+    """Return what to pass if ImageNet weights are not available."""
     return f"{spelled('weights', 'FILE')}, or {spelled('weights', 'none')}"
 
 
 def download_weights(url: str, name: str | None = None) -> Path:
-    """Return a file of weights in torch hub's cache, after one process has downloaded it.
+    """Return the path of a file of weights in torch hub's cache, after one process has downloaded it.
 
     Args:
-        url: the address; if it ends in ``-<first digits of the SHA-256>.pth``, as torchvision's do, the file has to
-            have that digest.
+        url: the address; if it ends in ``-<first digits of the SHA-256>.pth``, like torchvision's addresses, the file
+            must have this digest.
         name: the name of the file in the cache; by default the last part of `url`.
 
     Raises:
@@ -61,12 +61,12 @@ def imagenet_weights(arch: str) -> dict[str, Tensor]:
     """Return the newest ImageNet weights of a torchvision architecture, such as resnet18.
 
     Raises:
-        UserError: there are none, or they could not be downloaded.
+        UserError: there are no such weights, or they could not be downloaded.
     """
     weights: Any = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None)
     if weights is None:
         raise UserError(f"torchvision has no ImageNet weights for {arch}; pass {_other_weights()}")
-    # The published weights of DenseNets have old names, with a dot inside the names of layers.
+    # Torchvision publishes DenseNets under old tensor names, with a dot inside the names of layers.
     state = read_weights(download_weights(weights.url))
     return {re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", name): state[name] for name in state}
 
@@ -79,7 +79,7 @@ def published_weights(arch: str, image_size: int = 224) -> dict[str, Tensor]:
         image_size: the size to which position embeddings are interpolated.
 
     Raises:
-        UserError: there are none, or they could not be downloaded.
+        UserError: there are no such weights, or they could not be downloaded.
     """
     if arch in SMALL_NETWORKS:
         raise UserError(f"{arch} has no ImageNet weights; pass {_other_weights()}")
@@ -106,7 +106,7 @@ def _timm_weights(name: str, image_size: int) -> dict[str, Tensor]:
         path = try_to_load_from_cache(config.hf_hub_id, name_in_hub)
         file = f"{config.hf_hub_id.replace('/', '--')}--{name_in_hub}"
     if not isinstance(path, str):
-        # timm's own download runs in each process, and retries for a minute without a network.
+        # Not timm's download, which runs in each process, and retries for a minute without a network.
         path = str(download_weights(url, name=file))
     loaded = build_timm(name, image_size, pretrained=True, pretrained_cfg_overlay={"state_dict": read_weights(path)})
     return dict(loaded.state_dict())

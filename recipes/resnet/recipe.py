@@ -4,8 +4,8 @@
         --freeze-until classifier --augment none --cache-features --label-smoothing 0.1 --max-epochs 10
 
 94.2 % of the 153 validation images of ants and bees (mean of seeds 1 to 5, last epoch), 14 to 16 s for the whole
-process on one thread of an AMD EPYC with AVX512-BF16; measured on 25 November 2026. The page "Fine-tuning" of
-docs/recipes/ says where lite0.pt comes from, "Small images" what networks reach that begin with new weights.
+process on one thread of an AMD EPYC with AVX512-BF16; measured on 25 November 2026. In docs/recipes/, the page
+"Fine-tuning" gives the source of lite0.pt, and "Small images" has the scores of networks with new weights.
 
 Logged are train/loss and train/accuracy of updates, and after each epoch, by `Classifier`, val/loss, val/accuracy,
 val/macro_f1 and the accuracy of each class; the test logs the same under test/.
@@ -42,40 +42,40 @@ from .network import RESNETS, SMALL_NETWORKS, build_network
 from .pretrained import published_weights, weights_statistics
 
 _IMAGE_SIZE = 224
-"""The default side of the images in pixels, where the data has none."""
+"""The default side of the images in pixels, for data without a default."""
 
 
 class ResNetFineTuner(Classifier):
-    """Fine-tunes a network of torchvision or timm on images; override `build_network` for your own network.
+    """Fine-tuning of a network of torchvision or timm on images; override `build_network` for your own network.
 
-    Layers are frozen by name. Their learning rates follow the order of their definition, which `layers_of` returns.
+    Layers are frozen by name. Their learning rates follow the order of their definition (`layers_of`).
 
     Batches are ``(images, labels)``: normalized floats of shape (batch, 3, height, width), and int64 of shape (batch,)
-    or, mixed, probabilities of shape (batch, classes).
+    or, after mixing, probabilities of shape (batch, classes).
 
     Args:
-        arch: a classification model of torchvision, such as resnet18, convnext_tiny or vit_b_16; timm:NAME where timm
-            is installed; or resnet20, 32, 44, 56 or 110 for images of about 32 pixels; or cifarnet and cifarnet_wide,
-            which learn faster.
-        num_classes: labels are 0 to this less one; by default as many as the data has.
+        arch: a classification model of torchvision, such as resnet18, convnext_tiny or vit_b_16; timm:NAME if timm is
+            installed; resnet20, 32, 44, 56 or 110 for images of about 32 pixels; or cifarnet and cifarnet_wide, which
+            learn faster.
+        num_classes: number of classes; labels are 0 to num_classes - 1. By default, the number in the data.
         image_size: side of the images in pixels; by default the data's.
-        weights: imagenet, none or a file; by default imagenet for photographs of 64 pixels or more, if such
-            weights exist, and none for your own network.
-        small_images: no stride and no pooling in the first layer of a ResNet, for images of about 32 pixels; by default
-            below 64 where there are no weights.
-        freeze_until: freeze what comes before this layer, or none; by default the last block, such as layer4, and none
-            without weights.
-        unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
-        bn: BatchNorm of layers that train: by the batch (train), or by fixed statistics (eval).
+        weights: imagenet, none or a file; by default imagenet for photographs of 64 pixels or more if such weights
+            exist, and none for your own network.
+        small_images: CIFAR stem of a ResNet (3x3, no stride, no pooling), for images of about 32 pixels; by default
+            below 64 pixels without weights.
+        freeze_until: first layer that trains, or none to train all layers; by default the last block, such as layer4,
+            and none without weights.
+        unfreeze: times from which layers train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
+        bn: statistics of BatchNorm in layers that train: of the batch (train), or fixed (eval).
         lr: peak learning rate of the last block; by default 0.0003, 0.001 without weights.
-        head_lr_factor: how much faster the head learns; by default 10, and 1 without weights.
-        layer_lr_decay: how much slower each layer learns than the one above it, as in 0.5.
-        cache_features: while only the head trains, compute its inputs once; needs ``augment="none"``.
-        explain_mistakes: show Grad-CAM and the nearest training images beside the mistakes in ``report.html``; by
-            default where that takes less than 3 % of the run.
+        head_lr_factor: factor on the learning rate of the head; by default 10, and 1 without weights.
+        layer_lr_decay: factor on the learning rate from each layer to the layer below it, such as 0.5.
+        cache_features: compute the inputs of the head once while only the head trains; needs ``augment="none"``.
+        explain_mistakes: show Grad-CAM and the nearest training images next to the mistakes in ``report.html``; by
+            default if this takes less than 3 % of the run.
     """
 
-    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of it is another recipe.
+    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of the folder is a new recipe.
     data_class = ImageFolderDataModule
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 20}
     base_batch_size = 32
@@ -104,7 +104,7 @@ class ResNetFineTuner(Classifier):
         explain_mistakes: Advanced[Changeable[bool | None]] = None,
         **kwargs: Any,
     ) -> None:
-        # None and "auto" are resolved here, so that a checkpoint has the values that were used.
+        # None and "auto" are resolved here, so that a checkpoint has the actual values.
         if weights is None:
             is_published = arch not in SMALL_NETWORKS and not self._has_own_network()
             weights = "imagenet" if is_published else "none"
@@ -143,7 +143,7 @@ class ResNetFineTuner(Classifier):
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.cached_head = ""
         self._explainer = MistakeExplainer(self)
-        # After the base class has built the network, in which the last block is found.
+        # After the base class has built the network: the last block is found in it.
         if freeze_until == "auto":
             freeze_until = last_block_of(self.network, self.example_input_array) if has_weights else None
         if freeze_until == "none":
@@ -209,7 +209,7 @@ class ResNetFineTuner(Classifier):
 
     @override
     def explain(self, images: Tensor, classes: Tensor) -> Explanation | None:
-        """Return Grad-CAM and the nearest training images of each mistake, if `explain_mistakes` asks for them."""
+        """Return Grad-CAM and the nearest training images of each mistake, as requested by `explain_mistakes`."""
         return self._explainer.explain(images, classes)
 
     @override
@@ -219,19 +219,19 @@ class ResNetFineTuner(Classifier):
     @override
     def on_train_end(self) -> None:
         loader = self.trainer.train_dataloader
-        # An update is an item of the loader, on any number of devices.
+        # The loader yields updates, on any number of devices.
         self._explainer.epochs = self.trainer.global_step / len(loader) if isinstance(loader, Sized) else 0.0
 
     @classmethod
     @override
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
-        """Return the numbers of classes and pixels; small images and drawings begin without ImageNet's weights."""
+        """Return the numbers of classes and pixels; for small images and drawings, no ImageNet weights."""
         contract = data_contract(data)
         are_small = contract.image_size is not None and is_small(contract.image_size)
         from_data = super().settings_from_data(data, **settings)
         from_data["image_size"] = contract.image_size
         if not contract.natural_images:
-            # Digits have large features, so that the first layer may skip pixels.
+            # Digits have large features, so the first layer may have a stride.
             from_data["small_images"] = False
         if are_small or not contract.natural_images:
             from_data["weights"] = "none"
@@ -239,14 +239,14 @@ class ResNetFineTuner(Classifier):
 
     @override
     def settings_for_data(self) -> dict[str, Any]:
-        """Return the pixel statistics that the weights expect: those of their run, or of `arch`."""
+        """Return the pixel statistics of the weights: the statistics of their run, or of `arch`."""
         options = self.hparams
         saved = read_settings_beside(options.weights)
         if saved.get("pixel_mean") and saved.get("pixel_std"):
             return {"pixel_mean": saved["pixel_mean"], "pixel_std": saved["pixel_std"]}
         if options.weights == "imagenet":
             return weights_statistics(options.arch)
-        # `arch` does not describe a file with the weights of a network that is not torchvision's or timm's.
+        # `arch` does not describe the weights of your own network in a file.
         if options.weights == "none" or options.small_images or self._has_own_network():
             return {}
         return weights_statistics(options.arch)
@@ -257,7 +257,7 @@ class ResNetFineTuner(Classifier):
 
     @override
     def photograph_crop(self) -> float | None:
-        """Return the share of the short side that evaluation keeps, if the data module is that of photographs."""
+        """Return the share of the short side that evaluation keeps, if the data module is for photographs."""
         has_photographs = self.data_class is not None and issubclass(self.data_class, ImageFolderDataModule)
         return crop_pct(self.hparams.image_size) if has_photographs else None
 
@@ -269,12 +269,12 @@ class ResNetFineTuner(Classifier):
 
     @override
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
-        """Return the tensors of a file, or published ones for "imagenet"."""
+        """Return the tensors of a file, or the published tensors for "imagenet"."""
         if weights == "imagenet":
             state = published_weights(self.hparams.arch, self.hparams.image_size)
             source = f"ImageNet ({self.hparams.arch})"
         else:
             state, source = super().pretrained_weights(weights)
-        # Auxiliary outputs of Inception and GoogLeNet, which `build_network` leaves out.
+        # Without the auxiliary outputs of Inception and GoogLeNet, which `build_network` leaves out.
         auxiliary = ("aux1.", "aux2.", "AuxLogits.")
         return {name: tensor for name, tensor in state.items() if not name.startswith(auxiliary)}, source

@@ -1,13 +1,13 @@
-"""Networks for images of about 32 pixels: residual ones, and one that learns fast.
+"""Networks for images of about 32 pixels: residual networks, and a network that learns fast.
 
-The ResNets are those of He et al. (2016), section 4.2: a stem of 3 x 3, three stages, no pooling. Their tensors have
-the names under which `akamaster/pytorch_resnet_cifar10` publishes weights; their shortcuts have no parameters.
+The ResNets follow He et al. (2016), section 4.2: a stem of 3 x 3, three stages, no pooling. Their tensors have the same
+names as the published weights of `akamaster/pytorch_resnet_cifar10`; their shortcuts have no parameters.
 
 The fast network is airbench's (Jordan, 2024), but narrower and deeper. Its first layer whitens patches of 2 x 2 pixels,
 and its convolutions begin as the identity. Its last two blocks have a residual connection, as in airbench's larger
 network, and its logits are small. airbench computes the filters of the first layer from the training set. Here they are
-constants for photographs in general, whose pixels and channels correlate much alike, so the initial network does not
-depend on the data.
+constants for all photographs, because pixels and channels correlate similarly in all of them. So the initial network
+does not depend on the data.
 
 Tested in `tests/recipes/resnet/test_recipe.py`.
 """
@@ -25,7 +25,7 @@ CIFAR_DEPTHS = (20, 32, 44, 56, 110)
 
 
 class _ResidualBlock(nn.Module):
-    """Two convolutions and a shortcut, which skips every other pixel and adds zero channels if the size changes."""
+    """Two convolutions and a shortcut. If the size changes, it skips every other pixel and adds zero channels."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ def build_cifar_resnet(depth: int, num_classes: int) -> nn.Sequential:
     return network
 
 
-# The principal components of photographs of 32 pixels, and their variances if each channel has the variance 1.
+# The principal components of photographs of 32 pixels, and their variances for channels of variance 1.
 _PATCHES = (((1, 1, 1, 1), 3.74), ((1, -1, 1, -1), 0.12), ((1, 1, -1, -1), 0.12), ((1, -1, -1, 1), 0.02))
 _COLORS = (((1, 1, 1), 2.8), ((1, 0, -1), 0.17), ((1, -2, 1), 0.036))
 _LEAST_VARIANCE = 0.01
 
 
 def whitening_filters() -> Tensor:
-    """Return filters whose outputs for normalized photographs hardly correlate, and vary about equally.
+    """Return filters whose outputs for normalized photographs are nearly uncorrelated, with about equal variances.
 
     The filters are the mean of 2 x 2 pixels and their horizontal, vertical and diagonal differences, each for
     brightness, red against blue, and green against both. Each is divided by its standard deviation. Their negatives
@@ -108,7 +108,7 @@ def whitening_filters() -> Tensor:
 
 
 class _SmallLogits(nn.Linear):
-    """Linear layer without bias whose outputs are divided by 9: the loss is smooth for large learning rates."""
+    """Linear layer without bias and with outputs divided by 9, so that the loss is smooth for large learning rates."""
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
@@ -116,14 +116,14 @@ class _SmallLogits(nn.Linear):
 
 
 def _convolution(channels_in: int, channels: int) -> nn.Conv2d:
-    """Build a 3 x 3 convolution that begins as the identity in the first channels (Dirac)."""
+    """Build a 3 x 3 convolution that is initially the identity in the first channels (Dirac)."""
     convolution = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight[:channels_in])
     return convolution
 
 
 class _PooledBlock(nn.Module):
-    """Convolution and pooling to half the size, then one convolution, or two beside a shortcut."""
+    """Convolution and pooling to half the size, then one convolution, or two parallel to a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, shortcut: bool) -> None:
         super().__init__()

@@ -1,13 +1,14 @@
-"""Start, monitor and restart the worker processes of this node with torch's elastic agent, as torchrun does.
+"""Agent that starts, monitors and restarts the worker processes of this node, based on torch's elastic agent.
 
 The agents of all nodes share the `TCPStore` of node 0's agent. Our agent differs from torchrun's in these points:
 
 - Workers are forked from a server that has imported torch, so they start at once.
 - On a single machine the store listens on the loopback interface only.
 - Each start of the workers has its own prefix in the store, so no worker reads addresses of an earlier start.
-- It looks at the records of all workers once all have ended, and reports the failure that has caused the others.
-- An error that the user has to correct causes no restart, nor does a signal, after which the workers have saved.
-- After a signal, stopped workers continue, so that they can save. It says which workers did not end, and how to resume.
+- After all workers have ended, it reads their records, and reports the first cause of the failures.
+- There is no restart after an error that the user has to correct, or after a signal, because the workers have saved.
+- After a signal, stopped workers continue, so that they can save. It prints the workers that did not end, and how to
+  resume.
 
 Tested in `tests/end_to_end/test_launch.py`.
 """
@@ -55,20 +56,20 @@ from recipes.runner.training import how_to_resume
 from recipes.runner.worker import Handed, open_store, rendezvous_errors_reported, work
 
 _PICKLED_MAIN = b"\x8c\x08__main__"  # The name of a module in a pickle: an opcode, its length, and its text.
-_SECONDS_TO_END = 5.0  # For workers to end by themselves once another one has failed with an error.
-_SECONDS_TO_SAVE = 25.0  # For workers to end after a signal. Schedulers kill after 30, and a line has to come before.
+_SECONDS_TO_END = 5.0  # For workers to end by themselves after another worker has failed with an error.
+_SECONDS_TO_SAVE = 25.0  # For workers to end after a signal. Schedulers kill after 30 s; our report must come before.
 _SECONDS_TO_ANSWER = 30.0  # For node 0's store.
 _ELSEWHERE = Failure("failed", "another node has ended; its own output says why")
 
 
 class NodeAgent(LocalElasticAgent):
-    """torch's elastic agent with the differences that the module's docstring lists.
+    """torch's elastic agent with the changes in the docstring of this module.
 
     Args:
         launch: the nodes and devices of the run.
-        spec: what each worker runs.
+        spec: the function of each worker and its arguments.
         store: the store of node 0's agent.
-        logs: where the workers leave their records.
+        logs: the folder of the workers' records.
     """
 
     def __init__(self, launch: Launch, spec: WorkerSpec, store: TCPStore, logs: DefaultLogsSpecs) -> None:
@@ -76,9 +77,9 @@ class NodeAgent(LocalElasticAgent):
         self.launch = launch
         self.store = store
         self.failure: Failure | None = None
-        """Why the workers of this node have ended."""
+        """The reason for the end of this node's workers."""
         self.killed: list[str] = []
-        """The workers of this start that did not end in time, and were killed, in words."""
+        """The workers of this start that did not end in time and were killed, in words."""
         self._store_calls = ThreadPoolExecutor(1)
 
     @property
@@ -91,7 +92,7 @@ class NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group: Any = worker_group
         self.killed = []
-        # A new prefix, so that no rank reads the addresses of an earlier start, which are still in the store.
+        # A new prefix: the addresses of an earlier start are still in the store, and no rank must read them.
         if group.group_rank == 0:
             group.store.set("prefix", uuid.uuid4().hex)
         prefix = group.store.get("prefix").decode()
@@ -118,10 +119,10 @@ class NodeAgent(LocalElasticAgent):
         return result
 
     def _is_closed(self) -> bool:
-        """Return whether another node has closed the rendezvous, since it has failed."""
+        """Return whether another node has closed the rendezvous after a failure."""
         if self._worker_group.group_world_size == 1:
             return False
-        # In a thread: a call of the C++ store cannot be interrupted, and waits for ever when node 0 is unreachable.
+        # In a thread: a call of the C++ store cannot be interrupted, and waits forever if node 0 is unreachable.
         call = self._store_calls.submit(self._worker_group.spec.rdzv_handler.is_closed)
         try:
             return bool(call.result(_SECONDS_TO_ANSWER))
@@ -129,10 +130,10 @@ class NodeAgent(LocalElasticAgent):
             raise RendezvousConnectionError(f"no answer within {_SECONDS_TO_ANSWER:g} s") from error
 
     def _record_failure(self, failed: list[int]) -> None:
-        """Find out why workers have failed, and whether they are to be started again.
+        """Determine why workers have failed, and whether to restart them.
 
         Args:
-            failed: the local ranks of the workers that have ended first.
+            failed: the local ranks of the workers that ended first.
         """
         statuses = {rank: self._processes[rank].exitcode for rank in failed}
         have_saved = any(status - 128 in SIGNALS for status in statuses.values())
@@ -146,8 +147,8 @@ class NodeAgent(LocalElasticAgent):
             if failure:
                 failures.append(failure.of_rank(worker.global_rank, self.launch.where))
         self.failure = first_cause(failures)
-        # After a signal all workers have saved, and the run is over. In an elastic run the signal may have been for
-        # another node, and the nodes that stay go on.
+        # After a signal, all workers have saved, and the run is over. In an elastic run, the signal may have been for
+        # another node; the remaining nodes continue.
         nodes = self._worker_group.group_world_size or 1
         if self.failure.kind == "user" or (self.failure.kind == "signal" and nodes <= self.launch.min_nodes):
             self._remaining_restarts = 0
@@ -156,13 +157,13 @@ class NodeAgent(LocalElasticAgent):
             print_error(f"error: {self.failure.message}; starting again, {left} restart{'s' * (left != 1)} left")
 
     def _end_workers(self, seconds: float, signum: int | None = None) -> None:
-        """Wait until the workers have ended, and kill those that have not after some seconds.
+        """Wait until the workers have ended, and kill the remaining workers after some seconds.
 
         Args:
-            signum: a signal by which they are told to save and to end.
+            signum: a signal to the workers to save and end.
         """
         running = {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}
-        # A stopped process gets a signal only once it continues, so systemd and Slurm send both as well.
+        # A stopped process handles a signal only after it continues, so systemd and Slurm also send both signals.
         for sent in (signum, signal.SIGCONT) if signum else ():
             for process in running.values():
                 with suppress(ProcessLookupError):
@@ -186,7 +187,7 @@ class NodeAgent(LocalElasticAgent):
 
 @contextmanager
 def _main_module_hidden(task: bytes) -> Iterator[None]:
-    """Keep multiprocessing from importing the program in each worker, unless the program defines what they need."""
+    """Keep multiprocessing from importing the program in each worker, unless the task uses names of the program."""
     main = sys.modules["__main__"]
     if _PICKLED_MAIN in task:
         _check_guard(main)
@@ -199,7 +200,7 @@ def _main_module_hidden(task: bytes) -> Iterator[None]:
 
 
 def _check_guard(main: types.ModuleType) -> None:
-    """Reject a program that other processes cannot import, or that would start again in each of them."""
+    """Reject a program that other processes cannot import, or that would start a run in each of them."""
     path = getattr(main, "__file__", None)
     if path is None:
         raise UserError(
@@ -215,7 +216,7 @@ def _check_guard(main: types.ModuleType) -> None:
 
 
 class Task(Protocol):
-    """The members of `recipes.runner.run.Task` that an agent needs; to import it would be a circle."""
+    """The members of `recipes.runner.run.Task` that an agent needs; importing it would be circular."""
 
     @property
     def classes(self) -> RunClasses: ...
@@ -237,8 +238,8 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
 
     Args:
         launch: the nodes and devices of the run.
-        task: what the workers carry out.
-        after_loss: called where the run ends because a process was lost; what it returns is printed.
+        task: the task of the workers.
+        after_loss: a function that is called if the run ends because a process was lost; its result is printed.
 
     Raises:
         UserError: the nodes do not find each other, or other processes cannot import the program.
@@ -248,7 +249,7 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
     """
     command = task.typed
     pickled = task.pickled()
-    # First, since it imports while this process waits for the other nodes.
+    # First: the server imports torch while this process waits for the other nodes.
     start_fork_server(sorted({kind.__module__ for kind in task.classes.both} - {"__main__"}))
     with rendezvous_errors_reported(launch, task.timeout):
         serves = launch.node_rank == 0
@@ -267,7 +268,7 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
         # torch sorts the nodes by this name to rank them, so the digits keep the order of the node ranks.
         local_addr=f"node-{launch.node_rank:05}",
         timeout=wait,
-        # A node without a sign of life for 2 x 5 seconds is left out of the next rendezvous.
+        # A node without a heartbeat for 2 x 5 seconds is left out of the next rendezvous.
         keep_alive_interval=2,
         keep_alive_max_attempt=5,
     )
@@ -276,7 +277,7 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
     # The signals that the agent passes on to its workers; SIGHUP stays ignored under nohup.
     handled = [signum.name for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
-    # One line says what has happened, in place of what torch logs of each worker and signal.
+    # Our report is one line, in place of torch's log of each worker and signal.
     for logger in list(logging.root.manager.loggerDict):
         if logger.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
@@ -295,7 +296,7 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
             failure = _outcome(agent, task)
         except SignalException as received:
             _report_signal(agent, task, received.sigval)
-            # The rendezvous stays open: the other nodes of an elastic run go on.
+            # The rendezvous stays open: the other nodes of an elastic run continue.
             if command.in_program and received.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from received
             sys.exit(128 + int(received.sigval))
@@ -309,7 +310,7 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
         print_loss(f"error: {failure.message}", after_loss)
     if failure.kind == "unreachable":
         exit_now(failure.status)  # A regular exit would wait for a thread that waits for node 0.
-    # Before the line of an error, which is the last one: torch may print that the store of node 0 has ended.
+    # Before the error line, which comes last: torch may print that the store of node 0 has ended.
     handler.shutdown()
     if command.in_program and failure.kind != "signal":
         kind = UserError if failure.status == UserError.exit_status else RunFailedError
@@ -340,7 +341,7 @@ def _outcome(agent: NodeAgent, task: Task) -> Failure | None:
 
 
 def _report_signal(agent: NodeAgent, task: Task, signum: int) -> None:
-    """Print which workers were killed since they did not end on a signal, and how to resume."""
+    """Print the workers that did not end on a signal and were killed, and how to resume."""
     if not agent.killed:
         return
     folder = Path(task.spec.point.folder) if task.spec and task.spec.point.folder else None

@@ -1,11 +1,11 @@
-"""Build recipe, data module, callbacks and Trainer of a run from its record.
+"""Recipe, data module, callbacks and Trainer of a run, built from its record.
 
 Settings that are None or "auto" are resolved in this order:
 
 1. the number of threads;
 2. arguments of the recipe that depend on the data, such as the number of classes;
 3. defaults that the recipe's constructor computes;
-4. what the data module finds in its files, such as which data set "auto" is: rank 0 decides for all ranks.
+4. arguments that the data module finds in its files, such as the data set of "auto": rank 0 decides for all ranks.
 """
 
 import os
@@ -97,7 +97,7 @@ class PatientStopping(EarlyStopping):
 
 
 def why_stopped(callbacks: Sequence[Callback]) -> str:
-    """Return the reason of the callback that ended the training early; empty where none did."""
+    """Return the reason of the callback that ended the training early, or ""."""
     for callback in callbacks:
         if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
             return callback.stopping_reason_message.replace(" Signaling Trainer to stop.", "").rstrip(".")
@@ -113,14 +113,14 @@ def callbacks_maker(
     world_size: int,
     shows_progress: bool,
 ) -> Callable[..., list[Callback]]:
-    """Return a function that makes the callbacks of a Trainer, new ones at each call.
+    """Return a function that makes new callbacks for a Trainer at each call.
 
-    The function takes the callbacks that save, which come first, and those that record the run, which come last.
+    Its arguments are the callbacks that save, which come first, and the callbacks that record the run, which come last.
 
     Args:
-        user_callbacks: makes the user's callbacks.
-        seeds: has seeded the initial weights.
-        world_size: processes of the run.
+        user_callbacks: a function that makes the user's callbacks.
+        seeds: the callback that has seeded the initial weights.
+        world_size: number of processes of the run.
         shows_progress: whether the run shows its progress, unless a user's callback does.
     """
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
@@ -128,7 +128,7 @@ def callbacks_maker(
         check_batchnorm(recipe)  # Before other processes start.
 
     def make(saves: Sequence[Callback] = (), records: Sequence[Callback] = ()) -> list[Callback]:
-        # Lightning moves the callbacks that save behind the others; the first one is `trainer.checkpoint_callback`.
+        # Lightning moves the callbacks that save to the end; the first of them is `trainer.checkpoint_callback`.
         callbacks: list[Callback] = [
             *saves,
             GradientAccumulation(settings.accumulate, settings.global_batch_size),
@@ -161,7 +161,7 @@ def callbacks_maker(
 
 
 def _reject_two_states(callbacks: Sequence[Callback]) -> None:
-    """Reject two callbacks with the same state key: a checkpoint would hold the state of only one."""
+    """Reject two callbacks with the same state key: a checkpoint would have the state of only one of them."""
     stateful = [callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     state_keys = [callback.state_key for callback in stateful]
     repeated_keys = [key for key in state_keys if state_keys.count(key) > 1]
@@ -174,13 +174,13 @@ def _reject_two_states(callbacks: Sequence[Callback]) -> None:
 
 
 def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Checkpoint]:
-    """Return the callback that saves the best and the last checkpoint.
+    """Return the callbacks that save the best and the last checkpoint.
 
     Without a monitored score, the last checkpoint is the best.
     """
     save_top_k = settings.save_top_k
     if monitor is None:
-        # ModelCheckpoint rejects larger numbers without a monitored score.
+        # ModelCheckpoint rejects a larger `save_top_k` without a monitored score.
         save_top_k = min(1, abs(save_top_k))
     best = ExactCheckpoint(
         folder / "checkpoints",
@@ -195,7 +195,7 @@ def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, sett
 
 @contextmanager
 def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn exceptions that the user's settings cause into `UserError`."""
+    """Convert exceptions that the user's settings cause to `UserError`."""
     try:
         yield
     except kinds as error:
@@ -204,15 +204,15 @@ def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """A run with its recipe, data module and callbacks; read-only.
+    """Read-only record of a run with its recipe, data module and callbacks.
 
     Args:
-        spec: the record of the run, completed with what follows from the data and the machine.
+        spec: the record of the run, completed by values from the data and the machine.
         launch: the position of this process in the run.
-        recipe: to train or evaluate.
-        data: to train or evaluate on.
-        callbacks: makes the callbacks of a Trainer, new ones at each call; see `callbacks_maker`.
-        typed: what the user typed.
+        recipe: the recipe to train or evaluate.
+        data: the data module.
+        callbacks: a function that makes new callbacks for a Trainer at each call; see `callbacks_maker`.
+        typed: the user's command.
     """
 
     spec: RunSpec
@@ -224,7 +224,7 @@ class BuiltRun:
 
     @property
     def validates(self) -> bool:
-        """Whether there is anything to validate."""
+        """Whether the run validates."""
         overridden = is_overridden("validation_step", self.recipe) and is_overridden("val_dataloader", self.data)
         return overridden and data_contract(self.data).validates
 
@@ -236,23 +236,23 @@ class BuiltRun:
 
     @property
     def update_items(self) -> int | None:
-        """Samples of an update on all devices, or batches limited by tokens; None if they are not known."""
+        """Number of samples of an update on all devices, or of batches limited by tokens; None if it is not known."""
         return (self.spec.saved and self.spec.saved.update_items) or self.spec.run.global_batch_size
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of an update on all devices; None if their number is not known yet."""
+        """Number of micro-batches of an update on all devices; None if it is not known yet."""
         saved = self.spec.saved
         if saved and not self.update_items and saved.devices != self.launch.world_size:
-            return None  # A stock loader keeps the samples of an update, and their number is not known here.
+            return None  # A stock loader keeps its own samples per update; their number is not known here.
         batch_size = 1 if self.tokens_parameter else self.spec.config.get("batch_size")
         return micro_batches_of_update(self.spec.run.accumulate, self.update_items, batch_size, self.launch.world_size)
 
 
 def _settle_threads(command: str, run: RunSettings, saved: SavedRun | None, launch: Launch, *, on_cpu: bool) -> int:
-    """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0.
+    """Set the number of threads on every rank: from the flag or the checkpoint, else the default of rank 0.
 
-    On a CPU the bits depend on it, so a line says where it is not what one device would have.
+    On a CPU, the bits depend on this number, so a line reports a number that differs from a run on one device.
     """
     of_program = threads_of_program()
     default = of_program or shared_cores(os.environ, launch.devices, torch.get_num_threads())
@@ -289,11 +289,11 @@ def _resolve_data(
     recipe: Recipe,
     launch: Launch,
 ) -> tuple[pl.LightningDataModule, dict[str, Any]]:
-    """Return the data module and its arguments, completed by the recipe and by what rank 0 finds in the data.
+    """Return the data module and its arguments, completed by the recipe and by rank 0 from the data.
 
     Args:
-        saved: the settings of a run that is resumed, if any. Resolved again, "auto" might be another data set, so the
-            saved values hold. Settings that do not change the result are resolved again.
+        saved: the settings of a resumed run, or None. The saved values are used: resolved again, "auto" might select
+            another data set. Settings that do not change the result are resolved again.
     """
     if saved is not None:
         changeable = changeable_parameters(classes)
@@ -302,7 +302,7 @@ def _resolve_data(
     else:
         recipe_settings = recipe.settings_for_data()
         options = resolve_auto(options, recipe_settings)
-        # A data module that was passed to `fit` has no options, so that the recipe's settings reach it only here.
+        # A data module that was passed to `fit` has no options, so the recipe's settings reach it only here.
         _set_arguments(data, {**recipe_settings, **options})
         resolved_values = broadcast_from_rank_zero(data_contract(data).resolve)
         data_has_resolved = launch.rank == 0  # `broadcast_from_rank_zero` calls `resolve` on rank 0 only.
@@ -311,13 +311,13 @@ def _resolve_data(
         return data, resolved
     if not data_has_resolved:
         return classes.build_data(resolved), resolved
-    # This data module has resolved these values itself; a new one would read the files again.
+    # This data module has resolved these values itself; a new data module would read the files again.
     _set_arguments(data, resolved)
     return data, resolved
 
 
 def _check_reached(recipe: Recipe, decided: Mapping[str, Any]) -> None:
-    """Reject a recipe whose constructor does not take a value that follows from the data."""
+    """Reject a recipe whose constructor does not accept a value that depends on the data."""
     for name, value in decided.items():
         if value is not None and name in recipe.hparams and recipe.hparams[name] != value:
             kind = type(recipe).__name__
@@ -332,7 +332,7 @@ def build_run(spec: RunSpec, classes: RunClasses, launch: Launch, typed: Command
 
     Args:
         spec: the record of the run.
-        typed: what the user typed.
+        typed: the user's command.
         notes: a note on memory for the run's first line.
 
     Raises:
@@ -391,7 +391,7 @@ def _backend(trainer: pl.Trainer) -> str:
 
 
 def _environment(launch: Launch) -> ClusterEnvironment:
-    """Return Lightning's cluster environment for a process group that exists already."""
+    """Return Lightning's cluster environment for the existing process group."""
     return TorchElasticEnvironment() if launch.world_size > 1 else LightningEnvironment()
 
 
@@ -432,12 +432,12 @@ def build_trainer(
     folder: Path | None = None,
     checkpoint_io: VerifiedCheckpointIO | None = None,
 ) -> pl.Trainer:
-    """Build the Trainer of a command and print what it will use.
+    """Build the Trainer of a command and print the run's first line.
 
     Args:
-        callbacks: all callbacks except those of the recipe.
+        callbacks: all callbacks except the recipe's.
         folder: the run's folder, for logs; None for a command that logs nothing.
-        checkpoint_io: writes the checkpoints.
+        checkpoint_io: the writer of checkpoints.
     """
     run = built.spec.run
     launch = built.launch
@@ -459,7 +459,7 @@ def build_trainer(
             enable_autolog_hparams=False,  # `log_settings` logs them.
             enable_model_summary=False,
         )
-    # Lightning's EarlyStopping reads this attribute, which a Trainer that validates by time does not have.
+    # Lightning's EarlyStopping reads this attribute, but a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)
     set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
     if built.spec.command != "predict":

@@ -1,6 +1,6 @@
-"""What was typed, the flags by their types, and the help.
+"""The user's command, the types of flags, and the help.
 
-This module imports neither torch nor Lightning, so that the help is printed at once.
+This module imports neither torch nor Lightning, so that the help is printed immediately.
 
 Tested in `tests/recipes/runner/test_flags.py`.
 """
@@ -25,7 +25,7 @@ DEFAULT_PORT = 29500
 _PLAIN = (int, float, str, type(None), timedelta, Enum, os.PathLike)
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 _MAX_CHOICE_LENGTH = 34
-"""Characters up to which the short help names all choices."""
+"""Maximum number of characters of the choices in the short help."""
 COMMANDS = {
     "fit": "train, then test the best checkpoint (the default)",
     "validate": "score a checkpoint on the validation part",
@@ -35,7 +35,7 @@ COMMANDS = {
     "export": "write the network of a checkpoint for other programs, and verify the file",
 }
 PREDICT_INPUTS = "predict_inputs"
-"""The parameter of a data module that takes the arguments of predict, which are no flag."""
+"""The parameter of a data module for the arguments of predict, which are not a flag."""
 HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--help_all"})
 PRINT_CONFIG_FLAGS = frozenset({"--print-config", "--print_config"})
 _COLUMN = 34
@@ -44,16 +44,16 @@ _COLUMN = 34
 
 @dataclass(frozen=True)
 class Command:
-    """What the user typed, to be printed with other flags.
+    """The user's command, to be printed with other flags.
 
     Args:
-        program: how the program is started on one device.
-        args: its arguments.
-        launcher: torchrun or slurm, where one of them starts the processes.
-        nodes: the nodes on which the launcher starts them.
-        devices: the processes on each node.
-        call: the call of `recipes.fit` in a program; empty where a command was typed.
-        srun: how Slurm's launcher is started.
+        program: the command line that starts the program on one device.
+        args: the arguments of the program.
+        launcher: torchrun or slurm, if one of them starts the processes.
+        nodes: the number of nodes on which the launcher starts processes.
+        devices: the number of processes on each node.
+        call: the call of `recipes.fit` in a program; empty if a command was typed.
+        srun: the command line that starts Slurm's launcher.
 
     Example:
         >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
@@ -73,19 +73,19 @@ class Command:
 
     @property
     def in_program(self) -> bool:
-        """Whether nothing was typed, and a program has called `recipes.fit`."""
+        """Whether a program has called `recipes.fit`, without a typed command."""
         return bool(self.call)
 
     def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
-        """Return this command as one whose processes a launcher starts; `using` prints its line."""
+        """Return this command for processes that a launcher starts; `using` formats its line."""
         return replace(self, launcher=launcher, nodes=nodes, devices=devices)
 
     def alone(self, command: str = "") -> "Command":
-        """Return the program with a command of it, without the flags."""
+        """Return the program with one of its commands, without the flags."""
         return replace(self, program=f"{self.program} {command}".rstrip(), args=())
 
     def using(self, **flags: Any) -> str:
-        """Return the command with these flags replaced; None removes a flag."""
+        """Format the command with these flags replaced; None removes a flag."""
         start = self.program
         if self.launcher == "slurm":
             start = f"{self.srun} --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
@@ -94,7 +94,7 @@ class Command:
             topology = "--standalone" if self.nodes == 1 else rendezvous
             start = f"torchrun {topology} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
         if self.launcher in ("slurm", "torchrun"):
-            # The launcher decides how many processes there are and where they are, which these flags might contradict.
+            # The launcher decides the number and the place of the processes, and these flags might contradict it.
             flags = dict.fromkeys(("devices", "num_nodes", "node_rank", "master_addr")) | flags
         words: list[str] = []
         skips_value = False
@@ -112,7 +112,7 @@ class Command:
         return " ".join([start, *words])
 
     def split(self, nodes: int, devices: int) -> str:
-        """Return the command for other numbers of nodes and devices."""
+        """Format the command for other numbers of nodes and devices."""
         if self.launcher in ("slurm", "torchrun"):
             return self.started_by(self.launcher, nodes, devices).using()
         if nodes == self.nodes:
@@ -121,11 +121,11 @@ class Command:
 
 
 def flag_type(annotation: Any) -> Any:
-    """Return the type of a flag: the parameter's without its marks, and without classes that need an object.
+    """Return the type of a flag: the parameter's type without its marks, and without classes that need an object.
 
-    In a union int comes before float, and float before text, because jsonargparse takes the first type that fits: 1 is
+    In a union, int comes before float, and float before text, because jsonargparse uses the first type that fits: 1 is
     not the share 1.0, and 1.0 is not the time "1.0". A time stays text: jsonargparse reads 00:00:30:00 as 30 s. The
-    order in the source cannot be relied on, since typing caches unions: it may return an equal one in another order.
+    order in the source is not reliable, because typing caches unions: it may return an equal union in another order.
     """
     if get_origin(annotation) is Annotated:
         return flag_type(get_args(annotation)[0])
@@ -184,21 +184,21 @@ def takes_list(annotation: Any) -> bool:
 
 
 def switch_values(annotation: Any) -> set[str]:
-    """Return the words that may follow a switch as its value; a number may follow as well."""
+    """Return the words that may follow a switch as its value; a number may follow too."""
     literals = (get_args(member) for member in get_args(annotation) if get_origin(member) is Literal)
     return _SWITCH_VALUES | {choice for choices in literals for choice in choices}
 
 
 @dataclass(frozen=True)
 class HelpEntry:
-    """A flag, as the help shows it.
+    """A flag in the help.
 
     Args:
         name: the name of the parameter.
-        annotation: its type.
-        default: its default; None where it has none.
-        text: what its docstring says.
-        rare: it stands in the help of ``--help-all`` only.
+        annotation: the type of the parameter.
+        default: the default; None if there is no default.
+        text: the text in the docstring.
+        rare: whether the flag is only in ``--help-all``.
     """
 
     name: str
@@ -210,10 +210,10 @@ class HelpEntry:
 
 @dataclass(frozen=True)
 class HelpPage:
-    """What the help of a command line shows.
+    """The content of a command line's help.
 
     Args:
-        summary: what the recipe does.
+        summary: the first line of the recipe's docstring.
         title: the name of the folder of its runs.
         groups: the flags under their headings.
     """
@@ -265,7 +265,7 @@ def _columns(title: str, texts: Mapping[str, str], width: int) -> str:
 
 
 def _text(entry: HelpEntry, everything: bool) -> str:
-    """Return what a flag does: its first sentence, or all of them with `everything`."""
+    """Return the text of a flag: its first sentence, or with `everything` all sentences."""
     text = _without_markup(re.sub(r"\s+", " ", entry.text.strip()))
     if not everything:
         text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
@@ -285,7 +285,7 @@ def _line(entry: HelpEntry, everything: bool, width: int) -> str:
 
 
 def flags_text(groups: Mapping[str, Sequence[HelpEntry]], everything: bool = False) -> str:
-    """Return a line for each flag, in groups; `everything` adds the rarely used flags and the full texts."""
+    """Format a line for each flag, in groups; `everything` adds the rarely used flags and the full texts."""
     width = _help_width()
     lines = []
     for title, entries in groups.items():
@@ -296,11 +296,11 @@ def flags_text(groups: Mapping[str, Sequence[HelpEntry]], everything: bool = Fal
 
 
 def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
-    """Return the help of a command line.
+    """Format the help of a command line.
 
     Args:
-        program: how it is started, such as ``python -m recipes.mnist``.
-        everything: adds the rarely used flags and the full texts.
+        program: the start of the command line, such as ``python -m recipes.mnist``.
+        everything: whether to add the rarely used flags and the full texts.
     """
     width = _help_width()
     usage = f"usage: {program} [{'|'.join(COMMANDS)}] [flags]"
@@ -328,7 +328,7 @@ def help_text(program: str, page: HelpPage, everything: bool = False) -> str:
 
 
 def with_typed_value(message: str, arguments: Sequence[str]) -> str:
-    """Return an error of jsonargparse about a value with the text that was typed: it has the number that was read.
+    """Replace the number in an error of jsonargparse about a value by the typed text.
 
     Example:
         >>> with_typed_value('Parser key "batch_size": wrong. Given value: 1000.0', ["--batch_size", "1e3"])

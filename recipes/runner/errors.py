@@ -1,7 +1,7 @@
-"""From an exception to a line: who prints, how messages look, and why a process of a run has failed.
+"""Reports of exceptions as one line: the printing rank, the format of messages, and the reason of a failure.
 
-One failure causes others: the remaining ranks lose their connection to the failed one, and then fail as well. Each
-record therefore says of which kind a failure is, and `first_cause` finds the one that caused the others.
+After the failure of one rank, the other ranks lose their connection to it and fail too. Each record therefore has the
+kind of the failure, and `first_cause` finds the original failure.
 """
 
 import io
@@ -31,7 +31,7 @@ from recipes.runner.variables import error_file_of_agent, is_on_another_node
 _LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 _level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
-# Gloo and NCCL raise a plain RuntimeError, so that only its text tells a lost connection.
+# Gloo and NCCL raise a plain RuntimeError, so only its text identifies a lost connection.
 _LOST_CONNECTION = (
     *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
     *("connection was likely closed", "remote process exited or there was a network error", "failed to recv"),
@@ -42,20 +42,20 @@ _OTHER_WEIGHTS = "Error(s) in loading state_dict"
 _KINDS = ("user", "killed", "failed", "timed out", "signal", "unreachable", "lost")
 _SIGPIPE_STATUS = 128 + 13
 """Exit status that a shell reports for a program whose reader has ended."""
-_CAUSE_IS_SEEN = 3.0  # Seconds for a foreign launcher to see the rank that has caused the failure of this one.
+_CAUSE_IS_SEEN = 3.0  # Seconds for another launcher to notice the rank that caused the failure of this rank.
 
 
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0 of its run.
 
-    `recipes.runner.worker` sets Lightning's ``rank_zero_only.rank``, which this reads. Before that the variables of the
+    `recipes.runner.worker` sets Lightning's ``rank_zero_only.rank``, which this reads. Before, the variables of the
     launchers decide.
     """
     return not getattr(rank_zero_only, "rank", 0) and not is_on_another_node(os.environ)
 
 
 def rank_of_process() -> int:
-    """Return the rank of this process, as far as it is known."""
+    """Return the global rank of this process, or 0 before it is known."""
     return int(getattr(rank_zero_only, "rank", 0) or 0)
 
 
@@ -71,7 +71,7 @@ def print_error(line: str) -> None:
 
 
 def relative_path(path: str | Path) -> str:
-    """Return a path relative to the current folder, where it is inside it."""
+    """Return a path relative to the current folder if it is inside this folder, else unchanged."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -79,18 +79,18 @@ def relative_path(path: str | Path) -> str:
 
 
 class _OneLine(logging.Handler):
-    """Prints each of our log messages as a plain line."""
+    """Handler that prints each of our log messages as a plain line."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        # A message about one rank, such as a damaged file, is logged by no other.
+        # A message about one rank, such as a damaged file, is logged on this rank only.
         if is_rank_zero() or getattr(record, "any_rank", False):
             print(record.getMessage(), file=sys.stderr)  # noqa: T201
 
 
 @contextmanager
 def warnings_only() -> Iterator[None]:
-    """Print nothing but warnings: no messages, no progress and nothing on standard output."""
+    """Print only warnings: no messages, no progress and nothing on standard output."""
     before = _level.set(logging.WARNING)
     try:
         with redirect_stdout(io.StringIO()):
@@ -105,13 +105,13 @@ def prints_progress() -> bool:
 
 
 def escape_output() -> None:
-    """Have standard output escape what its encoding lacks, as standard error does: a file's name may hold any bytes."""
+    """Make standard output escape unknown characters, like standard error: a file's name may contain any bytes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def configure_logging() -> None:
-    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others."""
+    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of other packages."""
     for name in _LIGHTNING:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in (f"{pl.__name__}.profilers", f"{pl.__name__}.callbacks.model_summary", "lightning_recipes"):
@@ -119,7 +119,7 @@ def configure_logging() -> None:
         logger.setLevel(_level.get())
         logger.handlers = [_OneLine()]
         logger.propagate = False
-    # A second run in this process must not wrap the function of the first.
+    # A second run in this process must not wrap the first run's function.
     default_showwarning = getattr(warnings.showwarning, "default", warnings.showwarning)
 
     def show_ours(
@@ -140,7 +140,7 @@ def configure_logging() -> None:
 
 
 def _cut(text: str, longest: int) -> str:
-    """Return a text, its middle replaced by dots where it is longer than `longest` characters."""
+    """Return a text; in a text of more than `longest` characters, the middle is replaced by dots."""
     if len(text) <= longest:
         return text
     half = (longest - 5) // 2
@@ -148,14 +148,14 @@ def _cut(text: str, longest: int) -> str:
 
 
 def error_lines(error: UserError) -> str:
-    """Return the message of an error in one printable line, and the commands to type in lines of their own."""
+    """Format the message of an error as one printable line, followed by the commands to type, one per line."""
     return "\n  ".join(map(one_line, [str(error.args[0]), *error.commands]))
 
 
 def one_line(message: str) -> str:
-    """Return a message in one printable line, since values of any kind and length may be in it.
+    """Format a message, which may contain values of any kind and length, as one printable line.
 
-    Of words beyond 500 characters, and of a text beyond 10,000, the middle is left out.
+    The middle is left out of words of more than 500 characters, and of a text of more than 10,000.
 
     Example:
         >>> print(one_line("no file \x1b[31mred\\n"))
@@ -185,17 +185,17 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def difference_of_weights(error: RuntimeError) -> str:
-    """Return the first difference where torch could not load the weights of another network; else an empty text."""
+    """Return the first difference in torch's error about weights of another network; "" for other errors."""
     if _OTHER_WEIGHTS not in str(error):
         return ""
-    # torch's first line names the module only; the second has the first tensor that differs.
+    # torch's first line has only the module; the second line has the first differing tensor.
     return str(error).splitlines()[1].strip()[:200]
 
 
 def reader_is_gone() -> bool:
     """Return whether the reader of standard output or standard error has ended, as in ``| head``.
 
-    What is printed afterwards is discarded: Python flushes the streams once more at its end.
+    Later output is discarded: Python flushes the streams once more at its end.
     """
     if not hasattr(select, "poll"):
         return False
@@ -210,13 +210,13 @@ def reader_is_gone() -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a process of a run has ended.
+    """The reason for the end of a process of a run.
 
     Args:
         kind: "user" for an error that the user has to correct, "killed" by the system, "failed" for another error,
             "timed out" waiting for a rank, "signal" after which the workers have saved, "unreachable" for node 0, or
             "lost" its connection.
-        message: the reason in words; without the process, until `of_rank` puts it in front.
+        message: the reason in words, to which `of_rank` adds the process.
         status: the exit status.
     """
 
@@ -236,7 +236,7 @@ class Failure:
             late = "failed: TimeoutError: another rank did not answer within the collective timeout"
             return cls("timed out", f"{late} ({reason})")
         if is_lost_connection(error):
-            # Gloo explains at length what a lost connection is.
+            # A short text in place of Gloo's long explanation.
             lost = "lost its connection to another rank, which has ended or cannot be reached"
             return cls("lost", f"{lost}: {reason[:120]}")
         return cls("failed", f"failed: {reason}")
@@ -253,15 +253,15 @@ class Failure:
         return cls("failed", f"exited with status {status}", status)
 
     def write(self) -> None:
-        """Leave this record to the agent that has started this process, ours or torchrun, if one has."""
+        """Write this record for the agent that has started this process, if there is one (ours or torchrun)."""
         path = error_file_of_agent(os.environ)
         if path:
-            # torch reads the message and the time, of which the earliest is its cause.
+            # torch reads the message and the time, and reports the earliest record as the cause.
             Path(path).write_text(json.dumps(asdict(self) | {"timestamp": int(time.time())}))
 
     @classmethod
     def read(cls, path: str) -> "Failure | None":
-        """Return the record that a process has left; None where it has left none."""
+        """Return the record of a process, or None."""
         with suppress(OSError, ValueError, KeyError):
             fields = json.loads(Path(path).read_text())
             return cls(fields["kind"], fields["message"], fields["status"])
@@ -270,7 +270,7 @@ class Failure:
     def of_rank(self, rank: int, node: str) -> "Failure":
         """Return this failure with its process in the message, except for an error of the user on rank 0.
 
-        In most cases such an error is the same on all ranks.
+        Usually, such an error is the same on all ranks.
         """
         if self.kind == "user":
             return replace(self, message=f"rank {rank} ({node}): {self.message}") if rank else self
@@ -278,7 +278,7 @@ class Failure:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that has caused the others; of several, the one of the lowest rank."""
+    """Return the failure that caused the other failures; among several, the failure of the lowest rank."""
 
     def order(failure: Failure) -> int:
         return _KINDS.index(failure.kind)
@@ -288,11 +288,12 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 @contextmanager
 def failures_reported(after_loss: Callable[[], str], after_error: Callable[[str], None]) -> Iterator[None]:
-    """Record the exception that ends this process, unless an agent of ours has started it.
+    """Record the exception that ends this process, unless our agent has started the process.
 
-    Args:
-        after_loss: called where another rank was lost; returns what was done, in words.
-        after_error: called with an error of this rank, in one line, before the other ranks notice its end.
+        Args:
+            after_loss: a function that is called if another rank was lost, and returns what it did, in words.
+    after_error: a function that is called with an error of this rank, in one line, before other ranks notice its
+                end.
     """
     try:
         yield
@@ -300,7 +301,7 @@ def failures_reported(after_loss: Callable[[], str], after_error: Callable[[str]
         failure = Failure.of(error)
         failure.write()
         if failure.kind == "signal":
-            # As other Unix programs end on SIGPIPE: without a message. The checkpoints that were saved stay.
+            # Without a message, like other Unix programs on SIGPIPE. Saved checkpoints remain.
             sys.exit(failure.status)
         if failure.kind == "lost":
             print_loss(f"error: rank {rank_of_process()} {failure.message}", after_loss)
@@ -311,19 +312,19 @@ def failures_reported(after_loss: Callable[[], str], after_error: Callable[[str]
             with suppress(ValueError):  # Handlers need the main thread.
                 for signum in SIGNALS:
                     signal.signal(signum, signal.SIG_DFL)
-        # A launcher reports the process that ends first. Most errors of a user occur on all ranks, and rank 0 prints.
+        # A launcher reports the process that ends first. Most user errors occur on all ranks, and rank 0 prints them.
         if rank_of_process() or (started_by_torchrun and failure.kind == "lost"):
             time.sleep(_CAUSE_IS_SEEN)
         raise
 
 
 def print_loss(line: str, after_loss: Callable[[], str]) -> None:
-    """Print that a process was lost, and do something about it, such as a requeue by Slurm.
+    """Print that a process was lost, and respond, for example with a requeue by Slurm.
 
     The line comes first, and signals are ignored: Slurm ends the processes of a job as soon as it has requeued it.
 
     Args:
-        after_loss: returns what was done, in words.
+        after_loss: a function that responds, and returns what it did, in words.
     """
     handlers: dict[int, Any] = {}
     with suppress(ValueError):  # Handlers need the main thread.
@@ -337,7 +338,7 @@ def print_loss(line: str, after_loss: Callable[[], str]) -> None:
 
 
 def exit_now(status: int) -> None:
-    """End this process without the interpreter's own clean-up, which takes a second."""
+    """End this process without the interpreter's clean-up, which takes a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

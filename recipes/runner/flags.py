@@ -1,8 +1,8 @@
-"""From a command line to a request: flags from the signatures of classes, one per parameter, in groups.
+"""Parser of a command line into a request: one flag per parameter of the classes' constructors, in groups.
 
-jsonargparse reads names, types, defaults and texts from constructors and their docstrings. This file adds what users
-expect of a command line: dashes or underscores, switches without values, files of settings, and errors in one line.
-Settings are not merged here: what was typed, what is in files and the defaults are three mappings.
+jsonargparse reads names, types, defaults and texts from constructors and their docstrings. This file adds the usual
+features of a command line: dashes or underscores, switches without values, files of settings, and one-line errors.
+Settings are not merged here: typed settings, settings in files and defaults are three mappings.
 """
 
 import importlib
@@ -58,13 +58,13 @@ from recipes.runner.verify import Interval
 from recipes.version import __version__
 
 _CLASS_PATH = "optimizer"
-"""The flag whose text may be the import path of a class."""
-# Parameters of type Any would take objects of all classes, and torch has some that start a program.
+"""The flag whose value may be the import path of a class."""
+# Parameters of type Any would accept objects of all classes, and some classes of torch start a program.
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
 SCORING = ("validate", "test")
 """The commands that take a file of weights in place of a checkpoint."""
 _TAKE_INPUTS = ("predict", "verify")
-"""The commands after which arguments that are no flags may stand."""
+"""The commands that take arguments without a flag."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FlagGroup:
 
     Args:
         title: the heading in the help.
-        cls: the class whose constructor is read.
+        cls: the class with the constructor.
         skip: parameters without a flag.
     """
 
@@ -111,14 +111,14 @@ def _is_flag(arg: str) -> bool:
 
 
 class FlagParser(ArgumentParser):
-    """A parser for the parameters of several classes, which share one flag where they share a name.
+    """Parser for the parameters of several classes; parameters of the same name share one flag.
 
     Raises:
-        UserError: for any mistake on the command line, in a file or in the arguments of `recipes.fit`.
+        UserError: there is a mistake on the command line, in a file or in the arguments of `recipes.fit`.
     """
 
     def __init__(self, groups: Sequence[FlagGroup] = (), prog: str | None = None, **options: Any) -> None:
-        # jsonargparse itself builds parsers of this class, without groups, for the parameters of nested classes.
+        # jsonargparse builds parsers of this class, without groups, for the parameters of nested classes.
         super().__init__(prog=prog, **{"add_help": False, "exit_on_error": False} | options)
         self.names: dict[str, list[str]] = {}
         self.shown: list[tuple[FlagGroup, list[str]]] = []
@@ -139,7 +139,7 @@ class FlagParser(ArgumentParser):
             annotation = getattr(action, "_typehint", None)
             if annotation is not None:
                 action._typehint = flag_type(annotation)  # type: ignore[attr-defined]
-        # A checkpoint or a file may have the value of a required flag; `check_required` looks at all sources together.
+        # A checkpoint or a file may have the value of a required flag; `check_required` checks all sources together.
         self._required = {name for name, action in self.flags.items() if groups and action.required}
         for name in self._required:
             self.flags[name].required = False
@@ -158,7 +158,7 @@ class FlagParser(ArgumentParser):
         return {name: value for name, value in self.get_defaults().as_dict().items() if name in self.flags}
 
     def help_groups(self) -> dict[str, list[HelpEntry]]:
-        """Return what the help shows of each flag, under the headings of the groups."""
+        """Return the help of each flag, by the headings of the groups."""
         return {group.title: [self._help_entry(group, name) for name in names] for group, names in self.shown}
 
     def _help_entry(self, group: FlagGroup, name: str) -> HelpEntry:
@@ -180,10 +180,10 @@ class FlagParser(ArgumentParser):
     # Read
 
     def parse(self, args: Sequence[str], takes_inputs: bool = False) -> ParsedArguments:
-        """Read a command line, and the files that it names.
+        """Read a command line and its files of settings.
 
         Args:
-            takes_inputs: arguments that are no flags are inputs of the command.
+            takes_inputs: whether arguments that are not flags are inputs of the command.
         """
         if takes_inputs and not any(action.dest == "inputs" for action in self._actions):
             self.add_argument("inputs", nargs="*").required = False
@@ -244,7 +244,7 @@ class FlagParser(ArgumentParser):
             given: the settings in files and on the command line.
         """
         missing = [name for name in self.flags if name in self._required and settings[name] is None]
-        # Null is a value where the type allows it, but only if the user passes it.
+        # Null is a value if the type allows it, but only if the user passes it.
         unset = [name for name in missing if name not in given or not allows_none(self.type_of(name))]
         if unset:
             name = unset[0]
@@ -254,7 +254,7 @@ class FlagParser(ArgumentParser):
         """Import the module of an optimizer by its import path, if the user typed the path.
 
         Raises:
-            UserError: a checkpoint names it, which must not make the program import code; or it cannot be imported.
+            UserError: the path is in a checkpoint, which must not make the program import code; or the import fails.
         """
         path = str(settings.get(_CLASS_PATH, ""))
         module = path.rpartition(".")[0]
@@ -268,7 +268,7 @@ class FlagParser(ArgumentParser):
             raise UserError(f"{path} cannot be imported: {error}; install its package, or correct the name") from error
 
     def _settings_in(self, path: str) -> dict[str, Any]:
-        """Read a file of settings, each of which has to be a flag."""
+        """Read a file of settings; each setting must be a flag."""
         settings = read_settings(path)
         if not isinstance(settings, dict):
             raise UserError(f"{path} holds no settings; expected lines such as seed: 1")
@@ -285,10 +285,10 @@ class FlagParser(ArgumentParser):
         return valid_names(self.flags, inspect.signature(pl.Trainer).parameters)
 
     def _hint(self, name: str, trainer_spelling: str) -> str:
-        """Return a question about the setting that was meant, or an empty text.
+        """Return "; did you mean ...?", or "" without a similar setting.
 
         Args:
-            trainer_spelling: how a parameter of the Trainer of this name is written.
+            trainer_spelling: the spelling of this name as a parameter of the Trainer.
         """
         if f"{TRAINER_FLAG}.{name}" in self._known():
             return f"; did you mean {trainer_spelling}?"
@@ -306,14 +306,14 @@ class FlagParser(ArgumentParser):
         rewritten: list[str] = []
         files: list[str] = []
         expects_config_file = False
-        # A command with inputs takes values that are not a flag's: joining them might take inputs for a list.
+        # A command with inputs has arguments that do not belong to a flag: they might be joined to a list.
         args = list(args) if takes_inputs else self._join_lists(args)
         for i, arg in enumerate(args):
             if expects_config_file:
                 expects_config_file = False
                 files.append(arg)
                 continue
-            # Programs that set text make one long dash of two hyphens.
+            # Typesetting programs replace two hyphens by one long dash.
             without_dashes = re.match(r"(?:-|-?[–—−]+-?)([A-Za-z][\w-]+)", arg)
             if without_dashes:
                 raise UserError(f"flags begin with two hyphens; did you mean --{without_dashes[1]}?")
@@ -346,14 +346,14 @@ class FlagParser(ArgumentParser):
         return rewritten, files
 
     def _is_bare(self, name: str, following: str) -> bool:
-        """Return whether a switch has no value, because what follows is another argument."""
+        """Return whether a switch has no value, because the next word is another argument."""
         annotation = self.type_of(name) if name in self.flags else None
         if not is_switch(annotation):
             return False
         return following.lower() not in switch_values(annotation) and not following.lstrip("-").isdigit()
 
     def _join_lists(self, args: Sequence[str]) -> list[str]:
-        """Join several values behind the flag of a list, as a shell writes them for ``--source-file corpus.*.de``."""
+        """Join several values after the flag of a list, as a shell expands ``--source-file corpus.*.de``."""
         joined: list[str] = []
         for are_flags, run_of_args in groupby(args, key=_is_flag):
             group = list(run_of_args)
@@ -365,12 +365,12 @@ class FlagParser(ArgumentParser):
         return joined
 
     def _explain(self, message: str, source: str = "", *, of_program: bool = False, takes_inputs: bool = False) -> str:
-        """Return an error of jsonargparse in one line, with the type as the help names it.
+        """Format an error of jsonargparse as one line, with the type as in the help.
 
         Args:
             source: the file with the setting, or another name for its origin; empty for flags.
-            of_program: the setting is an argument of `recipes.fit`.
-            takes_inputs: arguments that are not flags are inputs of the command.
+            of_program: whether the setting is an argument of `recipes.fit`.
+            takes_inputs: whether arguments that are not flags are inputs of the command.
         """
         unrecognized = re.match("unrecognized arguments: (.*)", message)
         if unrecognized:
@@ -394,18 +394,18 @@ class FlagParser(ArgumentParser):
 
 
 def takes_inputs(data_class: type[pl.LightningDataModule]) -> bool:
-    """Return whether a data module's constructor takes the arguments of the predict command."""
+    """Return whether a data module's constructor accepts the arguments of the predict command."""
     return PREDICT_INPUTS in ArgumentParser(exit_on_error=False).add_class_arguments(data_class)
 
 
 @dataclass(frozen=True)
 class RunClasses:
-    """The classes that a command line is made for.
+    """The recipe and data classes of a command line.
 
     Args:
         recipe: the class of the recipe.
         data: the class of the data module, or a data module that was passed to `recipes.fit`.
-        callbacks: makes further callbacks for the Trainer, new ones at each call.
+        callbacks: a function that makes new user callbacks for the Trainer at each call.
         samples: samples in memory for the data module; None if it reads files.
     """
 
@@ -425,7 +425,7 @@ class RunClasses:
         return self.recipe, self.data_class
 
     def build_data(self, options: Mapping[str, Any]) -> pl.LightningDataModule:
-        """Build the data module, and pass it the samples that were given in memory."""
+        """Build the data module, and pass it the samples in memory."""
         if not isinstance(self.data, type):
             return self.data
         data = self.data(**options)
@@ -436,14 +436,14 @@ class RunClasses:
     def parser(self, program: str = "") -> FlagParser:
         """Build the parser, with a flag for every parameter of the two constructors and of the run."""
         data_groups = []
-        # A data module that was passed to `fit` is built already, so its parameters are no flags.
+        # A data module that was passed to `fit` has already been built, so its parameters are not flags.
         if isinstance(self.data, type):
             data_groups.append(FlagGroup("Data", self.data, frozenset({PREDICT_INPUTS})))
         groups = [
             FlagGroup("Run", RunSettings),
             *data_groups,
             FlagGroup("Recipe", self.recipe),
-            # After the recipe, so that the recipe's default counts where they share a name.
+            # After the recipe, so that the recipe's default counts for a shared name.
             FlagGroup("Trainer", TrainerSettings),
             FlagGroup("Launch", LaunchSettings),
         ]
@@ -459,7 +459,7 @@ class RunClasses:
 
 
 def marks_of(parser: FlagParser) -> SettingMarks:
-    """Return which flags are special, by the marks of their types."""
+    """Return the special flags by the marks of their types."""
     return SettingMarks(
         changeable=parser.marked(Changeable) | USUALLY_CHANGEABLE,
         transient=parser.marked(Transient) | {PREDICT_INPUTS},
@@ -481,8 +481,8 @@ class Request:
     Args:
         command: one of `COMMANDS`.
         given: the settings of the command, and the inputs of predict.
-        folder: the folder of the run that verify trains again.
-        interval: the part of this run that is trained again; None before `Resolver.with_interval` has found it.
+        folder: the folder of the run for verify.
+        interval: the part of the run that verify trains again; None before `Resolver.with_interval`.
     """
 
     command: str
@@ -492,10 +492,10 @@ class Request:
 
 
 def read_request(parser: FlagParser, recipe: type[Recipe], args: Sequence[str]) -> Request | None:
-    """Read a command line; print the help, the version or the settings where it asks for them.
+    """Read a command line; print the help, the version or the settings on request.
 
     Returns:
-        The request to carry out; None where a text was printed.
+        The request; None if a text was printed.
     """
     command, arguments = _command(args)
     help_flags = HELP_FLAGS.intersection(arguments)
@@ -539,7 +539,7 @@ def _reject(*rules: tuple[Any, str]) -> None:
 
 
 def check_request(request: Request, settings: Mapping[str, Any], classes: RunClasses) -> None:
-    """Reject flags that the command does not use, and a command without what it needs.
+    """Reject flags that the command does not use, and a command without a required flag.
 
     Args:
         settings: the given settings and the defaults.
@@ -593,7 +593,7 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: RunCla
 
 
 def _check_output(output: str | None, endings: Sequence[str]) -> None:
-    """Reject a file that could not be written, before anything is computed."""
+    """Reject an output file that could not be written, before the computation."""
     if output is not None and Path(output).suffix not in endings:
         raise UserError(f"expected a name that ends in {' or '.join(endings)}", setting="output", value=output)
     if output is not None and not Path(output).parent.is_dir():

@@ -4,9 +4,9 @@
 - ``--resume auto`` resumes from the newest valid checkpoint of the run.
 - ``--resume none`` starts fresh. This is the default, except in a job that Slurm or torchrun may restart.
 
-A restarted job finds its run by the name of the job. It has the same command, and with ``--resume FILE`` in it, it
-resumes from its own newest checkpoint: the run's ``lineage.json`` records which job started from which file. A second
-run in one process resumes the first only with ``--resume auto``.
+A restarted job finds its run by the name of the job. Its command is the same as before; with ``--resume FILE``, it
+still resumes from its own newest checkpoint, because the run's ``lineage.json`` records the file from which each job
+started. A second run in one process resumes the first run only with ``--resume auto``.
 """
 
 import json
@@ -49,7 +49,7 @@ _FAILURE = ".failure.json"
 _LENGTHS = ("max_epochs", "max_steps", "max_time")
 
 _used: set[str | None] = set()
-"""The folders of the runs of this process. Removed folders stay in the set, so that a restart numbers folders alike."""
+"""The folders of this process's runs. Removed folders stay in the set: a restart must number folders the same."""
 _LOCK = ".lock"
 # Seconds: the loader workers of a killed run inherit its lock, and hold it for a while.
 _LOCK_TIMEOUT = 20.0
@@ -57,15 +57,15 @@ _LOCK_TIMEOUT = 20.0
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts or resumes.
+    """The folder and the checkpoint from which a run starts or resumes.
 
     Args:
         folder: the run's folder, which may exist; None for a new folder, named by --name or the time.
         checkpoint: the checkpoint to resume from.
-        finished: the run has been trained and tested.
-        given: the user has named the checkpoint.
-        made: the folder, or the first of its parents, that was made for this run; None where the folder existed.
-        job: the name of the Slurm or torchrun job, which restarts and requeues share; None without restarts.
+        finished: whether the run has been trained and tested.
+        given: whether the user has passed the checkpoint.
+        made: the folder, or the first of its parents, that was made for this run; None if the folder existed.
+        job: the name of the Slurm or torchrun job, the same in all restarts and requeues; None without restarts.
         saved: the settings and the progress in the checkpoint.
     """
 
@@ -86,14 +86,14 @@ def find_resume_point(
     typed: Mapping[str, Any],
     changeable: Collection[str],
 ) -> ResumePoint:
-    """Decide where this command starts or resumes; ranks that share the folder decide alike.
+    """Return the folder and the checkpoint of this command; the result is the same on ranks that share the folder.
 
     Args:
-        resume: a checkpoint, "auto", "none", or None: "auto" where the launcher restarts the run, else "none".
+        resume: a checkpoint, "auto", "none", or None: "auto" if the launcher restarts the run, else "none".
         name: the name of the run.
         parent: the folder of the recipe's runs.
         config: the settings of this command.
-        typed: the settings that were typed, or are in a file of ``--config``.
+        typed: the typed settings, and the settings in files of ``--config``.
         changeable: the settings that do not define the experiment.
 
     Raises:
@@ -121,7 +121,7 @@ def find_resume_point(
         point = resume_in(parent / name, typed)
     elif job:
         candidates = map(resume_same, _folders_of_job(parent / (name or job)))
-        # The first folder of this experiment; one that does not exist yet is the last of them.
+        # The first folder of this experiment; the last candidate is a folder that does not exist yet.
         point = next(candidate for candidate in candidates if candidate)
     else:
         folders = [path.parent for path in parent.glob("*/config.yaml")]
@@ -133,7 +133,7 @@ def find_resume_point(
 
 
 def resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
-    """Resume in a run's folder, or start in it where it has no valid checkpoint."""
+    """Resume in a run's folder, or start in it if it has no valid checkpoint."""
     saved = newest_valid_run(folder / "checkpoints")
     if saved is None:
         return ResumePoint(str(folder))
@@ -141,11 +141,11 @@ def resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
 
 
 def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
-    """Return whether a run has its results, and the command asks for no more training.
+    """Return whether a run has its results, and the command does not extend the training.
 
     Args:
         run: the run's newest checkpoint.
-        typed: the settings that were typed. Without a length among them, the run's own length holds.
+        typed: the typed settings. If they have no length, the run's length holds.
     """
     if not (folder / RESULTS).is_file():
         return False
@@ -154,20 +154,20 @@ def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
     steps = lengths["max_steps"]
     if run.is_finished(lengths["max_epochs"], -1 if steps is None else steps):
         return True
-    # Early stopping or the time has ended the run before that, and would end it again with the same settings.
+    # Early stopping or the time limit has ended the run earlier, and would end it again with the same settings.
     names = ("patience",) if read_results(folder).get("stopped_early") else _LENGTHS
     return all(typed.get(name) in (None, run.config.get(name)) for name in names)
 
 
 def numbered(folder: Path) -> Iterator[Path]:
-    """Yield the folders NAME, NAME-2, ..., since several runs may have a name, and a job may make several runs."""
+    """Yield the folders NAME, NAME-2, ...: several runs may have the same name, and a job may make several runs."""
     yield folder
     for number in count(2):
         yield folder.with_name(f"{folder.name}-{number}")
 
 
 def _folders_of_job(first: Path) -> Iterator[Path]:
-    """Yield the numbered folders of a job, without those of earlier runs of this process."""
+    """Yield the numbered folders of a job, without the folders of earlier runs of this process."""
     for folder in numbered(first):
         if str(folder) not in _used:
             yield folder
@@ -178,13 +178,13 @@ def _modification_time(path: Path) -> float:
 
 
 def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any], job: str | None) -> ResumePoint:
-    """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
+    """Resume from this checkpoint or, if the job was restarted, from a later checkpoint of the job."""
     parent_folder = Path(resume).resolve().parent
     in_run = parent_folder.name == "checkpoints" and (parent_folder.parent / "config.yaml").is_file()
     folder = parent_folder.parent if in_run else None
     if job:
         if folder is None:
-            # The first start of the job has made one of these folders, or takes the first that does not exist.
+            # The first start of the job has made one of these folders, or uses the first folder that does not exist.
             candidates = _folders_of_job(parent / (name or job))
             folder = next(path for path in candidates if not path.exists() or _lineage(path).get(job) == resume)
         began_here = _lineage(folder).get(job) == resume and str(folder) not in _used
@@ -204,8 +204,8 @@ def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, 
 def start_from(point: ResumePoint, folder: Path) -> list[Path]:
     """Start a run in a folder from the checkpoint of ``--resume FILE``; on rank 0, right before training.
 
-    Checkpoints with more updates are renamed, since ``--resume auto`` would take them until the run has made as many
-    updates again.
+    Checkpoints with more updates are renamed: ``--resume auto`` would use them until the run has made as many updates
+    again.
 
     Args:
         point: the checkpoint, and the job for its restarts.
@@ -217,7 +217,7 @@ def start_from(point: ResumePoint, folder: Path) -> list[Path]:
     if not point.given or point.saved is None:
         return []
     renamed = []
-    # Before the lineage is written, so that a job that is restarted in between does not resume from them.
+    # Before the lineage is written, so that a job restarted in between does not resume from these checkpoints.
     for run in readable_checkpoints(folder / "checkpoints"):
         if run.updates > point.saved.updates:
             renamed.append(run.path.rename(run.path.with_name(f"{run.path.name}-{run.updates}.abandoned")))
@@ -227,12 +227,12 @@ def start_from(point: ResumePoint, folder: Path) -> list[Path]:
 
 
 def _lineage(folder: Path) -> dict[str, str]:
-    """Return the checkpoints that jobs resumed from in a folder, as they were typed, by the name of the job."""
+    """Return the checkpoints from which jobs resumed in a folder, as typed, by the name of the job."""
     return _read_json(folder / _LINEAGE)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the entries of a JSON file; none where the file is missing or damaged."""
+    """Return the entries of a JSON file; without a readable file, an empty dict."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -240,12 +240,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def record_failure(folder: str | None, rank: int, error: str) -> None:
-    """Record in the run's folder that a rank of this Slurm batch job has failed, which is no reason to requeue it.
+    """Record in the run's folder that a rank of this Slurm batch job has failed, so that the job is not requeued.
 
     The other ranks only see that a rank has ended.
 
     Args:
-        folder: the run's folder, where it is known.
+        folder: the run's folder, if it is known.
         error: the error in one line.
     """
     job = batch_job(os.environ)
@@ -256,23 +256,23 @@ def record_failure(folder: str | None, rank: int, error: str) -> None:
 
 
 def _failure_of_job(folder: str, job: str) -> str:
-    """Return the error that a rank of this start of a job has recorded; an empty text where there is none."""
+    """Return the error that a rank of this start of a job has recorded, or ""."""
     failure = _read_json(Path(folder) / _FAILURE)
     is_of_this_start = (failure.get("job"), failure.get("restarts")) == (job, restarts(os.environ))
     return str(failure.get("error", "")) if is_of_this_start else ""
 
 
 def requeue_after_loss(folder: str | None, updates: int) -> str:
-    """Requeue this Slurm batch job, since one of its processes was killed or a node has gone.
+    """Requeue this Slurm batch job after the loss of a process or a node.
 
-    The cause may kill it again at the same update. A job that has saved nothing new is therefore not requeued.
+    A job that has saved nothing new is not requeued, because the same cause may kill it again at the same update.
 
     Args:
-        folder: the run's folder, where it is known.
-        updates: the updates after which this process started.
+        folder: the run's folder, if it is known.
+        updates: the number of updates at the start of this process.
 
     Returns:
-        The outcome in words; empty outside of a batch job, and where torchrun restarts the processes.
+        The outcome in words; empty outside of a batch job, and if torchrun restarts the processes.
     """
     job = batch_job(os.environ)
     restarts_made, restarts_allowed = restarts_by_torch(os.environ)
@@ -292,14 +292,14 @@ def requeue_after_loss(folder: str | None, updates: int) -> str:
 
 
 def settle_folder(parent: Path, name: str | None, point: ResumePoint) -> ResumePoint:
-    """Return where a run starts, with its folder, which is made where it is new.
+    """Return the start of a run with its folder; a new folder is made.
 
     Args:
         parent: the folder of the recipe's runs.
         name: ``--name``.
 
     Raises:
-        UserError: the folder cannot be made, or holds links to what lies outside of it.
+        UserError: the folder cannot be made, or has links to places outside of it.
     """
     if point.folder:
         folder = Path(point.folder)
@@ -315,7 +315,7 @@ def settle_folder(parent: Path, name: str | None, point: ResumePoint) -> ResumeP
 
 @contextmanager
 def removed_if_unused(point: ResumePoint) -> Iterator[None]:
-    """Remove a new folder in which nothing was logged or saved, where an error ends the command; on rank 0."""
+    """Remove a new folder without logs and checkpoints if an error ends the command; on rank 0."""
     try:
         yield
     except BaseException as error:
@@ -333,7 +333,7 @@ def removed_if_unused(point: ResumePoint) -> Iterator[None]:
 
 
 def _reject_links(folder: Path) -> None:
-    """Reject a folder with links to what lies outside of it: a run would write and delete there.
+    """Reject a folder with links to places outside of it: a run would write and delete there.
 
     Raises:
         UserError: the folder has such a link.
@@ -348,7 +348,7 @@ def _reject_links(folder: Path) -> None:
 
 
 def _make(folder: Path) -> Path | None:
-    """Make a folder; return the first of its parents that was made with it, or None where the folder exists."""
+    """Make a folder; return the first parent that was made with it, or None if the folder exists."""
     made = folder
     while not made.parent.exists():
         made = made.parent
@@ -364,7 +364,7 @@ def _make(folder: Path) -> Path | None:
 
 
 def _new_folder(parent: Path, name: str | None) -> tuple[Path, Path | None]:
-    """Make a new folder; if the name exists, a number is added."""
+    """Make a new folder, with a number if the name exists."""
     unnumbered = parent / (name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     folder, made = next((path, made) for path in numbered(unnumbered) if (made := _make(path)))
     if name and folder != unnumbered:
@@ -374,11 +374,11 @@ def _new_folder(parent: Path, name: str | None) -> tuple[Path, Path | None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, on rank 0, which alone writes.
+    """Hold the lock of a run's folder on rank 0, the only rank that writes.
 
     Raises:
         UserError: another process trains in it.
-        RankZeroFailed: on the other ranks, if rank 0 has raised this error.
+        RankZeroFailed: rank 0 has raised this error; on the other ranks.
     """
     lock = FileLock(folder / _LOCK)
     broadcast_from_rank_zero(partial(_acquire, lock, folder))
@@ -400,7 +400,7 @@ def _acquire(lock: BaseFileLock, folder: Path) -> None:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the settings of a run, as ``--config`` reads them."""
+    """Write the settings of a run in the format of ``--config``."""
     try:
         write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Flags of a recipe by its sources, and the flag that was meant by an unknown name.
+"""Flags of a recipe from its sources, and suggestions for unknown flags.
 
-Importing torch would take seconds, so names, types, defaults and texts are read from the sources of the constructors;
-they are those that jsonargparse reads from the imported classes. An annotation or a default is evaluated with the names
-that it uses, which are read from the sources in the same way. Whatever cannot be read so, such as a type of another
+Importing torch would take seconds, so names, types, defaults and texts are read from the sources of the constructors.
+They are the same as jsonargparse reads from the imported classes. An annotation or a default is evaluated with the
+names in it, which are read from the sources in the same way. A value that cannot be read so, such as a type of another
 package, raises `NotInSourceError`, and the parser answers in place of this file.
 """
 
@@ -28,11 +28,11 @@ _OURS = ("recipes", "callbacks", "datamodules")
 
 
 class NotInSourceError(Exception):
-    """The sources do not show what a recipe's flags are."""
+    """Error if the flags of a recipe cannot be read from the sources."""
 
 
 class _Module(dict[str, Any]):
-    """The names of a module and their values, which are read from its source on first use."""
+    """Names of a module with their values, which are read from its source on first use."""
 
     def __init__(self, name: str) -> None:
         path = _path(name)
@@ -51,7 +51,7 @@ class _Module(dict[str, Any]):
                 self._definitions |= _assigned(node)
 
     def __missing__(self, name: str) -> Any:
-        definition = self._definitions[name]  # A KeyError leaves the name to Python: it may be a built-in one.
+        definition = self._definitions[name]  # After a KeyError, Python looks for a built-in name.
         if isinstance(definition, tuple):
             value = _imported(*definition)
         elif isinstance(definition, ast.ClassDef):
@@ -67,7 +67,7 @@ class _Module(dict[str, Any]):
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, and those in ``with quick_imports():`` and ``if TYPE_CHECKING:``."""
+    """Yield the statements of a module, and the statements in ``with quick_imports():`` and ``if TYPE_CHECKING:``."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If) and ast.unparse(statement.test) != "TYPE_CHECKING":
@@ -77,7 +77,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _assigned(node: ast.stmt) -> dict[str, ast.expr]:
-    """Return the name and the expression of an assignment; nothing for another statement."""
+    """Return the name and the expression of an assignment; for another statement, an empty dict."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         return {node.targets[0].id: node.value}
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
@@ -86,7 +86,7 @@ def _assigned(node: ast.stmt) -> dict[str, ast.expr]:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Return a name of another module: ours are read, and only those of Python's library are imported."""
+    """Return a name of another module: our modules are read, and only Python's library is imported."""
     package = module.partition(".")[0]
     if package in _OURS:
         return _module(module)[name]
@@ -101,7 +101,7 @@ def _module(name: str) -> _Module:
 
 
 def _path(module: str) -> Path:
-    """Return the source of a module; of a package whose names are imported lazily, the stub that lists them."""
+    """Return the source of a module; for a package with lazy imports, its stub."""
     package, *names = module.split(".")
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -113,7 +113,7 @@ def _path(module: str) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """A class by its source."""
+    """Class in a source file."""
 
     module: _Module
     node: ast.ClassDef
@@ -125,7 +125,7 @@ class _Class:
             base = None if ast.unparse(node).startswith("pl.") else self.module.evaluate(node)
             if isinstance(base, _Class):
                 order += base.bases()
-        # A base class of two bases comes after both.
+        # A shared base class of two bases comes after both.
         return list(dict.fromkeys(reversed(order)))[::-1]
 
     def attribute(self, name: str) -> Any:
@@ -142,7 +142,7 @@ class _Class:
         return next((node for node in functions if node.name == "__init__"), None)
 
     def own_parameters(self) -> list[Parameter]:
-        """Return the parameters that this class itself has: of its constructor, or the fields of a dataclass."""
+        """Return the parameters of this class without its bases: of its constructor, or the fields of a dataclass."""
         constructor = self.constructor()
         if constructor is None and not self.node.decorator_list:
             return []
@@ -168,7 +168,7 @@ class _Class:
         return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=kind)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Return the parameters of the constructor, and those that it passes on to its base classes in ``**kwargs``."""
+        """Return the parameters of the constructor, and the base classes' parameters in its ``**kwargs``."""
         parameters: dict[str, Parameter] = {}
         settled: set[str] = set()
         for cls in self.bases():
@@ -195,7 +195,7 @@ class _Class:
         return {p.name for p in parameters if label in getattr(p.annotation, "__metadata__", ())}
 
     def texts(self) -> dict[str, str]:
-        """Return what the docstrings of this class and its base classes say about each parameter."""
+        """Return the texts of the parameters in the docstrings of this class and its base classes."""
         texts: dict[str, str] = {}
         for cls in self.bases():
             constructor = cls.constructor()
@@ -208,10 +208,10 @@ class _Class:
 
 
 def _settled_for_base(constructor: ast.FunctionDef, kwargs: str) -> set[str]:
-    """Return the arguments that a constructor passes by name to that of its base class, beside its ``**kwargs``.
+    """Return the arguments that a constructor passes by name to its base class's constructor, besides its ``**kwargs``.
 
     Raises:
-        NotInSourceError: it does something else with its ``**kwargs``, so that they may have other parameters.
+        NotInSourceError: it uses its ``**kwargs`` otherwise, so these may have other parameters.
     """
     calls = [node for node in ast.walk(constructor) if isinstance(node, ast.Call)]
     passed_to = [ast.unparse(call.func) for call in calls for k in call.keywords if ast.unparse(k) == f"**{kwargs}"]
@@ -242,11 +242,11 @@ def read_help(package: str) -> HelpPage | None:
         package: the recipe's package, such as ``recipes.mnist``.
 
     Returns:
-        What the help shows; None where the sources do not show it.
+        The help; None if it cannot be read from the sources.
     """
     try:
         return _help_page(package)
-    except Exception:  # The expressions of a source may raise anything, and the parser reports it.
+    except Exception:  # The expressions of a source may raise any exception; the parser reports it.
         return None
 
 
@@ -281,7 +281,7 @@ def _help_page(package: str) -> HelpPage:
 
 
 def read_trainer_parameters() -> list[str] | None:
-    """Read the names of the parameters of Lightning's Trainer; None where its source does not show them."""
+    """Read the names of the parameters of Lightning's Trainer; None if they cannot be read from its source."""
     try:
         trainer = _module(f"{TRAINERS[lightning_package()]}.trainer.trainer")["Trainer"]
         return [argument.arg for argument in trainer.constructor().args.kwonlyargs]
@@ -290,10 +290,10 @@ def read_trainer_parameters() -> list[str] | None:
 
 
 TRAINER_FLAG = "trainer"
-"""The flag with the parameters of the Trainer that have no flag of their own."""
+"""The flag for the parameters of the Trainer without a separate flag."""
 
 _CLOSE = 0.75
-"""The similarity of two names, from 0 to 1, from which one is taken for a misspelling of the other."""
+"""The minimum similarity of a name and its misspelling, from 0 to 1."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "accumulate_grad_batches": ("accumulate",),
@@ -387,7 +387,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Settings of Lightning, timm, fastai, Hugging Face and torchrun, and our settings with the same effect.
 
-The first of ours that the recipe has is suggested.
+The first of our settings that the recipe has is suggested.
 """
 
 
@@ -398,9 +398,9 @@ def _recipes_with(name: str) -> list[str]:
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """Return the setting that a name stands for, or None.
+    """Return the setting for another program's or a misspelled name, or None.
 
-    It may have a value, as in ``precision bf16-mixed``.
+    The setting may have a value, as in ``precision bf16-mixed``.
 
     Example:
         >>> ours = ["lr", "max_epochs", "precision", "num_nodes"]
@@ -416,7 +416,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
         return None
     if normalized in unsupported_settings() or _recipes_with(normalized):  # A flag of another recipe is not misspelled.
         return None
-    # These look alike and mean the contrary.
+    # These look similar and mean the opposite.
     opposites = (normalized.replace("min_", "max_"), normalized.replace("max_", "min_"), f"un{normalized}")
     comparable = [candidate for candidate in candidates if candidate not in opposites]
     close = difflib.get_close_matches(normalized, comparable, n=1, cutoff=_CLOSE)
@@ -424,7 +424,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
 
 
 def unsupported_settings() -> dict[str, str]:
-    """Return names that are no settings here, and why; none of them is a misspelling."""
+    """Return the names of other programs' settings without an equivalent here, with the reason."""
     return {
         "bn_momentum": "a network of yours sets it where it is built",
         "drop_last": "the last micro-batch of an epoch may be smaller, and counts by its samples",
@@ -447,7 +447,7 @@ def unsupported_settings() -> dict[str, str]:
 
 
 def managed_parameters() -> dict[str, str]:
-    """Return the parameters of the Trainer that a run sets itself, and what serves in their place."""
+    """Return the parameters of the Trainer that a run sets itself, with their replacements."""
     logs_nothing = spelled("logger", "none")
     return {
         "accumulate_grad_batches": f"pass {spelled('accumulate')}, whose updates are the mean over all targets",
@@ -467,13 +467,13 @@ def managed_parameters() -> dict[str, str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a question about the name that was meant, such as "; did you mean lr?", or an empty text."""
+    """Return a suggestion such as "; did you mean lr?", or ""."""
     suggestion = meant(name, names)
     return f"; did you mean {suggestion}?" if suggestion else ""
 
 
 def flag_meant(name: str, names: Iterable[str]) -> str:
-    """Return a question such as "; did you mean --max-epochs?"; an empty text where no flag is close.
+    """Return a suggestion such as "; did you mean --max-epochs?", or "" if no flag is similar.
 
     Example:
         >>> flag_meant("max_epoch", ["lr", "max_epochs"])
@@ -488,7 +488,7 @@ def flag_meant(name: str, names: Iterable[str]) -> str:
 
 
 def valid_names(flags: Collection[str], trainer_parameters: Iterable[str]) -> list[str]:
-    """Return the flags, and ``trainer.NAME`` for each parameter of the Trainer that has no flag.
+    """Return the flags, and ``trainer.NAME`` for each parameter of the Trainer without a flag.
 
     Args:
         trainer_parameters: all parameters of Lightning's Trainer.
@@ -500,11 +500,11 @@ def valid_names(flags: Collection[str], trainer_parameters: Iterable[str]) -> li
 
 
 def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameters: Iterable[str]) -> str:
-    """Return the error for a flag that does not exist, and what to type in its place.
+    """Return the error for a flag that does not exist, with the correct flag.
 
     Args:
-        flag: the flag as it was typed, without the dashes before it.
-        name: the name of the parameter that it would have.
+        flag: the typed flag, without the leading dashes.
+        name: the corresponding name of a parameter.
         flags: the names of all flags.
         trainer_parameters: all parameters of Lightning's Trainer.
 
@@ -513,7 +513,7 @@ def unknown_flag(flag: str, name: str, flags: Collection[str], trainer_parameter
         'there is no flag --max-epoch; did you mean --max-epochs?'
     """
     as_typed = flag.replace("-", "_").lower()
-    if as_typed in ALIASES:  # Such as no_cuda, which is not the contrary of a switch.
+    if as_typed in ALIASES:  # Such as no_cuda, which is not the negation of a switch.
         name = as_typed
     with spelling_as_flags(flags):
         instead = managed_parameters().get(name)

@@ -1,9 +1,9 @@
-"""Determine how this process was started, and its rank, from the environment, the flags and the devices.
+"""Detection of the launcher and the rank of this process, from the environment, the flags and the devices.
 
-This happens before any process waits for another. A launch that cannot succeed is rejected with the command to type
-instead. Lightning's environment classes are not sufficient: they read ``os.environ`` one value at a time, and do not
-compare the values with each other, the flags and the devices. `SLURMEnvironment` takes "rack1" for the first host of
-"rack[1-2]n[7,8]", and gives all steps of a job the same port.
+This happens before any process waits for another process. A launch that cannot succeed is rejected with the corrected
+command. Lightning's environment classes are not sufficient: they read ``os.environ`` one value at a time, and do not
+compare the values with each other, the flags and the devices. For `SLURMEnvironment`, the first host of
+"rack[1-2]n[7,8]" is "rack1", and all steps of a job have the same port.
 """
 
 import os
@@ -32,23 +32,23 @@ from recipes.runner.variables import (
 LOOPBACK = "127.0.0.1"
 _NODES = re.compile(r"[0-9]+(:[0-9]+)?")
 _PORTS = Range(1, 65535, whole=True)
-# Below the range of ephemeral ports, so that no outgoing connection has the port.
+# Below the range of ephemeral ports, so that no outgoing connection uses the port.
 _FIRST_PORT = 15000
 _NUMBER_OF_PORTS = 17000
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """Settings for starting the processes of a run, their rendezvous and their restarts.
+    """Settings for the start of a run's processes, their rendezvous and their restarts.
 
     Args:
-        num_nodes: nodes of the run; MIN:MAX lets nodes leave and join while it trains.
-        node_rank: number of this node, from 0, where the run is started manually on each node; also NODE_RANK.
+        num_nodes: number of nodes; with MIN:MAX, nodes may leave and join during training.
+        node_rank: number of this node, from 0, if the run is started manually on each node; also NODE_RANK.
         master_addr: host name or address of node 0; also MASTER_ADDR.
-        master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
-        max_restarts: how often the processes are started again, from the newest checkpoint, after one was lost.
+        master_port: free TCP port of node 0, by default 29500; also MASTER_PORT.
+        max_restarts: maximum number of restarts from the newest checkpoint after the loss of a process.
         rendezvous_timeout: seconds to wait for node 0 and for the other nodes, at the start and in a restart.
-        collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
+        collective_timeout: seconds that a rank waits for other ranks in a collective call before it fails.
     """
 
     num_nodes: Transient[str | int] = 1
@@ -73,7 +73,7 @@ class LaunchSettings:
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """The fewest and the most nodes."""
+        """The minimum and the maximum number of nodes."""
         minimum, _, maximum = str(self.num_nodes).partition(":")
         return int(minimum), int(maximum or minimum)
 
@@ -83,16 +83,16 @@ class Launch:
     """The position of this process in its run: ranks, sizes and the address of node 0.
 
     Args:
-        launcher: what started the processes: local (this program), manual (the user, on each node), torchrun or slurm.
+        launcher: starter of the processes: local (this program), manual (the user, on each node), torchrun or slurm.
         devices: processes on each node, one for each device.
         address: the address of node 0; None for a run of one process.
-        port: the port of node 0; None where node 0 chooses a free one.
-        starts_agent: this process starts the processes of its node, and does not train itself.
-        min_nodes: the fewest nodes with which the run continues.
-        max_restarts: how often the agent starts the processes again.
-        restarts: the launcher may start the processes again, or with another number of nodes.
-        collective_timeout: seconds that a rank waits for the others in a collective call.
-        store_prefix: the prefix of this start's keys in the store of our agents; empty where they have not started it.
+        port: the port of node 0; None if node 0 chooses a free port.
+        starts_agent: whether this process starts the processes of its node, and does not train itself.
+        min_nodes: the minimum number of nodes with which the run continues.
+        max_restarts: the maximum number of restarts by the agent.
+        restarts: whether the launcher may restart the processes, perhaps with another number of nodes.
+        collective_timeout: seconds that a rank waits for other ranks in a collective call.
+        store_prefix: the prefix of this start's keys in the store of our agents; empty without our agents.
     """
 
     launcher: str
@@ -110,10 +110,10 @@ class Launch:
     store_prefix: str = ""
 
     def of_worker(self, env: Mapping[str, str], store_prefix: str) -> "Launch":
-        """Return the launch of a process that our agent, whose launch this is, has started.
+        """Return the launch of a worker from this launch, the launch of our agent.
 
         Args:
-            env: the environment variables of the process, which torch's agent has set.
+            env: the environment variables of the worker, set by torch's agent.
 
         Raises:
             UserError: the nodes have different numbers of processes.
@@ -141,7 +141,7 @@ class Launch:
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return self.num_nodes * self.devices
 
     @property
@@ -205,7 +205,7 @@ class _LaunchPlanner:
         return port
 
     def check_agreement(self, nodes: int, devices: int, launcher: str) -> None:
-        """Reject flags that contradict the processes that exist; the defaults contradict nothing."""
+        """Raise if flags contradict the number of started processes; defaults never do."""
         count = number_of_devices(self.requested_devices, self.machine)
         node_count = self.settings.nodes[1]
         has_devices_flag = str(self.requested_devices) not in ("auto", "-1")
@@ -217,7 +217,7 @@ class _LaunchPlanner:
             )
 
     def by_variables(self) -> Launch:
-        """Plan for processes with ranks in their environment: of torchrun, or of a script that sets them."""
+        """Plan for processes with ranks in their environment, from torchrun or a script."""
         env = self.env
         launcher = "torchrun" if is_by_torchrun(env) else "manual"
         world = integer_of(env, "WORLD_SIZE") or 1
@@ -236,7 +236,7 @@ class _LaunchPlanner:
             )
         nodes = world // devices
         restarts = any(restarts_by_torch(env))
-        # torchrun may restart an elastic run with another number of nodes than the flags say.
+        # torchrun may restart an elastic run with a number of nodes that differs from the flags.
         if not restarts:
             self.check_agreement(nodes, devices, "torchrun" if launcher == "torchrun" else "LOCAL_WORLD_SIZE")
         if launcher == "torchrun" and (self.settings.master_addr or self.settings.master_port):
@@ -253,7 +253,7 @@ class _LaunchPlanner:
         env = self.env
         nodes = first_number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
         devices = -(-tasks // nodes)
-        # Such as 3,1 where the nodes have different numbers.
+        # Such as 3,1 if the nodes have different numbers of tasks.
         tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "")
         if tasks % nodes or "," in tasks_per_node:
             raise UserError(
@@ -300,8 +300,8 @@ class _LaunchPlanner:
         env = self.env
         nodes = first_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
         tasks = first_number(env, "SLURM_NTASKS_PER_NODE") or -(-first_number(env, "SLURM_NTASKS") // nodes) or 1
-        # On one node our agent can start the processes of several devices itself, and a job of one task may use one of
-        # its GPUs, such as a search with one GPU per run.
+        # On one node, our agent can start the processes of several devices itself, and a job of one task may use only
+        # one of its GPUs, as in a search with one GPU per run.
         if "SLURM_JOB_ID" not in env or (nodes == 1 and (tasks == 1 or devices > 1)):
             return
         processes = devices if devices > 1 else max(tasks, first_number(env, "SLURM_GPUS_PER_NODE"))
@@ -319,7 +319,7 @@ class _LaunchPlanner:
         env = self.env
         min_nodes, nodes = self.settings.nodes
         devices = number_of_devices(self.requested_devices, self.machine)
-        # Before Slurm, since a step of Slurm may start torchrun, whose processes inherit Slurm's variables.
+        # Before Slurm: a step of Slurm may start torchrun, whose processes inherit Slurm's variables.
         if is_by_torchrun(env):
             return self.by_variables()
         by_srun = is_slurm_step(env)
@@ -341,17 +341,17 @@ class _LaunchPlanner:
 def plan_launch(
     env: Mapping[str, str], settings: LaunchSettings, asked: Any, here: Machine, command: Command
 ) -> Launch:
-    """Determine which process of its run this one is.
+    """Determine the position of this process in its run.
 
     Args:
         env: the environment variables of this process.
         settings: the flags of the launch.
         asked: ``--devices``.
         here: the devices of this machine.
-        command: what the user typed, for the corrected command.
+        command: the user's command, for the corrected command.
 
     Raises:
-        UserError: the run could not start, or would wait for ever.
+        UserError: the run could not start, or would wait forever.
     """
     launch = _LaunchPlanner(env, settings, asked, here, command).plan()
     launch = replace(launch, collective_timeout=settings.collective_timeout)
@@ -371,16 +371,16 @@ def plan_launch(
 
 
 def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettings, typed: Command) -> Launch:
-    """Determine which process of a command this one is.
+    """Determine the position of this process in the run of a command.
 
     Args:
         command: fit, validate, test, predict or export.
         trainer: the settings with the requested devices.
         options: the settings of the launch.
-        typed: what the user typed, for the corrected command.
+        typed: the user's command, for the corrected command.
 
     Raises:
-        UserError: the run could not start, or would wait for ever.
+        UserError: the run could not start, or would wait forever.
     """
     if command in ("predict", "export"):
         return Launch("local", 1, 1)
@@ -390,7 +390,7 @@ def plan_processes(command: str, trainer: TrainerSettings, options: LaunchSettin
 
 
 def on_devices_of(launch: Launch, trainer: TrainerSettings) -> TrainerSettings:
-    """Return the Trainer's settings with the devices that the launch has on this node."""
+    """Return the Trainer's settings with the devices of the launch on this node."""
     devices = devices_of(launch.devices, trainer.devices, detect_machine(trainer.accelerator))
     return replace(trainer, devices=devices)
 
@@ -399,8 +399,8 @@ def check_shared_update(launch: Launch, samples: int | None, batch_size: Any) ->
     """Reject an update that the devices cannot share, before a process starts and reads data.
 
     Args:
-        samples: samples of an update on all devices; None where the number of devices determines them.
-        batch_size: samples of a micro-batch; None where it is not known.
+        samples: samples of an update on all devices; None if the number of devices determines it.
+        batch_size: samples of a micro-batch; None if it is not known.
 
     Raises:
         UserError: a device would have nothing to do, or the global batch would change with the nodes.

@@ -49,7 +49,7 @@ _STYLE = """<style>
 
 
 class EpochSummary:
-    """The last values of each epoch, without those of the test and of single classes.
+    """Table of the last values of each epoch, without the scores of the test and of single classes.
 
     Example:
         >>> summary = EpochSummary([{"epoch": 0, "step": 4, "train/loss": 2.0}])
@@ -65,7 +65,7 @@ class EpochSummary:
             self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add values that were logged together; later values count, and those of a whole epoch before others."""
+        """Add values that were logged together; later values win, and values of a whole epoch win over other values."""
         logged = {name: value for name, value in row.items() if value != ""}
         values = {n: value for n, value in logged.items() if not n.startswith("test/") and "_class_" not in n}
         epoch = values.pop("epoch", None)
@@ -77,12 +77,12 @@ class EpochSummary:
         values_of_epoch["updates"] = int(step) + 1  # Lightning counts steps from 0.
 
     def columns(self) -> list[str]:
-        """Return the columns of all epochs: the epoch, the updates made at its end, and the values by name."""
+        """Return the columns of all epochs: the epoch, the number of updates at its end, and the values by name."""
         names = {name.removesuffix("_epoch") for values in self._epochs.values() for name in values}
         return ["epoch", "updates", *sorted(names - {"updates"})]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each epoch; values that were not measured in it are nan."""
+        """Return a row for each epoch; missing values are nan."""
         columns = self.columns()
         rows = []
         for epoch, values in sorted(self._epochs.items()):
@@ -99,18 +99,18 @@ class _TensorBoard(TensorBoardLogger):
         try:
             super().log_metrics(metrics, step)
         except ValueError as error:
-            # Lightning reports every ValueError as a score of a wrong type, such as that of a full disk.
+            # Lightning reports every ValueError, such as the error of a full disk, as a score of a wrong type.
             raise error.__cause__ or error from None
 
     @override
     def log_graph(  # type: ignore[override]
         self, model: pl.LightningModule, input_array: Tensor | None = None
     ) -> None:
-        """Write the graph of the network in evaluation mode; the network and the random numbers stay as they are."""
+        """Write the graph of the network in evaluation mode, without a change of the network and the random state."""
         if model.example_input_array is None:
             raise UserError(f"{type(model).__name__} has no example_input_array with the shape of the network's inputs")
         modules = [module for module in model.modules() if module.training]
-        # TensorBoard's writer would put all modules back into training mode, also those that were not.
+        # TensorBoard's writer would put all modules into training mode, even modules that were in evaluation mode.
         model.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -121,7 +121,8 @@ class _TensorBoard(TensorBoardLogger):
 
     @override
     def save(self) -> None:
-        # TensorBoardLogger.save would write hparams.yaml, and config.yaml has the settings: call the base class.
+        # The method of the base class: TensorBoardLogger.save would write hparams.yaml, and config.yaml has the
+        # settings.
         super(TensorBoardLogger, self).save()
 
 
@@ -145,7 +146,7 @@ class _CSV(CSVLogger):
 
 
 class _MetricsFile(ExperimentWriter):
-    """Writer of metrics.csv; after a failed write the file is unchanged, and the next write has these rows."""
+    """Writer of metrics.csv; after a failed write, the file is unchanged, and the next write has its rows."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
@@ -154,7 +155,7 @@ class _MetricsFile(ExperimentWriter):
 
     @override
     def _check_log_dir_exists(self) -> None:
-        # Lightning's method deletes an existing file, and with it what was logged before a resume.
+        # Lightning's method deletes an existing file, with the rows from before a resume.
         pass
 
     @override
@@ -166,10 +167,10 @@ class _MetricsFile(ExperimentWriter):
         if columns == self.metrics_keys and path.is_file():
             self._append(path)
         else:
-            # A new column changes the header, so that the whole file is written again.
+            # A new column changes the header, so the whole file is written again.
             write_rows(path, [*read_metrics(path)[1], *self.metrics], columns)
         saved_rows = self.metrics
-        # Only now: rows that could not be written stay for the next save.
+        # Only now: if the write fails, the rows stay for the next save.
         self.metrics = []
         self.metrics_keys = columns
         forget_failures(path.name)
@@ -190,13 +191,13 @@ class _MetricsFile(ExperimentWriter):
             with path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
         except OSError:
-            # A full disk may have taken a part of a row.
+            # A full disk may leave a part of a row.
             os.truncate(path, size)
             raise
 
 
 def read_metrics(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the columns and rows of a file of metrics; none where there is no file."""
+    """Return the columns and rows of a file of metrics; without a file, empty lists."""
     if not path.is_file():
         return [], []
     with path.open(newline="", encoding="utf-8") as file:
@@ -207,7 +208,7 @@ def read_metrics(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
 
 def _csv(folder: Path, updates: int) -> CSVLogger:
     """Build the logger of metrics.csv; a resumed run keeps the rows of its first `updates`."""
-    # Only rank 0 looks at the file: it may lie on a disk that all nodes share.
+    # Only rank 0 reads the file: all nodes may share its disk.
     if is_rank_zero():
         file = folder / METRICS
         if not updates:
@@ -215,7 +216,7 @@ def _csv(folder: Path, updates: int) -> CSVLogger:
             (folder / SUMMARY).unlink(missing_ok=True)
         elif file.is_file():
             columns, rows = read_metrics(file)
-            # A machine that crashed may have cut the last row, so that its step is missing.
+            # After a crash of the machine, the last row may be cut, without its step.
             complete = [row for row in rows if (row.get("step") or "").isdigit()]
             write_rows(file, [row for row in complete if int(row["step"]) < updates], columns)
     return _CSV(str(folder), name="", version="")
@@ -233,7 +234,7 @@ def _print_no_traceback_of_writers() -> None:
 
 
 def logger_names(text: str) -> list[str]:
-    """Return the loggers that ``--logger`` names, each once.
+    """Return the names in ``--logger`` without duplicates.
 
     Raises:
         UserError: there is no such logger, or its package is not installed.
@@ -254,8 +255,8 @@ def logger_names(text: str) -> list[str]:
 def loggers(folder: Path, saved: SavedRun | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
     """Build the loggers of a run by name; their failures, such as a full disk, are printed and do not end the run.
 
-    With `saved`, the checkpoint of a resume, what was logged before it is kept, and W&B and MLflow continue their run.
-    MLflow logs to the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
+    With `saved`, the checkpoint of a resume, earlier entries are kept, and W&B and MLflow continue their run. MLflow
+    logs to the server of MLFLOW_TRACKING_URI, or into `mlflow.db` beside the runs.
     """
     saved_ids = saved.run_ids if saved else {}
     _print_no_traceback_of_writers()
@@ -264,7 +265,7 @@ def loggers(folder: Path, saved: SavedRun | None, names: Sequence[str] = ("tenso
         try:
             logger = _build_logger(name, folder, saved.updates if saved else 0, saved_ids)
             if isinstance(logger, WandbLogger):
-                _ = logger.experiment  # This logs in: an error is one line here, and a traceback within the training.
+                _ = logger.experiment  # Logs in now: an error is one line here, but a traceback during training.
         except Exception as error:
             reason = str(error).splitlines()[0].rstrip(".")
             setting = spelled("logger", name)
@@ -293,10 +294,10 @@ def _build_logger(name: str, folder: Path, updates: int, saved_ids: Mapping[str,
 def log_settings(
     loggers: Sequence[Logger], config: Mapping[str, Any], graph_of: pl.LightningModule | None = None
 ) -> None:
-    """Log the settings with the loggers that show them; config.yaml has them as well.
+    """Log the settings with the loggers that show settings; they are also in config.yaml.
 
     Args:
-        graph_of: the recipe whose graph TensorBoard gets, if any.
+        graph_of: the recipe whose graph is written for TensorBoard, or None.
     """
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
@@ -317,8 +318,8 @@ def log_settings(
 def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> None:
     """Write the settings into TensorBoard's table of hyperparameters.
 
-    `TensorBoardLogger.log_hyperparams` writes no settings without a score, and the score would add a point to its curve
-    before the first update. From the settings alone TensorBoard still compares all runs, and shows every score.
+    `TensorBoardLogger.log_hyperparams` needs a score to write settings, and the score would add a point to its curve
+    before the first update. With the settings alone, TensorBoard still compares all runs, and shows every score.
     """
     from torch.utils.tensorboard.summary import hparams
 
@@ -331,7 +332,7 @@ def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> Non
 
 
 class LoggedImage(NamedTuple):
-    """An image and its PNG file, so that no logger has to compress it again."""
+    """Image and its PNG file, so that no logger has to compress the image again."""
 
     image: Image
     png: bytes
@@ -342,7 +343,7 @@ def log_images(loggers: Iterable[Logger], images: Mapping[str, LoggedImage], ste
 
     Args:
         images: the images by name.
-        step: the number of updates made.
+        step: the number of completed updates.
     """
     for logger in loggers if images else ():
         if isinstance(logger, TensorBoardLogger):
@@ -358,7 +359,7 @@ def _write_images(logger: TensorBoardLogger, images: Mapping[str, LoggedImage], 
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard.writer import FileWriter
 
-    # After training the logger's file is closed; TensorBoard reads a further file as a continuation.
+    # After training, the logger's file is closed; TensorBoard reads another file as a continuation.
     open_writer = logger.experiment.file_writer
     writer = open_writer or FileWriter(logger.log_dir)
     for name, (image, png) in images.items():
@@ -375,7 +376,7 @@ def run_ids(loggers: Iterable[Logger]) -> dict[str, str]:
     for logger in loggers:
         for name, kind in (("wandb", WandbLogger), ("mlflow", MLFlowLogger)):
             if isinstance(logger, kind):
-                # A server that is gone leaves the run without an id, and without its log.
+                # Without its server, the run has no id and no log.
                 with best_effort(_NAMES[name]):
                     ids[name] = str(logger.version)
     return ids
@@ -389,13 +390,13 @@ def _number(cell: str | None) -> float:
 
 
 def series(rows: Sequence[Row], column: str) -> list[tuple[float, float]]:
-    """Return the values of a column as (updates made, value), in the order of updates; the last value of each counts.
+    """Return the values of a column as (completed updates, value), in order; the last value of each update counts.
 
     Example:
         >>> series([{"step": "4", "val/loss": "0.5"}, {"step": "9", "val/loss": ""}], "val/loss")
         [(5.0, 0.5)]
     """
-    # Lightning logs the number of the step, from 0, so that one more update was made.
+    # Lightning logs the index of the step, from 0; the number of completed updates is larger by one.
     values = {_number(row.get("step")) + 1: _number(row[column]) for row in rows if row.get(column)}
     return sorted((update, value) for update, value in values.items() if math.isfinite(update + value))
 
@@ -403,7 +404,7 @@ def series(rows: Sequence[Row], column: str) -> list[tuple[float, float]]:
 def _both_parts(rows: Sequence[Row], name: str) -> dict[str, list[tuple[float, float]]]:
     """Return the points of a quantity in training and in validation.
 
-    Training has those between the epochs, or those of whole epochs where there are more of them.
+    For training, these are the points between the epochs, or the points of whole epochs if there are more.
     """
     between_epochs = series(rows, f"train/{name}")
     whole_epochs = series(rows, f"train/{name}_epoch")
@@ -415,11 +416,11 @@ def _both_parts(rows: Sequence[Row], name: str) -> dict[str, list[tuple[float, f
 
 
 def curves(rows: Sequence[Row], monitor: str | None) -> dict[str, Figure]:
-    """Plot the loss, the score that chooses the best checkpoint, and the learning rate; returned by name.
+    """Plot the loss, the score that chooses the best checkpoint, and the learning rate; return the plots by name.
 
     Args:
         rows: the rows of metrics.csv.
-        monitor: the score, such as "val/accuracy"; None shows the loss only.
+        monitor: the score, such as "val/accuracy"; None: only the loss.
     """
     plots = {"curve_loss": curve_plot("loss", _both_parts(rows, "loss"))}
     if monitor and monitor.rpartition("/")[2] != "loss":
@@ -435,7 +436,7 @@ def curves(rows: Sequence[Row], monitor: str | None) -> dict[str, Figure]:
 
 
 def run_curves(folder: Path, monitor: str | None) -> dict[str, Figure]:
-    """Return the curves of the run in a folder; none where the folder has no metrics.csv."""
+    """Return the curves of the run in a folder; without metrics.csv, an empty dict."""
     return curves(read_metrics(folder / METRICS)[1], monitor)
 
 
@@ -447,12 +448,12 @@ def in_notebook() -> bool:
 
 
 def framed(*parts: str) -> str:
-    """Return parts of a page in one element, with the style that they need."""
+    """Return parts of a page in one element with their style."""
     return f'{_STYLE}<div class="lightning-recipes">{"".join(parts)}</div>'
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as an HTML table, with the columns of all of them."""
+    """Return rows as an HTML table with the columns of all rows."""
     if not rows:
         return ""
     columns = list(dict.fromkeys(name for row in rows for name in row))

@@ -1,4 +1,4 @@
-"""Detect the devices, fast precision, threads and memory allocator of this machine."""
+"""Devices, fast precision, threads and memory allocator of this machine."""
 
 import ctypes
 import os
@@ -18,18 +18,18 @@ Precision = Literal[
     "auto", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "16", "bf16", "32", "64", 16, 32, 64
 ]
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed"}
-"""Names of precisions as other programs write them."""
+"""Names of precisions in other programs."""
 
 _MAX_PROCESSES_PER_CORE = 8
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The kind of device that a run uses here, and how many there are.
+    """Kind and number of the devices that a run uses here.
 
     Args:
         kind: torch's name of the kind, or the name of another accelerator.
-        count: devices of that kind; None where any number of processes is possible, as on CPUs.
+        count: devices of that kind; None if any number of processes is possible, as on CPUs.
     """
 
     kind: str
@@ -57,7 +57,7 @@ def detect_machine(accelerator: Any = "auto") -> Machine:
 
 
 def _indices(devices: Any) -> list[int] | None:
-    """Return the device indices where `devices` is a list of them, else None."""
+    """Return the device indices if `devices` is a list of indices, else None."""
     if isinstance(devices, str) and "," in devices:
         texts = [text.strip() for text in devices.split(",") if text.strip()]
         return [int(text) for text in texts] if all(text.isdigit() for text in texts) else None
@@ -65,10 +65,10 @@ def _indices(devices: Any) -> list[int] | None:
 
 
 def number_of_devices(devices: Any, here: Machine) -> int:
-    """Return how many devices ``--devices`` requests: a number, all of them, or a list of indices.
+    """Return the number of devices that ``--devices`` requests by a number, "auto", -1, or a list of indices.
 
     Raises:
-        UserError: none at all.
+        UserError: no device is requested.
 
     Example:
         >>> gpus = Machine("cuda", 8)
@@ -83,7 +83,7 @@ def number_of_devices(devices: Any, here: Machine) -> int:
     indices = _indices(devices)
     if indices is not None:
         text = str(len(indices))
-    # The Trainer rejects what is not a number.
+    # The Trainer rejects other values.
     count = int(text) if text.lstrip("-").isdigit() else 1
     if count < 1:
         setting = spelled("devices", devices)
@@ -92,14 +92,14 @@ def number_of_devices(devices: Any, here: Machine) -> int:
 
 
 def devices_of(count: int, asked: Any, here: Machine) -> int | list[int]:
-    """Return the devices for `count` started processes: those requested by index, or the first ones.
+    """Return the devices for `count` started processes: the requested indices, or the first devices.
 
     Example:
         >>> devices_of(2, "4,5", Machine("cuda", 8)), devices_of(2, "auto", Machine("cuda", 8))
         ([4, 5], 2)
     """
     indices = _indices(asked)
-    # A run that restarts with fewer processes than indices cannot use the list.
+    # The list does not fit a run that restarts with fewer processes than indices.
     return indices if indices and len(indices) == count and here.kind != "cpu" else count
 
 
@@ -109,7 +109,7 @@ def check_cores(processes: int, requested_devices: Any, command: Command) -> Non
     Args:
         processes: processes to start on this machine.
         requested_devices: ``--devices``.
-        command: what the user typed, for the corrected command.
+        command: the user's command, for the corrected command.
     """
     if "," in str(requested_devices):
         raise UserError(
@@ -126,7 +126,7 @@ def check_cores(processes: int, requested_devices: Any, command: Command) -> Non
 
 
 def bf16_unit() -> str:
-    """Return the instruction set of this CPU for fast bf16; empty where bf16 is slower than float32."""
+    """Return the instruction set of this CPU for fast bf16, or "" if bf16 is slower than float32."""
     if torch.cpu._is_amx_tile_supported():
         return "AMX"
     return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else ""
@@ -139,7 +139,7 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
     AMX or AVX512-BF16. Other values are returned unchanged, without a reason.
 
     Raises:
-        UserError: 16-mixed on a CPU, where Lightning would take another one.
+        UserError: 16-mixed on a CPU; Lightning would use another precision.
     """
     precision = _SHORT.get(str(precision), precision)
     if precision == "16-mixed" and detect_machine(accelerator).kind == "cpu":
@@ -159,12 +159,12 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
 
 
 def shared_cores(env: Mapping[str, str], processes: int, cores: int) -> int:
-    """Return the threads of one process where nobody has set a number: the node's cores shared by its processes.
+    """Return the default number of threads of a process: the node's cores divided by its processes.
 
     Args:
-        env: the environment variables. Slurm may bind each task to cores of its own, as many as SLURM_CPUS_PER_TASK.
-        processes: processes on this node.
-        cores: threads that torch would use by itself: the physical cores of the process's affinity.
+        env: the environment variables. Slurm may bind each task to separate cores, in the number SLURM_CPUS_PER_TASK.
+        processes: number of processes on this node.
+        cores: torch's default number of threads: the physical cores of the process's affinity.
 
     Example:
         >>> [shared_cores({}, processes, cores=8) for processes in (1, 3, 16)]
@@ -176,11 +176,11 @@ def shared_cores(env: Mapping[str, str], processes: int, cores: int) -> int:
 def tune_allocator() -> bool:
     """Configure glibc to keep large blocks instead of returning them to the system at every step.
 
-    Otherwise training on a CPU spends a fifth to a half of its time in page faults. With this it is 1.2 to 2.1 times
-    faster, for up to 8 % more memory. Call it before the first large allocation.
+    Otherwise, training on a CPU spends a fifth to a half of its time in page faults. With this setting, it is 1.2 to
+    2.1 times faster, for up to 8 % more memory. Call this before the first large allocation.
 
     Returns:
-        Whether it was done: on Linux with glibc, unless MALLOC_MMAP_THRESHOLD_ is set.
+        Whether glibc was configured: on Linux with glibc, unless MALLOC_MMAP_THRESHOLD_ is set.
     """
     if not sys.platform.startswith("linux") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
@@ -194,9 +194,9 @@ def tune_allocator() -> bool:
 def stop_gpu_search() -> None:
     """Stop torch from searching for a GPU in every step, on a machine without an NVIDIA GPU.
 
-    Adam asks in each step whether a GPU records a graph. Importing Lightning sets PYTORCH_NVML_BASED_CUDA_CHECK, which
-    makes a torch built for CUDA search the disk for a driver's library each time: 0.1 to 0.6 ms, as much as the rest of
-    a small step. The variable keeps processes with a GPU forkable; without a GPU it has no use.
+    In each step, Adam asks whether a GPU records a graph. Importing Lightning sets PYTORCH_NVML_BASED_CUDA_CHECK, with
+    which a torch built for CUDA searches the disk for a driver's library each time: 0.1 to 0.6 ms, as much as the rest
+    of a small step. The variable keeps processes with a GPU forkable; without a GPU, it is useless.
     """
     if not torch.cuda.is_available():
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"

@@ -1,4 +1,4 @@
-"""The results of a run: what `fit` returns, the closing table, results.json, tables, pictures and the page."""
+"""Results of a run: the result of `fit`, the closing table, results.json, tables, pictures and the page."""
 
 import csv
 import html
@@ -51,7 +51,7 @@ _TILES = 3
 _TRANSLATIONS = "test_translations.csv"
 _REPORT = "report.html"
 _LINKED = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", RESULTS, "config.yaml", METRICS, SUMMARY)
-"""Files of a run that its page links, where they exist."""
+"""Files of a run to which its page links, if they exist."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,14 +60,14 @@ class RunResult:
 
     Args:
         model: the recipe with the weights of the best checkpoint; `fit` returns it in evaluation mode on the CPU.
-        scores: the scores of that checkpoint, such as "val/accuracy" and "test/loss".
-        folder: the run's folder with checkpoints, curves and ``results.json``; None where nothing was saved.
-        checkpoint: the checkpoint with the weights; None where none was saved.
-        data: the data module of the training; None where the run had finished before.
-        epochs: all completed epochs, those before a resume included.
-        stopped_early: the reason of early stopping; else empty.
+        scores: the scores of this checkpoint, such as "val/accuracy" and "test/loss".
+        folder: the run's folder with checkpoints, curves and ``results.json``; None if nothing was saved.
+        checkpoint: the checkpoint with the weights; None if no checkpoint was saved.
+        data: the data module of the training; None if the run had finished before.
+        epochs: number of completed epochs, including epochs before a resume.
+        stopped_early: the reason of early stopping, or "".
         weights_sha256: the hash of the weights and buffers at the end of the training, see
-            `recipes.runner.verify.weights_hash`; None where the run has not ended.
+            `recipes.runner.verify.weights_hash`; None if the run has not ended.
         tables: tables of the validation and the test after training, by the name of their file.
         figures: the pictures of ``report.html`` except the curves, by name.
     """
@@ -109,7 +109,7 @@ def read_result(folder: Path, recipe: type[Recipe]) -> RunResult:
     """
     results = read_results(folder)
     saved = results["best"]["checkpoint"] if results["best"] else "last.ckpt"
-    # Only the name of the saved path: the folder may have moved.
+    # Only the file's name in the saved path: the folder may have moved.
     best = folder / "checkpoints" / Path(saved).name
     return RunResult(
         model=recipe.load_from_checkpoint(best, map_location="cpu", weights_only=True),
@@ -148,7 +148,7 @@ def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Tra
         with best_effort(f"{FIGURES}/{name}.png"):
             image = picture.image()
             file = io.BytesIO()
-            # Higher levels take twice as long, and save a fifth of the bytes.
+            # Higher levels of compression take twice as long, and save a fifth of the bytes.
             image.save(file, "png", compress_level=1)
             with atomic_write(folder / FIGURES / f"{name}.png") as temporary:
                 temporary.write_bytes(file.getvalue())
@@ -160,14 +160,14 @@ def save_pictures(folder: Path, pictures: Mapping[str, Picture], trainer: pl.Tra
 class RunFiles(Stopwatch):
     """Callback that saves pictures of the first training batch, and the page of an interrupted run.
 
-    `figures` has these pictures. The callback measures the run as `Stopwatch` does.
+    `figures` has these pictures. The callback also measures the run, as a `Stopwatch`.
 
     Runs on: the start and the first batch of training, and `on_exception`; on rank 0.
 
     Args:
-        started_at: `time.monotonic` when the program was started.
+        started_at: `time.monotonic` at the start of the program.
         folder: the run's folder.
-        experiment: the built run, for the page of a run that has not finished.
+        built: the built run, for the page of an unfinished run.
     """
 
     def __init__(self, started_at: float, folder: Path, built: BuiltRun) -> None:
@@ -181,7 +181,7 @@ class RunFiles(Stopwatch):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._has_batch = not trainer.is_global_zero
-        # Moved away, since a folder has results.json if and only if its run has finished.
+        # Moved away: a folder has results.json if and only if its run has finished.
         if trainer.is_global_zero and (self.folder / RESULTS).is_file():
             with best_effort("the results of the shorter training"):
                 (self.folder / RESULTS).replace(self.folder / "results-before.json")
@@ -207,7 +207,7 @@ class RunFiles(Stopwatch):
 
 
 def _tables(folder: Path) -> dict[str, list[list[str]]]:
-    """Return the first rows of the tables in a folder, such as those of classes and mistakes."""
+    """Return the first rows of the tables in a folder, such as the tables of classes and mistakes."""
     tables = {}
     for path in sorted(folder.glob("*.csv")):
         if path.name not in (METRICS, _TRANSLATIONS):
@@ -217,7 +217,7 @@ def _tables(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def _translations(path: Path) -> tuple[list[dict[str, str]], int]:
-    """Return at most twelve rows of a table, spread evenly since files are often sorted, and its number of rows."""
+    """Return at most twelve evenly spaced rows of a table (files are often sorted), and its number of rows."""
     if not path.is_file():
         return [], 0
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
@@ -229,9 +229,9 @@ def _translations(path: Path) -> tuple[list[dict[str, str]], int]:
 def split_scores(
     headline: Sequence[Headline], scores: Mapping[str, float]
 ) -> tuple[list[Headline], dict[str, str], dict[str, str]]:
-    """Split the scores into three groups: tiles, further scores, and signatures of metrics.
+    """Split the scores into three groups: tiles, other scores, and signatures of metrics.
 
-    The scores of single classes are left out, since a table has them.
+    The scores of single classes are left out, because a table has them.
 
     Example:
         >>> headline = [Headline("val accuracy", "val/accuracy", "99.00 %")]
@@ -261,8 +261,8 @@ def write_page(
     Args:
         results: the entries of ``results.json``.
         headline: the main scores.
-        rows: further rows for the environment: data, parameters, times and memory.
-        pictures: pictures by name; those of "curve_" form a group, and so do those of "attention_".
+        rows: rows to add to the environment: data, parameters, times and memory.
+        pictures: pictures by name; names with the prefix "curve_" form a group, and so do names with "attention_".
 
     Raises:
         OSError: the page cannot be written; an earlier page is unchanged.
@@ -326,14 +326,14 @@ def write_page(
 
 
 def print_pairs(rows: dict[str, str]) -> None:
-    """Print two columns, a name and its value."""
+    """Print two columns: names and values."""
     column = max(map(len, rows)) + 2
     for name, value in rows.items():
         print(f"{name:<{column}}{value}".rstrip())  # noqa: T201
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with a column for each key; print nothing without rows."""
+    """Print a table with a column for each key; without rows, print nothing."""
     if not rows:
         return
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
@@ -343,7 +343,7 @@ def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def _best(result: RunResult) -> dict[str, Any] | None:
-    """Return the checkpoint of the scores, and the monitored value by which it is the best."""
+    """Return the checkpoint of the scores and its monitored value."""
     if result.checkpoint is None:
         return None
     saved = read_run(result.checkpoint)
@@ -360,16 +360,16 @@ def _best(result: RunResult) -> dict[str, Any] | None:
 def _results(trainer: pl.Trainer, built: BuiltRun, stopwatch: Stopwatch, result: RunResult) -> dict[str, Any]:
     """Return the entries of ``results.json``.
 
-    `weights_sha256` is the hash of the weights at the end of the training, by which two runs are compared. `scores`
+    `weights_sha256` is the hash of the weights at the end of the training, for the comparison of two runs. `scores`
     belong to the checkpoint `best`, which was saved in `epoch`, counted from 1, after `step` updates.
-    `seconds` has "start_up", "train" without validation, and "total", each of the program that writes the file: seconds
-    before a resume are not added, while `epochs` counts all. `devices` are those of one node, and `peak_memory_bytes`
-    those of rank 0.
+    `seconds` has "start_up", "train" without validation, and "total" of the program that writes the file, without the
+    time before a resume; `epochs` counts all epochs. `devices` is the number on one node, and `peak_memory_bytes` is
+    measured on rank 0.
     """
     recipe = result.model
     data = data_contract(built.data)
     device = trainer.strategy.root_device
-    # A user's data module may not tell its sizes, so that those of its loaders are counted.
+    # The sizes of the loaders: a user's data module may not have its sizes.
     sizes = dict(data.sizes) or stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders)
     seconds = stopwatch.seconds()
     ended_at = datetime.now().astimezone()
@@ -405,7 +405,7 @@ def _results(trainer: pl.Trainer, built: BuiltRun, stopwatch: Stopwatch, result:
 
 
 def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, str]:
-    """Return the rows of the closing table; the page passes no headline, which it shows elsewhere."""
+    """Return the rows of the closing table; for the page, `headline` is empty."""
     data = results["data"]
     seconds = results["seconds"]
     rate = results["samples_per_second"]
@@ -427,7 +427,7 @@ def _rows(results: Mapping[str, Any], headline: Mapping[str, str]) -> dict[str, 
 
 
 def _next_steps(trainer: pl.Trainer, built: BuiltRun, best: Path) -> dict[str, str]:
-    """Return the path of the best checkpoint, and commands that use it."""
+    """Return the path of the best checkpoint, and commands for it."""
     rows = {"best checkpoint": relative_path(best)}
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(relative_path(best.parents[2]))}"
@@ -440,7 +440,7 @@ def _next_steps(trainer: pl.Trainer, built: BuiltRun, best: Path) -> dict[str, s
 def _write(
     trainer: pl.Trainer, result: RunResult, results: Mapping[str, Any], saved: Collection[str]
 ) -> dict[str, str]:
-    """Write the files of a finished run; return the rows that name them.
+    """Write the files of a finished run; return rows with their paths.
 
     Args:
         saved: names of the pictures that were saved during training.
@@ -467,10 +467,10 @@ def _write(
 
 
 def report_interrupted(trainer: pl.Trainer, built: BuiltRun, files: RunFiles, how: str) -> None:
-    """Write the page of an unfinished run, with the scores that were logged last.
+    """Write the page of an unfinished run, with the last logged scores.
 
     Args:
-        how: how the run ended, such as "interrupted by Ctrl-C after 120 updates".
+        how: the end of the run in words, such as "interrupted by Ctrl-C after 120 updates".
     """
     recipe = built.recipe
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.partition("/")[0] != "lr"}
@@ -487,14 +487,14 @@ def report(trainer: pl.Trainer, built: BuiltRun, stopwatch: Stopwatch, result: R
     if result.folder is not None:
         if result.checkpoint:
             rows |= _next_steps(trainer, built, result.checkpoint)
-        # Files first: printing fails where the terminal has been closed.
+        # Files first: printing fails if the terminal has been closed.
         saved = stopwatch.figures if isinstance(stopwatch, RunFiles) else ()
         rows |= _write(trainer, result, results, saved)
     print_pairs(rows)
 
 
 def print_scores(scores: Mapping[str, Any], tables: Mapping[str, ResultTable], files: Mapping[str, Path]) -> None:
-    """Print the scores of an evaluation but those of single classes, and where its tables are.
+    """Print the scores of an evaluation, without the scores of single classes, and the paths of its tables.
 
     Args:
         scores: the scores by name.
@@ -512,7 +512,7 @@ def print_scores(scores: Mapping[str, Any], tables: Mapping[str, ResultTable], f
 
 
 def report_unsaved(folder: Path | None) -> None:
-    """Print at the end of a run what could not be written, in one line.
+    """Print, at the end of a run and in one line, the outputs that could not be written.
 
     Args:
         folder: the run's folder, if it has one.

@@ -1,8 +1,8 @@
-"""Provide one command line for every recipe, ``run(MyRecipe, MyDataModule)``, and the same from Python, `fit`.
+"""One command line for every recipe, ``run(MyRecipe, MyDataModule)``, and the same from Python, `fit`.
 
-A run takes these steps: plan the processes, join the other ranks, receive the record that one process has settled,
-build the experiment, and carry out the command. Where this process starts the others, it settles the record itself, and
-hands it to them.
+A run has these steps: plan the processes, join the other ranks, receive the record that one process has resolved, build
+the run, and execute the command. A process that starts the other processes resolves the record itself, and passes it to
+them.
 """
 
 import os
@@ -78,14 +78,14 @@ _SETTINGS_OF_OTHER_COMMANDS = frozenset({"ckpt", "output", "format", "graph"})
 
 
 def run_command(built: BuiltRun, started_at: float, interval: Interval | None = None) -> RunResult | None:
-    """Carry out a command.
+    """Execute a command.
 
     Args:
         started_at: `time.monotonic` at the start of the program.
         interval: the part of a run that verify trains again.
 
     Returns:
-        The result of fit; None for the other commands.
+        The result of fit; None for other commands.
     """
     if built.spec.command == "export":
         _export(built)
@@ -129,12 +129,12 @@ def run(
     callbacks: Callable[[], Sequence[Callback]] = tuple,
     args: Sequence[str] | None = None,
 ) -> None:
-    """Give a recipe and its data a command line: fit, validate, test, predict, verify and export.
+    """Run the command line of a recipe and its data: fit, validate, test, predict, verify and export.
 
-    Every parameter of the two constructors and of the run is a flag, and every parameter of the Trainer that has none
-    of its own is ``--trainer.NAME``. Ends the process with a message in one line: status 2 where the run could not
-    start, 1 where it failed on the way, and 128 + the number of a signal: 130 for Ctrl-C, 138 for SIGUSR1, 143 for
-    SIGTERM, 129 for a closed terminal.
+    Every parameter of the two constructors and of the run is a flag, and every other parameter of the Trainer is
+    ``--trainer.NAME``. An error ends the process with a message in one line and a status: 2 if the run could not start,
+    1 if it failed later, and 128 + the number of a signal: 130 for Ctrl-C, 138 for SIGUSR1, 143 for SIGTERM, 129 for a
+    closed terminal.
 
     Several devices are processes that import the classes. A program that defines them itself calls `run` under
     ``if __name__ == "__main__":``.
@@ -142,12 +142,13 @@ def run(
     Args:
         recipe_class: the recipe to train.
         data_class: the data module to train on.
-        callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
-        args: the command line; by default that of the process.
+        callbacks: a function that makes your callbacks for the Trainer; it is called again for the scores after
+            training.
+        args: the command line; by default the arguments of the process.
     """
     escape_output()
     end_with_torchrun()
-    # The process is older than this call: its imports took seconds.
+    # From the age of the process: its imports took seconds before this call.
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
     typed = Command(program_name(), without_local_rank(sys.argv[1:], os.environ) if args is None else args)
     with _ended_in_one_line():
@@ -180,7 +181,7 @@ def _ended_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def _signals_reported() -> Iterator[None]:
-    """Print which signal has ended this process outside of training."""
+    """Print the signal that has ended this process outside of training."""
     try:
         yield
     except Preempted as stopped:
@@ -205,16 +206,16 @@ def _failures_of_system() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Task:
-    """What a process needs to carry out a run, besides its launch and the record of the run.
+    """Inputs of a process for a run, besides its launch and the record of the run.
 
     Args:
         classes: the classes of recipe and data module.
-        typed: what the user typed, for commands in messages.
+        typed: the user's command, for commands in messages.
         flags: the settings that messages spell as flags; empty for a call of `recipes.fit`.
         started_at: `time.monotonic` at the start of the program.
         timeout: seconds to wait for the other ranks.
-        verbose: print what the command line prints; otherwise warnings only.
-        request: what the user asks for; None before it is read.
+        verbose: whether to print the messages of the command line; otherwise only warnings are printed.
+        request: the user's request; None before it is read.
         spec: the record of the run, for a worker of our agent on the node of rank 0.
     """
 
@@ -230,14 +231,14 @@ class Task:
     def carry_out(
         self, launch: Launch, settle: Callable[[], RunSpec], received: Callable[[RunSpec], None] | None = None
     ) -> RunResult | None:
-        """Join the other ranks, receive what rank 0 has settled, and carry out the command.
+        """Join the other ranks, receive the record from rank 0, and execute the command.
 
         Args:
-            settle: returns the record of the run; called on rank 0 only.
-            received: called with the record on each rank.
+            settle: a function that returns the record of the run; it is called on rank 0 only.
+            received: a function that is called with the record on each rank.
 
         Returns:
-            The result of fit; None for the other commands.
+            The result of fit; None for other commands.
         """
         tuned = tune_allocator()
         stop_gpu_search()
@@ -266,12 +267,12 @@ class Task:
                 raise UserError(f"{checkpoint} holds another network than this one: {difference}") from error
 
     def carry_out_as_worker(self, launch: Launch, store_prefix: str, starts_again: bool) -> None:
-        """Carry out the run as a process that our agent has started.
+        """Execute the run in a process that our agent has started.
 
         Args:
             launch: the launch of the agent.
             store_prefix: the prefix of this start's keys in the store of the agents.
-            starts_again: the processes have been started before, and resume in the run's folder.
+            starts_again: whether this is a restart, which resumes in the run's folder.
         """
         escape_output()
         output = nullcontext() if self.verbose else warnings_only()
@@ -317,13 +318,13 @@ class Task:
 
 
 class Invocation:
-    """A call of a command line, or of `recipes.fit`.
+    """Call of a command line, or of `recipes.fit`.
 
     Args:
         classes: the classes of recipe and data module.
-        typed: what the user typed, for commands in messages.
+        typed: the user's command, for commands in messages.
         started_at: `time.monotonic` at the start of the program.
-        verbose: print what the command line prints; otherwise warnings only.
+        verbose: whether to print the messages of the command line; otherwise only warnings are printed.
     """
 
     def __init__(self, classes: RunClasses, typed: Command, started_at: float, *, verbose: bool = True) -> None:
@@ -333,10 +334,10 @@ class Invocation:
         self._spec: RunSpec | None = None
 
     def execute(self, request: Request) -> RunResult | None:
-        """Carry out a command; errors of the operating system are reported in one line.
+        """Execute a command; report errors of the operating system in one line.
 
         Returns:
-            The result of fit, in a process that has trained or started those that have; None for the other commands.
+            The result of fit, in a process that has trained or has started the training processes; else None.
         """
         configure_logging()
         with _failures_of_system(), threads_restored():
@@ -351,12 +352,12 @@ class Invocation:
             return task.carry_out(launch, partial(self._settle, request), self._receive)
 
     def after_loss(self) -> str:
-        """Requeue the job where a process was lost, and return what was done, in words."""
+        """Requeue the job after the loss of a process, and return the outcome in words."""
         spec = self._spec
         return requeue_after_loss(spec.point.folder if spec else None, spec.updates_done if spec else 0)
 
     def after_error(self, error: str) -> None:
-        """Tell the other ranks that an error of the program has ended this one; nothing is requeued then."""
+        """Record for the other ranks that an error of the program has ended this rank, so that nothing is requeued."""
         record_failure(self._spec.point.folder if self._spec else None, rank_of_process(), error)
 
     def _settle(self, request: Request) -> RunSpec:
@@ -366,14 +367,14 @@ class Invocation:
         self._spec = spec
 
     def _start_processes(self, request: Request, launch: Launch, task: Task) -> RunResult | None:
-        """Settle the run on node 0, and train in processes of this node."""
-        from recipes.runner.agent import run_agent  # Imported here, since processes that train do not need it.
+        """Resolve the run on node 0, and train in processes of this node."""
+        from recipes.runner.agent import run_agent  # Imported here: processes that train do not need it.
 
-        # On each node, so that a mistake is an error there at once, and not after a minute of waiting for node 0.
+        # On each node, so that a mistake is reported there immediately, not after a minute of waiting for node 0.
         spec = self.resolver.resolve(request)
         self._check_result(launch, spec)
         if launch.node_rank == 0:
-            # The other nodes may not find its folder, and wait for processes that say so.
+            # The other nodes may not find the folder; they wait for processes of node 0 that report this.
             if spec.point.finished and launch.num_nodes == 1:
                 return task.finished(spec)
             batch_size = spec.config.get("batch_size") if spec.saved is None else None
@@ -389,7 +390,7 @@ class Invocation:
         return read_result(Path(self._spec.point.folder), task.classes.recipe)
 
     def _check_result(self, launch: Launch, spec: RunSpec) -> None:
-        """Reject a call of `recipes.fit` whose processes would leave nothing to return."""
+        """Reject a call of `recipes.fit` with several processes that would have no result to return."""
         if self._typed.in_program and launch.num_nodes > 1:
             problem = "fit() starts the processes of one machine"
             to_type = "start the program by torchrun on each node"
@@ -403,7 +404,7 @@ class Invocation:
 
 
 def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]:
-    """Return what `data` means: a data module or its class, its arguments, and samples for it."""
+    """Return the meaning of `data`: a data module or its class, its arguments, and samples for it."""
     if isinstance(data, (pl.LightningDataModule, type)):
         return data, {}, None
     if recipe.data_class is None:
@@ -420,7 +421,7 @@ def _data_of(recipe: type[Recipe], data: Any) -> tuple[Any, dict[str, Any], Any]
 
 @dataclass(frozen=True)
 class _MakeCallbacks:
-    """Makes the callbacks of a Trainer; other processes can receive it."""
+    """Picklable function that makes the callbacks of a Trainer."""
 
     callbacks: Callback | Sequence[Callback] | Callable[[], Callback | Sequence[Callback]]
 
@@ -438,7 +439,7 @@ class _MakeCallbacks:
 
 @contextmanager
 def _one_run_of_a_program() -> Iterator[None]:
-    """Turn the end by Ctrl-C into a KeyboardInterrupt, and restore the environment after the run."""
+    """Convert an end by Ctrl-C to a KeyboardInterrupt, and restore the environment after the run."""
     variables = dict(os.environ)
     try:
         with ending_on_signals(*SIGNALS):
@@ -448,7 +449,7 @@ def _one_run_of_a_program() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     except SystemExit as stopped:
-        if isinstance(stopped.__context__, KeyboardInterrupt):  # Lightning turns a KeyboardInterrupt into an exit.
+        if isinstance(stopped.__context__, KeyboardInterrupt):  # Lightning converts a KeyboardInterrupt to an exit.
             raise KeyboardInterrupt from None
         raise
     finally:
@@ -474,27 +475,28 @@ def fit(
 ) -> RunResult:
     """Train a recipe with the settings and guarantees of its command line, and return the best model.
 
-    The run has a folder with checkpoints, curves and results, can be interrupted and resumed, and ends with the weights
-    that the command line gives. Ctrl-C saves and raises KeyboardInterrupt.
+    The run has a folder with checkpoints, curves and results, can be interrupted and resumed, and ends with the same
+    weights as on the command line. Ctrl-C saves and raises KeyboardInterrupt.
 
-    One device trains by default. ``devices=N`` starts N processes on this machine, which import the classes: a program
+    By default, one device trains. ``devices=N`` starts N processes on this machine, which import the classes: a program
     that defines them itself calls `fit` under ``if __name__ == "__main__":``. The result is read from the run's folder.
-    A program that torchrun or Slurm starts trains on all of their devices.
+    A program that torchrun or Slurm starts trains on all devices of the job.
 
     Args:
         recipe: the name of a recipe, such as mnist, resnet or seq2seq, or a class of yours.
-        data: a path; images and labels in memory, as `MNISTDataModule.set_samples` takes them, or a dict of such
-            pairs for "train", "val" and "test"; a LightningDataModule or its class; None takes what the settings say.
-        callbacks: for the Trainer; a function that makes them, where they must not see both training and test.
-        verbose: print what the command line prints; otherwise warnings only.
-        settings: the parameters of the recipe, its data module, and the run, by the names of the flags:
-            ``python -m recipes.mnist --help-all`` says what each does. Further parameters of the Trainer go into a
-            dict, as in ``trainer={"benchmark": True}``.
+        data: a path; images and labels in memory, as in `MNISTDataModule.set_samples`, or a dict of such pairs for
+            "train", "val" and "test"; a LightningDataModule or its class; or None for the data of the settings.
+        callbacks: callbacks for the Trainer; or a function that makes them, for callbacks that must not see both
+            training and test.
+        verbose: whether to print the messages of the command line; otherwise only warnings are printed.
+        settings: the parameters of the recipe, its data module, and the run, by the names of the flags, which
+            ``python -m recipes.mnist --help-all`` explains. Other parameters of the Trainer go into a dict, as in
+            ``trainer={"benchmark": True}``.
 
     Raises:
         UserError: a setting, the data or a checkpoint cannot be used.
         RunFailedError: the run failed after it had started.
-        KeyboardInterrupt: Ctrl-C, after the state was saved.
+        KeyboardInterrupt: Ctrl-C was pressed; the state has been saved.
 
     Example:
         >>> from datamodules import bundled_digits
@@ -531,7 +533,7 @@ def fit(
         request = Request(
             "fit", ParsedArguments(invocation.resolver.parser.read_arguments({**arguments, **settings}), {})
         )
-        # A notebook shows standard error in another place than standard output.
+        # A notebook separates standard error from standard output.
         stream = redirect_stderr(sys.stdout) if in_notebook() else nullcontext()
         with stream, _one_run_of_a_program(), failures_reported(invocation.after_loss, invocation.after_error):
             result = invocation.execute(request)

@@ -1,4 +1,4 @@
-"""What a run writes and measures: settings and progress in checkpoints, results, times, memory and hardware."""
+"""Records of a run: settings and progress in checkpoints, results, times, memory and hardware."""
 
 import contextlib
 import csv
@@ -29,27 +29,27 @@ from recipes.version import __version__
 
 log = logging.getLogger("lightning_recipes.resume")
 RESULTS = "results.json"
-# A file's name may be in another encoding than UTF-8; its bytes are written as they are.
+# The name of a file may not be UTF-8; its bytes are written unchanged.
 _ERRORS = "surrogateescape"
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The settings and the progress in a checkpoint, read before the Trainer restores it.
+    """Settings and progress in a checkpoint, read before the Trainer restores it.
 
     Args:
         path: the file.
         config: the settings of the run.
-        updates: optimizer steps made.
-        epochs: epochs completed.
+        updates: completed optimizer steps.
+        epochs: completed epochs.
         devices: number of devices of the run; None in checkpoints of a plain Trainer.
-        update_items: samples of an update on all devices, or batches limited by tokens; None where their number is
-            not known.
+        update_items: number of samples of an update on all devices, or of batches limited by tokens; None if it is not
+            known.
         epoch: the epoch of the save, counted from 1.
-        recipes: titles of the recipe and of its base classes; empty where they are not known.
-        environment: what may have changed the bits, see `recipes.runner.saved_run.environment`.
-        auto_settings: the settings that the run has resolved; None where they are not known.
-        run_ids: the ids of its runs of W&B and MLflow by the logger's name.
+        recipes: titles of the recipe and of its base classes; empty if they are not known.
+        environment: the factors on which the bits depend, see `recipes.runner.saved_run.environment`.
+        auto_settings: the settings that the run has resolved; None if they are not known.
+        run_ids: the ids of the runs in W&B and MLflow by the logger's name.
     """
 
     path: Path
@@ -65,13 +65,13 @@ class SavedRun:
     run_ids: dict[str, str] = field(default_factory=dict)
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
-        """Return whether the run has reached these bounds; -1 and None are no bound."""
+        """Return whether the run has reached these limits; -1 and None are no limit."""
         by_epochs = max_epochs is not None and 0 <= max_epochs <= self.epochs
         return by_epochs or 0 <= max_steps <= self.updates
 
 
 def read_run(path: str | Path) -> SavedRun:
-    """Read the settings and the progress in a checkpoint; no code in it runs, and weights are not read.
+    """Read the settings and the progress in a checkpoint without running its code or reading its weights.
 
     Raises:
         UserError: the file is missing or damaged, or is not a checkpoint of a run.
@@ -125,7 +125,7 @@ def _saved_run(path: Path, checkpoint: Mapping[str, Any]) -> SavedRun:
 
 
 def note_unknown_settings(saved: SavedRun, known: Collection[str]) -> None:
-    """Log the settings of a checkpoint that are not known, and so are left out."""
+    """Log the unknown settings of a checkpoint, which are left out."""
     config = saved.config
     unknown = ", ".join(spelled(name, config[name]) for name in sorted(config) if name not in known)
     if unknown:
@@ -139,7 +139,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _checkpoints(folder: Path) -> tuple[list[SavedRun], list[str]]:
-    """Return the checkpoints in a folder that a run may resume from, and the errors of the others."""
+    """Return the readable checkpoints in a folder, and the errors of unreadable checkpoints."""
     readable = []
     problems = []
     for path in sorted(folder.glob("*.ckpt")):
@@ -151,12 +151,12 @@ def _checkpoints(folder: Path) -> tuple[list[SavedRun], list[str]]:
 
 
 def readable_checkpoints(folder: Path) -> list[SavedRun]:
-    """Return the checkpoints in a folder that can be read."""
+    """Return the readable checkpoints in a folder."""
     return _checkpoints(folder)[0]
 
 
 def newest_valid_run(folder: Path, logs: bool = True) -> SavedRun | None:
-    """Return the valid checkpoint with the most updates, or None; damaged ones with more updates are logged.
+    """Return the valid checkpoint with the most updates, or None; log damaged checkpoints with more updates.
 
     The number of updates decides, not the time of the file, because clocks may be set back.
 
@@ -166,7 +166,7 @@ def newest_valid_run(folder: Path, logs: bool = True) -> SavedRun | None:
     """
     readable, damaged = _checkpoints(folder)
     valid = None
-    # Newest first, and only until one is valid: a check reads the whole file.
+    # Newest first, up to the first valid checkpoint: a check reads the whole file.
     for saved in sorted(readable, key=_progress, reverse=True):
         problem = describe_damage(saved.path)
         if problem is None:
@@ -233,7 +233,7 @@ def write_text(path: Path, text: str) -> None:
 def write_rows(
     path: Path, rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], columns: Sequence[str] | None = None
 ) -> None:
-    """Write JSON, CSV, or the first column as lines of text, by the file's suffix.
+    """Write rows as JSON, CSV, or the first column as lines of text, by the file's suffix.
 
     Args:
         columns: the columns of a CSV or text file; by default the keys of the first row.
@@ -243,7 +243,7 @@ def write_rows(
     """
     table = [rows] if isinstance(rows, Mapping) else rows
     if path.suffix == ".txt" and columns:
-        # Exactly one line for each row, even if its text has line breaks: other programs compare files line by line.
+        # Exactly one line for each row, also for text with line breaks: other programs compare files line by line.
         lines = [str(row[columns[0]]).replace("\n", " ") + "\n" for row in table]
         write_text(path, "".join(lines))
         return
@@ -290,7 +290,7 @@ def hardware(trainer: pl.Trainer) -> str:
 
 
 def processor() -> tuple[str, str]:
-    """Return the maker of the CPU and the name of its model, each as far as the system tells it."""
+    """Return the maker and the model of the CPU, or the platform's names if the system does not report them."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):  # Not on Linux.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -300,7 +300,7 @@ def processor() -> tuple[str, str]:
 
 
 def environment(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what may change the bits of a run, and how the run was split, which does not; call it in the run."""
+    """Return the factors on which a run's bits depend, and its split, on which they do not; call this in the run."""
     on_cpu = trainer.strategy.root_device.type == "cpu"
     return {
         "device": _device(trainer),
@@ -314,7 +314,7 @@ def environment(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe what may change the bits and differs between two values of `environment`; empty where nothing does."""
+    """Describe the differences of two values of `environment` that may change the bits; "" without differences."""
     return "; ".join(
         f"{name} {value}, and {before[name]} in the run"
         for name, value in now.items()
@@ -362,7 +362,7 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
 
 
 def forward_flops(recipe: pl.LightningModule) -> int | None:
-    """Return the FLOPs of a forward pass of ``example_input_array``, as torch counts them; None without one.
+    """Return torch's count of the FLOPs of a forward pass of ``example_input_array``; None without this array.
 
     A multiplication and an addition count as two.
     """
@@ -370,7 +370,7 @@ def forward_flops(recipe: pl.LightningModule) -> int | None:
 
 
 def process_age() -> float:
-    """Return the seconds since this process was started."""
+    """Return the seconds since the start of this process."""
     import psutil
 
     return max(0.0, time.time() - float(psutil.Process().create_time()))
@@ -384,17 +384,17 @@ def peak_memory(device: torch.device) -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    # Not from getrusage, whose peak starts at the memory of the process that started this one.
+    # Not from getrusage: its peak starts at the memory of the parent process.
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 class Stopwatch(pl.Callback):
-    """Measures the seconds of start-up and of training, the epochs trained, and the parameters that trained.
+    """Callback that measures the seconds of start-up and training, the trained epochs, and the trained parameters.
 
-    `sizes` has the numbers of samples of the training and validation loaders, where they have a length.
+    `sizes` has the numbers of samples of the training and validation loaders, if they have a length.
 
     Args:
-        started_at: `time.monotonic` when the program was started.
+        started_at: `time.monotonic` at the start of the program.
     """
 
     def __init__(self, started_at: float) -> None:
@@ -414,19 +414,19 @@ class Stopwatch(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._train_seconds += time.monotonic()
-        # Counted here, since callbacks unfreeze frozen layers when the run has ended.
+        # Counted here: callbacks unfreeze frozen layers at the end of the run.
         self.trainable = count_parameters(pl_module)[1]
         batches = trainer.fit_loop.total_batch_idx - self._first_batch
         loader: Any = trainer.train_dataloader
-        # Saved here, since an evaluation after training replaces the loaders.
+        # Saved here: an evaluation after training replaces the loaders.
         self.sizes = loader_sizes(train=loader, val=trainer.val_dataloaders)
-        # A full epoch has the length of the loader; with limit_train_batches an epoch of the Trainer is shorter.
+        # A full epoch has the length of the loader; with limit_train_batches, an epoch of the Trainer is shorter.
         with contextlib.suppress(TypeError):  # An iterable loader has no length.
             self.epochs = batches / max(1, len(loader))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Stops the clock: the seconds of training do not include validation.
+        # The clock stops: the seconds of training do not include validation.
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._train_seconds += time.monotonic()
 

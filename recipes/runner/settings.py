@@ -1,4 +1,4 @@
-"""The settings of a run, as opposed to those of its network and data: marks, merging, limits, strategies.
+"""Settings of a run without the parameters of its network and data: marks, merging, limits, strategies.
 
 Special rules for a setting are marks of its type: `Changeable`, `Transient`, `Advanced`, `MachineOnly` and
 `NullDisables`. The command line, the help, files, checkpoints and resumes follow these marks.
@@ -38,24 +38,24 @@ _PARTS = (
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
     *("overfit_batches", "val_check_interval"),
 )
-"""Settings that are a number of batches, or a share of them."""
+"""Settings that are a number or a share of batches."""
 _STRATEGY = re.compile(r"auto|ddp(?:_find_unused_parameters_(true|false))?")
 _T = TypeVar("_T")
 MachineOnly = Annotated[_T, "machine only"]
-"""A parameter that chooses where a run trains; a resume does not take it from the checkpoint."""
+"""Mark of a parameter that chooses the machine or devices of a run; a resume does not restore its value."""
 NullDisables = Annotated[_T, "null disables"]
-"""A parameter that a null on the command line of a resume switches off; another null means the run's value."""
+"""Mark of a parameter that ``--NAME null`` disables in a resume; null from a file keeps the saved value."""
 
 
 @dataclass(frozen=True)
 class SettingMarks:
-    """The sets of settings with special rules, from the marks of their types.
+    """Sets of settings with special rules, from the marks of their types.
 
     Args:
-        changeable: do not define the experiment: they do not change what is learned, or only how long.
-        transient: belong to one call, and are not saved with a run.
-        machine_only: choose where a run trains, and are not taken from a checkpoint.
-        null_disables: a null that is typed on the command line switches off what the run had.
+        changeable: settings that do not define the experiment: they change at most the length of the training.
+        transient: settings of one call, which are not saved with a run.
+        machine_only: settings that choose the machine or devices, and are not restored from a checkpoint.
+        null_disables: settings that a typed null disables in a resume.
     """
 
     changeable: frozenset[str]
@@ -70,7 +70,7 @@ def is_auto(value: Any) -> bool:
 
 
 def merge_layers(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with others on top; further parameters of the Trainer are replaced one by one."""
+    """Return the settings `below`, replaced by `above`; in ``trainer``, parameters are replaced one by one."""
     settings = {**below, **above}
     extra = below.get(TRAINER_FLAG)
     if isinstance(extra, Mapping) and isinstance(above.get(TRAINER_FLAG), Mapping):
@@ -79,7 +79,7 @@ def merge_layers(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
 
 
 def drop_epoch_limit(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults, without a limit of epochs where the user limits the steps only."""
+    """Return the defaults, without a limit of epochs if the user limits only the steps."""
     steps = given.get("max_steps", defaults["max_steps"])
     ends_by_steps = steps not in (-1, None) and given.get("max_epochs") is None
     return {**defaults, "max_epochs": -1} if ends_by_steps else dict(defaults)
@@ -96,23 +96,23 @@ def merge(
 ) -> dict[str, Any]:
     """Return all settings of a command; each layer replaces the one before it.
 
-    A given null or "auto" means the value that the saved run has resolved it to.
+    A given null or "auto" keeps the value that the saved run has resolved.
 
     Args:
         defaults: the defaults of all settings; saved settings without a default are left out.
         given: the settings in files and on the command line.
         saved: the settings of a checkpoint.
-        auto_settings: the saved settings that the run has resolved; by default any.
-        keeps: settings of the machine or of one call that are taken from the saved ones nevertheless.
-        typed: the given settings on the command line, where a null can switch off what the run had.
+        auto_settings: the saved settings that the run has resolved; by default any setting.
+        keeps: settings of the machine or of one call that are nevertheless restored.
+        typed: the typed settings, in which a null can disable a setting of the run.
     """
     excluded = (marks.transient | marks.machine_only) - set(keeps)
     saved_settings = {}
     for name, value in (saved or {}).items():
         if name in defaults and name not in excluded:
             saved_settings[name] = value
-    # Changeable settings are resolved again if they are null or "auto" in a resume. A null in a file does
-    # not switch off what the run had: --print-config writes a null for each setting without a value.
+    # Changeable settings are resolved again if they are null or "auto" in a resume. A null in a file does not
+    # disable a setting of the run: --print-config writes a null for each setting without a value.
     resolved_by_run = saved_settings.keys() - marks.changeable - (marks.null_disables & set(typed))
     if auto_settings is not None:
         resolved_by_run &= set(auto_settings)
@@ -130,10 +130,10 @@ def resolve_auto(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[
 
 
 def as_plain(value: Any) -> Any:
-    """Convert a value to what YAML, JSON and checkpoints hold: numbers, text, lists and dicts.
+    """Convert a value to the types of YAML, JSON and checkpoints: numbers, text, lists and dicts.
 
     Raises:
-        TypeError: the value cannot be converted to these.
+        TypeError: the value cannot be converted.
 
     Example:
         >>> as_plain({"file": Path("a.csv"), "sizes": (1, 2)})
@@ -162,7 +162,7 @@ def as_plain(value: Any) -> Any:
 def same_setting(name: str, old: Any, new: Any) -> bool:
     """Return whether two values of a setting are equivalent.
 
-    Files of settings that end in ``_file`` may be in another folder.
+    For settings that end in ``_file``, the file may be in another folder.
     """
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         return len(old) == len(new) and all(same_setting(name, *pair) for pair in zip(old, new))
@@ -181,13 +181,13 @@ def describe_differences(
     changeable: Collection[str],
     auto_settings: Collection[str] | None = None,
 ) -> list[str]:
-    """Return a line for each setting that asks for another experiment than the saved one.
+    """Return a line for each setting that contradicts the saved experiment.
 
-    A setting that is left open (None, "auto") has been resolved in the saved run.
+    The saved run has resolved settings that are left open (None, "auto").
 
     Args:
         changeable: the settings that may differ.
-        auto_settings: the settings that the saved run has resolved; None for any.
+        auto_settings: the settings that the saved run has resolved; None: any setting.
     """
     lines = []
     for name, new in settings.items():
@@ -199,11 +199,11 @@ def describe_differences(
 
 
 def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any, world_size: int) -> int | None:
-    """Return the micro-batches of an update on all devices; None where the settings do not determine it.
+    """Return the number of micro-batches of an update on all devices; None if the settings do not determine it.
 
     Args:
-        accumulate: micro-batches of each device; used where `items` is None.
-        items: samples of an update on all devices, or its batches where tokens limit a batch.
+        accumulate: micro-batches of each device; used if `items` is None.
+        items: samples of an update on all devices, or batches if tokens limit a batch.
         batch_size: the size of a micro-batch, in the unit of `items`.
     """
     if items is None:
@@ -212,7 +212,7 @@ def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any,
 
 
 def _counts(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
-    """Return the limits that are numbers of batches; others are shares, times, 0 or not given."""
+    """Return the limits that are numbers of batches, not shares, times, 0 or None."""
     values = {name: options.get(name) for name in names}
     return {name: n for name, n in values.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
@@ -224,7 +224,7 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
         options: arguments of the Trainer.
 
     Raises:
-        UserError: a device would get no batch, or a share of its own.
+        UserError: a device would get no batch, or the limit is a share for each device.
 
     Example:
         >>> limits_per_device({"limit_train_batches": 40, "limit_val_batches": 5}, rank=1, world_size=2)
@@ -250,12 +250,12 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
 
 
 class LeanDDPStrategy(DDPStrategy):
-    """DDP that trains the same model with less communication.
+    """DDP with the same results and less communication.
 
     Gradients are views of the reduced buckets, which saves a copy, in memory and time. The running statistics of
-    BatchNorm are broadcast from rank 0 before each validation and at the end of training, and not before each forward
-    pass: training does not read them, so what is evaluated and saved is the same. Other buffers are broadcast as in
-    stock DDP.
+    BatchNorm are broadcast from rank 0 before each validation and at the end of training, not before each forward pass:
+    training does not read them, so evaluated and saved values are the same. Other buffers are broadcast as in stock
+    DDP.
 
     Args:
         settings: arguments of `DDPStrategy` and `torch.nn.parallel.DistributedDataParallel`.
@@ -302,7 +302,7 @@ def check_strategy(name: Any) -> None:
 
 
 def build_strategy(name: str, world_size: int) -> Any:
-    """Return the strategy that ``--strategy`` names.
+    """Return the strategy for ``--strategy``.
 
     Args:
         world_size: processes of the run.
@@ -316,10 +316,10 @@ def build_strategy(name: str, world_size: int) -> Any:
 
 
 def _check_trainer_parameters(trainer: Mapping[str, Any], settings_with_flag: set[str]) -> None:
-    """Reject a parameter that the Trainer does not have, that is a setting here, or that has another type.
+    """Reject a parameter that the Trainer does not have, that has a flag here, or that has a wrong type.
 
     Args:
-        settings_with_flag: the parameters that are settings of their own.
+        settings_with_flag: the names of the parameters with a flag.
     """
     elsewhere = managed_parameters()
     trainer_parameters = inspect.signature(pl.Trainer).parameters.keys() - settings_with_flag - elsewhere.keys()
@@ -341,10 +341,10 @@ def _check_trainer_parameters(trainer: Mapping[str, Any], settings_with_flag: se
 
 
 def _check_part(name: str, value: Any) -> None:
-    """Check a number of batches, or a share of them.
+    """Check a number or a share of batches.
 
     Raises:
-        UserError: it is neither.
+        UserError: the value is neither.
     """
     if not isinstance(value, (int, float)):
         return
@@ -369,13 +369,13 @@ class TrainerSettings:
     """The parameters of Lightning's Trainer that have a flag.
 
     Args:
-        accelerator: cpu, gpu, mps or another; auto is the GPU, where there is one.
-        strategy: ddp, or auto, which is one device or ddp.
+        accelerator: cpu, gpu, mps or another accelerator; auto: the GPU, if there is one.
+        strategy: ddp; or auto for one device or ddp.
         devices: processes on this node: a number, auto for all GPUs, or indices such as 0,1.
-        max_epochs: epochs of the run; -1 is no bound.
-        max_steps: updates of the run; -1 is no bound. Alone it is the only bound.
+        max_epochs: epochs of the run; -1: no limit.
+        max_steps: updates of the run; -1: no limit. Without max_epochs, the number of epochs is not limited.
         max_time: time of the run, as in "90 minutes", 12h or 00:12:00:00 (days, hours, minutes, seconds).
-        fast_dev_run: try a batch of each part, or so many, and save nothing.
+        fast_dev_run: try one batch of each part, or this number of batches, and save nothing.
         gradient_clip_val: clip the gradients of an update to this norm.
         gradient_clip_algorithm: clip by norm or by value.
         limit_train_batches: train on a number of updates in each epoch, or on a share of it, as in 0.1.
@@ -390,7 +390,7 @@ class TrainerSettings:
         enable_checkpointing: save checkpoints.
         enable_progress_bar: show the progress.
         profiler: simple, advanced or pytorch.
-        trainer: further parameters of the Trainer by their names, as in --trainer.benchmark true.
+        trainer: other parameters of the Trainer by name, as in --trainer.benchmark true.
     """
 
     accelerator: MachineOnly[Changeable[str]] = "auto"
@@ -444,34 +444,36 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of a run that belong neither to the recipe nor to the data, nor to the Trainer.
+    """Settings of a run that do not belong to the recipe, the data or the Trainer.
 
     Args:
         name: the run's folder in RUN_DIR/RECIPE/, with a number if it exists; by default the time.
         run_dir: folder of all runs.
         resume: checkpoint to resume from, in its run's folder and with its settings; auto finds the newest valid
             checkpoint of the run, or starts fresh; the default is auto in jobs that are restarted, else none.
-        save_every: how often last.ckpt is saved, as in "500 steps", "2 epochs" or "10 minutes"; a
-            number is one of steps.
-        save_top_k: how many of the best checkpoints are kept; -1 keeps all.
+        save_every: interval between saves of last.ckpt, as in "500 steps", "2 epochs" or "10 minutes"; a number means
+            steps.
+        save_top_k: number of best checkpoints to keep; -1 keeps all.
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
         graph: input of an onnx file: one RGB image of any size, which the graph crops and resizes, or a batch of images
-            of the network's size; by default an image, where the recipe has photographs.
-        seed: seed of all random numbers; random draws one, which the first line names and the run keeps.
+            of the network's size; by default an image, if the recipe has photographs.
+        seed: seed of all random numbers; random draws a seed, which is printed in the first line and saved with the
+            run.
         deterministic: stop at operations without a deterministic implementation.
-        threads: of PyTorch in each process; on a processor the bits of a run depend on them, so a resume keeps them
-            unless it is given others. By default OMP_NUM_THREADS, else the cores shared by the processes of a node.
-        precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
-        global_batch_size: samples per update on all devices; the number of micro-batches follows from it.
+        threads: number of PyTorch's threads in each process. On a CPU, the bits of a run depend on it, so a resume
+            keeps it by default. By default OMP_NUM_THREADS, else the node's cores divided by its processes.
+        precision: floating-point precision; auto is bf16-mixed if the hardware has fast bf16, else 32-true.
+        global_batch_size: samples per update on all devices, from which the number of micro-batches is computed.
         accumulate: micro-batches per update on each device.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
-        lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
+        lr_scale: scaling of the learning rate with the global batch; auto is linear for SGD, sqrt for adaptive
+            optimizers.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
         sync_bn: synchronize BatchNorm over all devices; the bits of the run then depend on their number.
-        patience: end the run after so many validations without a better score of those that choose the best checkpoint.
-        progress_interval: seconds between two lines of progress, where the output is no terminal.
+        patience: early stopping: number of validations without an improvement of the monitored score.
+        progress_interval: seconds between two lines of progress, if the output is not a terminal.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
         summary: print parameters, output shapes and FLOPs of each layer; results.json has the FLOPs of one input.
         log_graph: write the graph of the network into the TensorBoard log.

@@ -1,4 +1,4 @@
-"""Settle what a run is: from a request to one record, in one process, which hands it to all others.
+"""Record of a run, resolved from a request in one process, which passes it to all other processes.
 
 `Resolver` finds the checkpoint to resume from and merges the settings, which are one mapping throughout:
 ``defaults | checkpoint | files | typed``, merged by `merge`.
@@ -44,12 +44,12 @@ from recipes.runner.verify import Interval, find_interval
 from recipes.weights import read_settings_beside
 
 _SEEDS = 1_000_000_000
-"""The number of seeds from which one is drawn: each of them is short enough to be typed."""
+"""The number of seeds for a random draw; each seed is short enough to be typed."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run is, as plain values: settled in one process, and equal on all ranks.
+    """Record of a run in plain values: resolved in one process, and equal on all ranks.
 
     Args:
         command: fit, validate, test, predict or export.
@@ -57,9 +57,9 @@ class RunSpec:
         data: the arguments of the data module.
         run: the settings of the run, with the resolved precision.
         trainer: the settings of the Trainer, with the requested devices.
-        config: the settings that define the experiment, as they are saved.
+        config: the saved settings, which define the experiment.
         auto_settings: the settings that the first command of the run has left to the run.
-        point: the folder and the checkpoint where the run starts or resumes.
+        point: the folder and the checkpoint from which the run starts or resumes.
         interval: the part of a run that verify trains again.
         notes: notes on the precision and a drawn seed, for the run's first line.
     """
@@ -77,21 +77,21 @@ class RunSpec:
 
     @property
     def saved(self) -> SavedRun | None:
-        """The settings and the progress in the checkpoint that the run resumes from."""
+        """The settings and the progress in the checkpoint from which the run resumes."""
         return self.point.saved
 
     @property
     def updates_done(self) -> int:
-        """Updates in the checkpoint that the run resumes from."""
+        """Number of updates in the checkpoint from which the run resumes."""
         return self.saved.updates if self.saved else 0
 
 
 class Resolver:
-    """Settles the runs of a command line, or of `recipes.fit`.
+    """Resolver of the runs of a command line, or of `recipes.fit`.
 
     Args:
         classes: the classes of recipe and data module.
-        typed: what the user typed, for commands in messages.
+        typed: the user's command, for commands in messages.
     """
 
     def __init__(self, classes: RunClasses, typed: Command) -> None:
@@ -103,7 +103,7 @@ class Resolver:
         self._marks = marks_of(self.parser)
 
     def with_interval(self, request: Request) -> Request:
-        """Return the request with the part of a run that verify trains again; other requests as they are.
+        """Return the request with the part of a run that verify trains again; other requests are unchanged.
 
         Raises:
             UserError: no part of the run can be trained again.
@@ -111,7 +111,7 @@ class Resolver:
         return replace(request, interval=self._find_interval(request)) if request.command == "verify" else request
 
     def processes(self, request: Request) -> tuple[TrainerSettings, LaunchSettings]:
-        """Return the settings that say which processes a command needs; no checkpoint has others.
+        """Return the settings that determine the processes of a command; a checkpoint does not change these.
 
         Raises:
             UserError: the command does not use one of its settings, or lacks one.
@@ -126,11 +126,10 @@ class Resolver:
         )
 
     def resolve(self, request: Request, before: RunSpec | None = None) -> RunSpec:
-        """Settle a run.
+        """Resolve a run.
 
         Args:
-            before: the record of the first start, where an agent starts the processes again: the run goes on in its
-                folder.
+            before: the record of the first start, if an agent restarts the processes; the run continues in its folder.
 
         Raises:
             UserError: a setting, a checkpoint or a combination of them is rejected.
@@ -148,7 +147,7 @@ class Resolver:
             saved = read_run(settings["ckpt"])
         if saved:
             self._check_recipe(saved)
-            # The settings of the checkpoint replace the defaults, so that the command needs none of them.
+            # The settings of the checkpoint replace the defaults, so the command needs no settings.
             settings = self._merge(request, saved.config, saved.auto_settings if point.saved else None)
             note_unknown_settings(saved, self.parser.flags)
             if point.saved and before is None:
@@ -165,7 +164,7 @@ class Resolver:
         return self._spec(command, settings, request, point, before=before)
 
     def in_folder(self, spec: RunSpec) -> RunSpec:
-        """Return the record with the run's folder, which is made; a trial and other commands have none."""
+        """Make the run's folder, and return the record with it; a trial and other commands have no folder."""
         if spec.command != "fit" or spec.interval or spec.trainer.fast_dev_run or spec.point.finished:
             return spec
         parent = Path(spec.run.run_dir) / self.classes.recipe.title
@@ -215,7 +214,7 @@ class Resolver:
         auto_settings: Sequence[str] | None = None,
         keeps: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Merge the settings of a request on top of saved ones; see `merge`."""
+        """Merge the settings of a request with saved settings; see `merge`."""
         given = request.given.settings
         defaults = self.parser.defaults()
         if request.command == "fit":
@@ -225,7 +224,7 @@ class Resolver:
         return merge(self._marks, defaults, given, saved, auto_settings, keeps, request.given.typed)
 
     def _config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that define the experiment, as they are saved."""
+        """Return the settings to save, which define the experiment."""
         return {name: as_plain(value) for name, value in settings.items() if name not in self._marks.transient}
 
     def _find_resume_point(
@@ -255,9 +254,9 @@ class Resolver:
             )
 
     def _check_experiment(self, saved: SavedRun, settings: Mapping[str, Any]) -> None:
-        """Reject settings of another experiment than the one to resume."""
+        """Reject settings that contradict the experiment to resume."""
         config = self._config(settings)
-        # Other threads round otherwise, as another precision does, and a line of the run says so.
+        # A different number of threads changes only the rounding, like the precision, and a line of the run reports it.
         changeable = self._marks.changeable | {"threads"}
         changeable |= {name for name in self._marks.null_disables if config[name] is None}
         differences = describe_differences(saved.config, config, changeable, saved.auto_settings)
@@ -268,10 +267,10 @@ class Resolver:
             )
 
     def _spec_of_interval(self, request: Request, interval: Interval) -> RunSpec:
-        """Settle the training of an interval."""
+        """Resolve the training of an interval."""
         settings = self._settings_of_interval(request, interval)
         self.parser.import_optimizer(settings, request.given.settings)
-        settings["max_time"] = None  # A slower machine must not end before the interval does.
+        settings["max_time"] = None  # A slower machine must not end before the end of the interval.
         begin = interval.begin
         point = ResumePoint(checkpoint=str(begin.path), saved=begin) if begin else ResumePoint()
         return self._spec("fit", settings, request, point, interval)
@@ -296,7 +295,7 @@ class Resolver:
         return interval
 
     def _settings_of_interval(self, request: Request, interval: Interval) -> dict[str, Any]:
-        """Return the settings with which an interval was trained; by default on as many devices as the run had."""
+        """Return the settings of an interval's training; the default number of devices is the run's."""
         given = request.given.settings
         may_differ = self._marks.machine_only | {"enable_progress_bar"} | changeable_parameters(self.classes)
         compared = [name for name in given if name not in self._marks.transient | may_differ]
@@ -314,7 +313,7 @@ class Resolver:
 
 
 def _reject_finished(saved: SavedRun, settings: Mapping[str, Any]) -> None:
-    """Reject to resume a run that has finished from a checkpoint that the user has named."""
+    """Reject a resume from a given checkpoint if its run has finished."""
     if saved.is_finished(settings["max_epochs"], settings["max_steps"]):
         length = "max_steps" if settings["max_epochs"] == -1 else "max_epochs"
         trained = saved.updates if length == "max_steps" else saved.epochs

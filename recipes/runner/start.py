@@ -1,12 +1,12 @@
-"""The start of a program: answers before the imports, quick imports, and the server that workers are forked from.
+"""Start of a program: the help and wrong flags before the imports, quick imports, and the fork server of workers.
 
-Importing torch, torchvision and Lightning takes seconds, a quarter of them for collections that free nothing. The help
-and a wrong flag need none of them.
+Importing torch, torchvision and Lightning takes seconds, a quarter of the time for garbage collections that free
+nothing. The help and a wrong flag do not need these packages.
 
-The fork server has imported everything, so a worker starts at once: one process imports torch, Lightning and the
-recipe, in place of each worker. It lives until the run's last process has ended, so that it also starts the workers of
-a restart. Nothing in it may start a thread or touch a device: a forked child would inherit a lock that nobody releases,
-or a device that it cannot use.
+The fork server has imported everything, so a worker starts immediately: one process imports torch, Lightning and the
+recipe, not each worker. It lives until the run's last process has ended, so that it also starts the workers of a
+restart. Nothing in it may start a thread or touch a device: a forked child would inherit a lock that no thread
+releases, or a device that it cannot use.
 """
 
 import atexit
@@ -44,7 +44,7 @@ _MODULES_OF_EVERY_RUN = (
 
 
 def program_name() -> str:
-    """Return what the user typed to start the program: ``python -m recipes.mnist``."""
+    """Return the typed start of the program: ``python -m recipes.mnist``."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     program = getattr(main, "PROGRAM", None)
@@ -55,11 +55,11 @@ def program_name() -> str:
 
 def _announce(args: Sequence[str]) -> None:
     """Print on rank 0 that the imports take seconds."""
-    # Lightning is not imported yet, so that only flags and variables of the launchers tell the rank.
+    # Lightning is not imported yet, so only flags and variables of the launchers show the rank.
     is_other_rank = _OTHER_NODE.search(" ".join(args)) or is_another_rank(os.environ)
     if is_other_rank or (HELP_FLAGS | PRINT_CONFIG_FLAGS).intersection(args):
         return
-    # The standard output of these commands is read by other programs.
+    # Other programs read the standard output of these commands.
     stream = sys.stderr if {"predict", "export"}.intersection(args) else sys.stdout
     if stream is sys.stdout or stream.isatty():
         with suppress(BrokenPipeError):  # As in `| true`; the next line ends the program.
@@ -69,7 +69,7 @@ def _announce(args: Sequence[str]) -> None:
 def _handle_early_flags(args: Sequence[str]) -> None:
     """Print the help or the version, or reject a flag that does not exist, before anything is imported.
 
-    The help and the flags of another program than a recipe of this package are left to its parser.
+    The help and the flags of a program that is not a recipe of this package are left to its parser.
     """
     help_flags = HELP_FLAGS.intersection(args)
     if "--version" in args and not help_flags:
@@ -81,12 +81,12 @@ def _handle_early_flags(args: Sequence[str]) -> None:
         return
     if help_flags:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            return  # It is no command, which the parser reports.
+            return  # Not a command; the parser reports it.
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # A docstring may have what the terminal cannot show.
+            sys.stdout.reconfigure(errors="backslashreplace")  # The terminal may lack characters of a docstring.
         try:
             print(help_text(program_name(), page, any(flag.endswith("all") for flag in help_flags)), flush=True)  # noqa: T201
-        except BrokenPipeError:  # As in --help | head.
+        except BrokenPipeError:  # For example in --help | head.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(0)
     problem = _unknown_flag(args, page.names())
@@ -96,7 +96,7 @@ def _handle_early_flags(args: Sequence[str]) -> None:
 
 
 def _unknown_flag(args: Sequence[str], flags: Collection[str]) -> str:
-    """Return the error for the first flag that does not exist; an empty text where all exist."""
+    """Return the error for the first unknown flag, or ""."""
     for arg in args:
         flag, equals, _ = arg.removeprefix("--").partition("=")
         name = flag.replace("-", "_")
@@ -111,7 +111,7 @@ def _unknown_flag(args: Sequence[str], flags: Collection[str]) -> str:
 
 
 def _recipe_package() -> str:
-    """Return the package of the recipe that was started, such as recipes.mnist; empty for another program."""
+    """Return the package of the started recipe, such as recipes.mnist; "" for another program."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     package = spec.parent if spec else ""
     return package if package.startswith("recipes.") else ""
@@ -125,7 +125,7 @@ def _discard_last_warnings() -> None:
 
 
 def _will_start_processes(args: Sequence[str]) -> bool:
-    """Return whether the command will start processes on this node, judged by its text only."""
+    """Return whether the command will start processes on this node, according to its text."""
     if names_a_rank(os.environ) or {*HELP_FLAGS, *_NO_TRAINING}.intersection(args):
         return False
     command_line = " ".join(args)
@@ -142,16 +142,16 @@ def _will_start_processes(args: Sequence[str]) -> bool:
 def quick_imports() -> Iterator[None]:
     """Disable garbage collection for the imports inside, and exclude their objects from it.
 
-    Use it in the first lines of a program, before other objects exist. Commands that train or evaluate print a line at
-    once. Ctrl-C exits with status 130 and no message; SIGUSR1 is kept until `run` acts on it. The interpreter exits
-    without a collection of the imported objects, which would take over a second. If several processes will train, their
-    fork server imports meanwhile.
+    Use it in the first lines of a program, before other objects exist. Commands that train or evaluate print a line
+    immediately. Ctrl-C exits with status 130 and no message; SIGUSR1 is kept until `run` handles it. The interpreter
+    exits without a collection of the imported objects, which would take over a second. If several processes will train,
+    their fork server imports meanwhile.
     """
-    # A worker imports the program for its classes: its agent has printed the line.
+    # A worker imports the program for its classes; its agent has already printed the line.
     if getattr(current_process(), "_inheriting", False):
         yield
         return
-    # Slurm's signal before a time limit: otherwise it would end the process, and no rank would ask for a requeue.
+    # Slurm's signal before a time limit: otherwise it would end the process, and no rank would request a requeue.
     keep_until_imported(SIGUSR1)
     args = without_local_rank(sys.argv[1:], os.environ)
     _handle_early_flags(args)
@@ -161,7 +161,7 @@ def quick_imports() -> Iterator[None]:
         start_fork_server([f"{spec.parent}.recipe"] if spec else [])
     # Otherwise a rank that loses rank 0 prints the C++ stack of its store.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Exit handlers run in reverse order: registered first, this one is called last.
+    # Exit handlers run in reverse order: the first registered handler is called last.
     atexit.register(_discard_last_warnings)
     gc.disable()
     try:
@@ -175,23 +175,23 @@ def quick_imports() -> Iterator[None]:
 
 
 def start_method() -> str:
-    """Return how worker processes are started: by forkserver, or by spawn on systems without it."""
+    """Return the start method of worker processes: forkserver, or spawn on systems without it."""
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def start_fork_server(modules: Iterable[str]) -> None:
-    """Start the fork server, unless it is running; it imports while this process continues.
+    """Start the fork server, unless it is running; it imports in parallel to this process.
 
     Args:
-        modules: modules to import beside those that every run needs, such as the recipe's.
+        modules: modules to import in addition to the modules of every run, such as the recipe's.
     """
     if start_method() != "forkserver":
         return
     multiprocessing.set_forkserver_preload([__name__])
-    # NumPy's OpenBLAS starts threads on import unless it is limited to one. The limit does not reach the workers, which
-    # get the environment of this process.
+    # NumPy's OpenBLAS starts threads on import unless it is limited to one thread. The limit does not reach the
+    # workers: they get the environment of this process.
     modules_to_import = " ".join([*modules, *_MODULES_OF_EVERY_RUN])
-    # The server imports nothing of the program, which may have imported the other package of Lightning.
+    # The server does not import the program, so it is told which of Lightning's two packages the program uses.
     variables = {_MODULES: modules_to_import, VARIABLE: lightning_package(), "OPENBLAS_NUM_THREADS": "1"}
     previous = dict(os.environ)
     os.environ.update(variables)

@@ -1,4 +1,4 @@
-"""Carry out a command on a built experiment: train in the run's folder, score, predict; guarded against failures."""
+"""Execution of a command on a built run: training in the run's folder, scores, predictions; with one-line errors."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ from recipes.weights import load_initial_weights
 def handle_run_errors(
     trainer: pl.Trainer, built: BuiltRun, folder: Path | None = None, restores: str | None = None
 ) -> Iterator[None]:
-    """Turn an error that ends a command into one line that says what to type.
+    """Convert an error that ends a command to one line with the command to type.
 
     Args:
         folder: the run's folder, if it has one.
@@ -77,10 +77,10 @@ def handle_run_errors(
 
 @contextmanager
 def restoring(checkpoint: str | None) -> Iterator[None]:
-    """Turn an error of restoring a checkpoint into one line.
+    """Convert an error while a checkpoint is restored to one line.
 
     Raises:
-        UserError: the values in the checkpoint are not those that were expected.
+        UserError: the checkpoint has unexpected values.
     """
     try:
         yield
@@ -99,7 +99,7 @@ def restoring(checkpoint: str | None) -> Iterator[None]:
 
 @contextmanager
 def _within_memory(trainer: pl.Trainer, built: BuiltRun) -> Iterator[None]:
-    """Turn an out-of-memory error into one line that says what to pass."""
+    """Convert an out-of-memory error to one line with the settings to change."""
     try:
         yield
     except Exception as error:
@@ -127,17 +127,17 @@ def _interruptible(trainer: pl.Trainer, built: BuiltRun, folder: Path | None) ->
             rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
             raise
         with suppress(ValueError):  # Handlers need the main thread.
-            # Slurm sends SIGTERM to a job that was requeued; it must not end this process before the message.
+            # Slurm sends SIGTERM to a requeued job; it must not end this process before the message.
             for signum in SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
         rank_zero_print(_resume_message(trainer, built, folder, stopped))
         sys.stderr.flush()
-        # Loggers and loader processes are closed already, and a regular exit would take another second.
+        # Loggers and loader processes have been closed; a regular exit would take another second.
         exit_now(int(stopped.code or 1))
 
 
 def _resume_message(trainer: pl.Trainer, built: BuiltRun, folder: Path | None, stopped: Preempted) -> str:
-    """Return which signal ended a run, and the command that resumes it."""
+    """Return the signal that ended a run, and the command that resumes it, in words."""
     typed = built.typed
     text = f"\nended by {stopped.signal_name}"
     note = requeue_on(stopped.signum) if stopped.at_once and is_rank_zero() else ""
@@ -154,28 +154,28 @@ def _resume_message(trainer: pl.Trainer, built: BuiltRun, folder: Path | None, s
     if stopped.trained or trainer.state.fn != "fit":
         test = typed.alone("test").using(ckpt=relative_path(best if best.exists() else last))
         return f"{text}; the training is done, so test with\n  {test}"
-    # The signal may have been for another node, which leaves an elastic run.
+    # In an elastic run, the signal may have been for another node, which leaves the run.
     goes_on = built.launch.is_elastic and built.launch.restarts
     stays = "the nodes that stay go on without it, and if none does, " if goes_on else ""
     return f"{text}; {stays}{how_to_resume(typed, folder, last)}"
 
 
 def how_to_resume(typed: Command, folder: Path, checkpoint: Path) -> str:
-    """Return the command that resumes a run, with the words that lead to it.
+    """Return the command that resumes a run, after an introduction in words.
 
     Args:
-        typed: what the user typed.
+        typed: the user's command.
         folder: the run's folder.
         checkpoint: the checkpoint to resume from.
     """
     start = f"resume in a new job with --name {folder.name}, or with" if is_batch_job(os.environ) else "resume with"
-    # Another number of devices would resume with rounding differences, so that the command names the number.
+    # The command has the number of devices: another number would resume with rounding differences.
     devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
     return f"{start}\n  {typed.alone().using(resume=relative_path(checkpoint), devices=devices)}"
 
 
 class _LoaderAsIterable:
-    """A DataLoader wrapped as an iterable with a length, which Lightning does not replace."""
+    """Wrapper of a DataLoader as an iterable with a length, which Lightning does not replace."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
@@ -192,8 +192,8 @@ class _LoaderAsIterable:
 def shard_loader(loader: Any, rank: int, world_size: int) -> Any:
     """Return this rank's batches of a DataLoader in order; other loaders are returned unchanged.
 
-    The ranks take whole batches in turn, as with `datamodules.EvaluationLoader`, or single samples where there are
-    fewer batches than ranks. A loader with fewer samples than ranks is returned unchanged.
+    The ranks take whole batches in turn, like `datamodules.EvaluationLoader`, or single samples if there are fewer
+    batches than ranks. A loader with fewer samples than ranks is returned unchanged.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -209,13 +209,13 @@ def shard_loader(loader: Any, rank: int, world_size: int) -> Any:
             warn(f"warning: of fewer samples ({len(batches)}) than devices ({world_size}) some are evaluated twice")
         return loader
     shard = copy(loader)
-    # `DataLoader.__setattr__` raises where the batch sampler is changed.
+    # `DataLoader.__setattr__` raises if the batch sampler is changed.
     vars(shard)["batch_sampler"] = batches[rank::world_size]
     return _LoaderAsIterable(shard)
 
 
 def _shard_loaders(make: Callable[[], Any], rank: int, world_size: int) -> Any:
-    """Return this rank's shares of all loaders that a method of a data module returns."""
+    """Return this rank's shards of all loaders from a method of a data module."""
     loaders = make()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
     combined.flattened = [shard_loader(loader, rank, world_size) for loader in combined.flattened]
@@ -223,10 +223,10 @@ def _shard_loaders(make: Callable[[], Any], rank: int, world_size: int) -> Any:
 
 
 def evaluate_each_sample_once(data: pl.LightningDataModule, rank: int, world_size: int) -> None:
-    """Replace the evaluation loaders of a data module by their `shard_loader` this rank."""
+    """Replace the evaluation loaders of a data module by this rank's shards; see `shard_loader`."""
     for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
         if is_overridden(name, data):
-            # Not a closure: in a copy of the data module it would build the loaders of the original.
+            # Not a closure: in a copy of the data module, it would build the loaders of the original.
             setattr(data, name, partial(_shard_loaders, getattr(data, name), rank, world_size))
 
 
@@ -295,7 +295,7 @@ def _without_points(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> Path | None:
-    """Return the best checkpoint that exists, else the last; None where none was saved."""
+    """Return the best existing checkpoint, else the last checkpoint; None if no checkpoint was saved."""
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     last = folder / "checkpoints" / "last.ckpt" if folder else None
     for path in (best, last):
@@ -310,16 +310,16 @@ def merged(of_loaders: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _last_logged(trainer: pl.Trainer) -> dict[str, float]:
-    """Return the values that were logged last; an epoch's value wins over that of a step."""
+    """Return the last logged values; an epoch's value wins over a step's value."""
     metrics = trainer.callback_metrics.items()
     logged = {name: float(value) for name, value in metrics if name.split("/")[0] != "lr"}
-    # Lightning logs NAME, NAME_step and NAME_epoch for a score of both.
+    # Lightning logs NAME, NAME_step and NAME_epoch for a score of steps and epochs.
     duplicates = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
     return {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in duplicates}
 
 
 def _train_and_test(trainer: pl.Trainer, built: BuiltRun, folder: Path | None, stopwatch: Stopwatch) -> RunResult:
-    """Train, then score the best checkpoint as validate and test do."""
+    """Train, then score the best checkpoint like the commands validate and test."""
     recipe = built.recipe
     data = built.data
     resume = built.spec.point.checkpoint
@@ -336,10 +336,10 @@ def _train_and_test(trainer: pl.Trainer, built: BuiltRun, folder: Path | None, s
     scores: dict[str, float] = {}
     last_logged = _last_logged(trainer)
     tables: dict[str, ResultTable] = {}
-    # Before the callbacks are replaced, and with them their pictures.
+    # Before the callbacks and their pictures are replaced.
     figures: dict[str, Picture] = figures_of(trainer)
-    # New callbacks, because those of the training may replace the checkpoint's weights: Lightning's `WeightAveraging`
-    # loads weights that were not averaged.
+    # New callbacks, because the callbacks of the training may replace the checkpoint's weights: Lightning's
+    # `WeightAveraging` loads weights that were not averaged.
     set_callbacks(trainer, built.callbacks(records=[stopwatch]))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (built.validates or tests):
@@ -380,7 +380,7 @@ def verify(built: BuiltRun, interval: Interval) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         monitor = recipe.monitor if built.validates else None
-        # The callbacks of the run, so that checkpoints are saved at the same moments.
+        # The callbacks of the run, so that checkpoints are saved at the same times.
         saves = checkpoint_callbacks(folder, monitor, recipe, built.spec.run)
         checkpoint_io = RecordedCheckpointIO(folder, recipe.title, None, built.spec.config)
         callbacks = built.callbacks(saves, [IntervalEnd(interval.step, folder / "end.ckpt")])
@@ -400,14 +400,14 @@ def evaluate(built: BuiltRun, step: str) -> None:
     """Validate, test or predict with a checkpoint.
 
     Args:
-        step: the recipe's method that the command calls, such as validation_step.
+        step: the name of the recipe's method for the command, such as validation_step.
     """
     recipe = built.recipe
     data = built.data
     ckpt = built.spec.run.ckpt
     predicts = built.spec.command == "predict"
     trainer = build_trainer(built, built.callbacks())
-    # Lightning converts the module only after it has loaded the checkpoint; float32 parameters would round float64.
+    # Lightning converts the module only after loading the checkpoint; float32 parameters would round float64 values.
     trainer.precision_plugin.convert_module(recipe)
     if ckpt is None:
         load_initial_weights(recipe, exact=True)
@@ -435,14 +435,14 @@ def evaluate(built: BuiltRun, step: str) -> None:
     if problem:
         raise RunFailedError(f"{built.spec.run.output} could not be written: {problem}")
     unreadable = list(data_contract(data).unreadable_inputs.values())
-    # After the other inputs were predicted and written, so that one bad file does not cost their predictions.
+    # After the other inputs have been predicted and written, so that one bad file does not prevent their predictions.
     if predicts and unreadable:
         total = len(data_contract(data).prediction_names)
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
 
 
 def _nothing_to_evaluate(built: BuiltRun) -> UserError:
-    """Return the error of a command whose part of the data does not exist, with the command that works."""
+    """Return the error of a command whose part of the data does not exist, with a command that works."""
     command = built.spec.command
     problem = f"there is nothing to {command}: the data have no such part, or it is empty"
     if command != "test" or not built.validates:
@@ -452,7 +452,7 @@ def _nothing_to_evaluate(built: BuiltRun) -> UserError:
 
 
 def _files_of(built: BuiltRun, tables: Mapping[str, ResultTable]) -> dict[str, Path]:
-    """Return the paths of the tables, beside ``--output``; none without it."""
+    """Return the paths of the tables, beside ``--output``; without ``--output``, an empty dict."""
     if not built.spec.run.output:
         return {}
     output = Path(built.spec.run.output)
@@ -460,7 +460,7 @@ def _files_of(built: BuiltRun, tables: Mapping[str, ResultTable]) -> dict[str, P
 
 
 def _write(built: BuiltRun, rows: Sequence[dict[str, Any]], tables: Mapping[str, ResultTable]) -> str:
-    """Write ``--output`` and the tables beside it; return the reason of a failure, or an empty text."""
+    """Write ``--output`` and the tables beside it; return the reason of a failure, or ""."""
     if not built.spec.run.output:
         return ""
     output = Path(built.spec.run.output)

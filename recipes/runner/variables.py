@@ -1,8 +1,8 @@
-"""What torchrun, Slurm, a script or our agent says of this process in its environment variables.
+"""Environment variables with which torchrun, Slurm, a script or our agent describes this process.
 
-Two files of the package read such variables: this one, and `launch.py`, which plans with the ranks and sizes. Slurm's
-variables of a job are in `callbacks.lib.signals`, which requeues it. This module is imported before torch is, so it
-imports neither torch nor Lightning.
+Two files of the package read such variables: this file, and `launch.py`, which plans with the ranks and sizes. Slurm's
+variables of a job are read in `callbacks.lib.signals`, which requeues the job. This module is imported before torch, so
+it imports neither torch nor Lightning.
 """
 
 import os
@@ -16,38 +16,38 @@ from datamodules.errors import UserError, spelled
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 _OF_A_WORKER = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
-# Steps from this number on are the batch script, the shell of salloc, and processes that ssh has started.
+# Steps with this number or a higher number are the batch script, the shell of salloc, and processes started by ssh.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def without_local_rank(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the arguments without the ``--local-rank`` that ``python -m torch.distributed.launch`` adds to them."""
+    """Return the arguments without ``--local-rank``, which ``python -m torch.distributed.launch`` adds."""
     rank = env.get("LOCAL_RANK")
     return [arg for arg in args if arg not in (f"--local-rank={rank}", f"--local_rank={rank}")]
 
 
 def names_a_rank(env: Mapping[str, str]) -> bool:
-    """Return whether a launcher has said which rank this process is."""
+    """Return whether a launcher has set the rank of this process."""
     return any(name in env for name in _RANKS)
 
 
 def is_another_rank(env: Mapping[str, str]) -> bool:
-    """Return whether a launcher has said that this process is another rank than 0."""
+    """Return whether a launcher has set a rank other than 0 for this process."""
     return any(env.get(name, "0") != "0" for name in _RANKS)
 
 
 def is_on_another_node(env: Mapping[str, str]) -> bool:
-    """Return whether this process is on another node than node 0."""
+    """Return whether this process is on a node other than node 0."""
     return env.get("NODE_RANK", "0") != "0"
 
 
 def of_a_worker(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torch's agent has set for one of its workers."""
+    """Return the variables that torch's agent sets for its workers."""
     return {name: value for name, value in env.items() if name.startswith(_OF_A_WORKER)}
 
 
 def first_number(env: Mapping[str, str], *names: str) -> int:
-    """Return the first of these variables of a launcher that is a number, or 0."""
+    """Return the first number among these variables of a launcher, or 0."""
     numbers = [int(env[name]) for name in names if env.get(name, "").isdigit()]
     return numbers[0] if numbers else 0
 
@@ -56,7 +56,7 @@ def integer_of(env: Mapping[str, str], name: str) -> int | None:
     """Return an integer from an environment variable that the user may have set.
 
     Raises:
-        UserError: it is no whole number.
+        UserError: the value is not a whole number.
     """
     value = env.get(name, "").strip()
     if value and not value.isdigit():
@@ -88,43 +88,43 @@ def is_by_torchrun(env: Mapping[str, str]) -> bool:
 
 
 def restarts_by_torch(env: Mapping[str, str]) -> tuple[int, int]:
-    """Return how often torchrun, or our agent, has restarted these processes, and how often it may."""
+    """Return the number of restarts of these processes by torchrun or our agent, and its limit."""
     return first_number(env, "TORCHELASTIC_RESTART_COUNT"), first_number(env, "TORCHELASTIC_MAX_RESTARTS")
 
 
 def store_prefix_of_torchrun(env: Mapping[str, str]) -> str:
-    """Return a prefix for the keys of this start in the store of torchrun's agents; empty where none is shared."""
+    """Return a prefix for the keys of this start in the store of torchrun's agents; "" without a shared store."""
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return f"lightning_recipes/{restarts_by_torch(env)[0]}"
 
 
 def error_file_of_agent(env: Mapping[str, str]) -> str | None:
-    """Return the file in which a process tells its failure to the agent that has started it, ours or torchrun's."""
+    """Return the file in which a process records its failure for its agent, ours or torchrun's."""
     return env.get("TORCHELASTIC_ERROR_FILE")
 
 
 def cores_of_task(env: Mapping[str, str]) -> int | None:
-    """Return the cores that Slurm has given to each task; None where it has given no number."""
+    """Return Slurm's number of cores of each task; None if it is not set."""
     return first_number(env, "SLURM_CPUS_PER_TASK") or None
 
 
 def slurm_hosts(env: Mapping[str, str]) -> str:
-    """Return the hosts of this step in Slurm's notation; empty where Slurm does not say."""
+    """Return the hosts of this step in Slurm's notation, or ""."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     return next((env[name] for name in names if env.get(name)), "")
 
 
 def job_name(env: Mapping[str, str], name: str | None = None) -> str | None:
-    """Return a name of this job that restarts and requeues share, and other jobs do not; None without restarts.
+    """Return a name of this job that is the same in restarts and requeues, and unique to it; None without restarts.
 
     Args:
-        name: the name of the run, used where torchrun restarts it on several nodes and nothing else names the job.
+        name: the name of the run, for a run on several nodes under torchrun without any other name of the job.
 
     Raises:
-        UserError: the name is needed, and None.
+        UserError: the name is needed, but it is None.
     """
-    # In an interactive job a user may run several programs.
+    # In an interactive job, a user may run several programs.
     if "SLURM_PROCID" in env and is_batch_job(env):
         step = first_number(env, "SLURM_STEP_ID")
         of_step = f"-step{step}" if 0 < step < _FIRST_SPECIAL_STEP else ""
@@ -141,5 +141,5 @@ def job_name(env: Mapping[str, str], name: str | None = None) -> str | None:
             "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
             f" every node, or pass {spelled('name', 'NAME')}"
         )
-    # On one node the agent, which outlives its workers, identifies the job.
+    # On one node, the agent identifies the job, because it outlives its workers.
     return f"elastic-{socket.gethostname()}-{os.getppid()}"

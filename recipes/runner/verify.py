@@ -1,8 +1,8 @@
-"""Record a hash of a run's weights at each save, and compare a part of the run that is trained again.
+"""Record of a hash of a run's weights at each save, and the comparison with a part of the run that is trained again.
 
-``weights.jsonl`` has a line for each start of a training, with the settings and the environment, and one for each save
-after it. Later checkpoints replace earlier ones, but the hashes stay. So the training from a checkpoint to the next
-save can be repeated and compared.
+``weights.jsonl`` has a line for each start of a training, with the settings and the environment, and a line for each
+save after it. Later checkpoints replace earlier checkpoints, but the hashes remain. So the training from a checkpoint
+to the next save can be repeated and compared.
 """
 
 import hashlib
@@ -44,14 +44,14 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
 
 
 class RecordedCheckpointIO(VerifiedCheckpointIO):
-    """Writes the checkpoints of a run with its settings, and a line with the hash of each into ``weights.jsonl``.
+    """Writer of a run's checkpoints with its settings, and of a line with each hash into ``weights.jsonl``.
 
     Call `begin` with the Trainer before it trains.
 
     Args:
         folder: the run's folder.
         recipe: the title of the recipe.
-        resumed: the checkpoint to resume from; None where the run begins with new weights.
+        resumed: the checkpoint to resume from; None if the run begins with new weights.
         config: the settings of the run.
         auto_settings: the settings that the first command of the run has left to the run.
     """
@@ -78,17 +78,17 @@ class RecordedCheckpointIO(VerifiedCheckpointIO):
         self._trainer: pl.Trainer | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Record the environment of a training, and print how it differs from that before a resume."""
+        """Record the environment of a training, and print its differences to the environment before a resume."""
         self._trainer = trainer
         self._start["environment"] = environment(trainer)
-        self._before.pop("threads", None)  # `UpdateLoop` reports other threads.
+        self._before.pop("threads", None)  # `UpdateLoop` reports a different number of threads.
         changed = differences(self._before, self._start["environment"])
         if changed:
             rank_zero_print(f"bits may differ from here on: {changed}")
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        if "callbacks" in checkpoint and self._trainer is not None:  # A file of weights alone has no settings.
+        if "callbacks" in checkpoint and self._trainer is not None:  # A file of weights only has no settings.
             checkpoint = {
                 **checkpoint,
                 "config": self._start["config"],
@@ -99,7 +99,7 @@ class RecordedCheckpointIO(VerifiedCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
     def _record(self, checkpoint: Mapping[str, Any]) -> None:
-        """Append the hash of the weights in a checkpoint, unless another file has just been saved with the same."""
+        """Append the hash of the weights in a checkpoint, unless it was just recorded for another file."""
         with best_effort("the hash of the weights"):
             sha256 = weights_hash(checkpoint["state_dict"])
             save = {"step": checkpoint["global_step"], "epoch": checkpoint["epoch"] + 1, "sha256": sha256}
@@ -115,19 +115,19 @@ class RecordedCheckpointIO(VerifiedCheckpointIO):
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of a run that can be trained again: from a checkpoint, or the beginning of the run, to a save.
+    """Part of a run that can be trained again: from a checkpoint, or the beginning of the run, to a save.
 
     Args:
         recipe: the title of the recipe.
-        resumed_from: the updates in the checkpoint from which the training was resumed that has made the save; None
-            where it began with new weights.
-        environment: that of this training, see `recipes.runner.saved_run.environment`.
+        resumed_from: the number of updates in the checkpoint from which the training of this save was resumed; None if
+            the training began with new weights.
+        environment: the environment of this training, see `recipes.runner.saved_run.environment`.
         config: the settings of this training.
-        step: the updates made before the save.
+        step: the number of completed updates at the save.
         epoch: the epoch of the save, counted from 1.
-        hashes: hashes of the saved weights; several where a callback has replaced the weights between two saves.
+        hashes: hashes of the saved weights; several if a callback has replaced the weights between two saves.
         begin: the checkpoint at the beginning of the interval; None for the beginning of the run.
-        begin_hashes: the recorded hashes of the weights in that checkpoint.
+        begin_hashes: the recorded hashes of the weights in the checkpoint `begin`.
     """
 
     recipe: str
@@ -175,7 +175,7 @@ def read_saves(folder: Path) -> dict[int, Interval]:
 
 
 def find_interval(folder: Path, checkpoints: Sequence[SavedRun]) -> Interval | None:
-    """Return the shortest interval between a checkpoint and its next save, else the one from the start.
+    """Return the shortest interval between a checkpoint and its next save, else the interval from the beginning.
 
     Args:
         folder: the run's folder.
@@ -194,26 +194,26 @@ def find_interval(folder: Path, checkpoints: Sequence[SavedRun]) -> Interval | N
     if lengths:
         before, step = min(lengths, key=lengths.__getitem__)
         return replace(saves[step], begin=by_updates[before], begin_hashes=saves[before].hashes)
-    # Step 0 is no interval: a run without training saves its initial weights.
+    # Step 0 is not an interval: a run without training saves its initial weights.
     first_save = next((saves[step] for step in steps if step), None)
     return first_save if first_save and first_save.resumed_from is None else None
 
 
 class IntervalEnd(pl.Callback):
-    """Callback that saves after the last update of an interval, and ends the training before the next one.
+    """Callback that saves after the last update of an interval, and ends the training before the next update.
 
-    The run may have saved right after the update, after a validation, or at the end of the epoch. Their weights may
-    differ, for example with callbacks that average weights, so that each of these saves is compared.
+    The run may have saved right after the update, after a validation, or at the end of the epoch. The weights of these
+    saves may differ, for example with callbacks that average weights, so each save is compared.
 
     Runs on: the end of an update; `on_train_batch_start`.
 
     Args:
-        step: the number of that update.
+        step: the number of the last update.
         path: the checkpoint to write.
     """
 
     class Reached(Exception):
-        """Exception that ends the training, on all ranks at once."""
+        """Exception that ends the training on all ranks at the same update."""
 
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
@@ -234,7 +234,7 @@ def check_beginning(interval: Interval, world_size: int, global_batch_size: int 
     """Compare the weights at the beginning of an interval with the record.
 
     Raises:
-        RunFailedError: the checkpoint holds other weights.
+        RunFailedError: the checkpoint has other weights.
         UserError: the run starts without a checkpoint, and the number of devices changes the update's micro-batches.
     """
     if interval.begin is None:
@@ -255,11 +255,11 @@ def check_beginning(interval: Interval, world_size: int, global_batch_size: int 
 
 
 def compare(interval: Interval, repeated: Interval | None, *, repeats_bits: bool) -> dict[str, str]:
-    """Compare an interval with what was trained again, and return the rows to print where the weights are equal.
+    """Compare an interval with its repetition, and return the rows to print if the weights are equal.
 
     Args:
-        repeated: the last save of the repeated training; None where it has ended before.
-        repeats_bits: training on this device repeats its bits.
+        repeated: the last save of the repetition; None if it ended before the save.
+        repeats_bits: whether training on this device repeats its bits.
 
     Raises:
         RunFailedError: the weights differ.

@@ -1,6 +1,6 @@
-"""A process of a run: our agent has forked it, or another launcher has started it, and it joins the other ranks.
+"""Process of a run, forked by our agent or started by another launcher, and its group with the other ranks.
 
-The ranks form the process group, compare their versions, and receive from rank 0 what it has settled.
+The ranks form the process group, compare their versions, and receive the record of the run from rank 0.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Handed:
-    """What an agent hands to each of its workers.
+    """Data that an agent passes to each of its workers.
 
     Args:
         launch: the launch of the agent.
         task: a pickled `recipes.runner.run.Task`.
         store_prefix: the prefix of this start's keys in the store of the agents.
-        starts_again: the processes of this node have been started before.
-        environ: the environment variables of a worker, without those of its rank.
+        starts_again: whether this is a restart of the node's processes.
+        environ: the environment variables of a worker, without the variables of its rank.
     """
 
     launch: Launch
@@ -56,20 +56,20 @@ class Handed:
 
 
 def work(handed: Handed) -> None:
-    """Carry out a run as one of its ranks; torch's agent has set the variables of the rank.
+    """Execute a run as one of its ranks; torch's agent has set the variables of the rank.
 
     Raises:
         SystemExit: the run has ended with a status other than 0.
     """
     of_rank = of_a_worker(os.environ)
-    # The fork server has the environment of its own start; the program needs that of the agent's command.
+    # The fork server has the environment of its own start; the program needs the environment of the agent's command.
     os.environ.clear()
     os.environ.update(handed.environ | of_rank)
     agent = multiprocessing.parent_process()
     assert agent is not None
     _end_after(agent.join)
     for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)  # The worker inherits from the fork server that they are ignored.
+        signal.signal(signum, signal.SIG_DFL)  # The fork server ignores these signals, and the worker inherits this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank_zero_only.rank = int(os.environ["RANK"])  # type: ignore[attr-defined]
     try:
@@ -89,7 +89,7 @@ def work(handed: Handed) -> None:
 
 
 def _end_after(wait: Callable[[], None]) -> None:
-    """End this process when a function returns, whatever its main thread waits for."""
+    """End this process as soon as a function returns, even if its main thread waits."""
 
     def watch() -> None:
         wait()
@@ -99,7 +99,7 @@ def _end_after(wait: Callable[[], None]) -> None:
 
 
 def end_with_torchrun() -> None:
-    """End this process when its torchrun has gone: the next torchrun's processes would train beside it."""
+    """End this process after its torchrun has ended: the next torchrun's processes would train beside it."""
     if not is_by_torchrun(os.environ) or os.name == "nt":
         return
     parent = os.getppid()
@@ -107,14 +107,14 @@ def end_with_torchrun() -> None:
     def wait() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        time.sleep(3.0)  # At a regular end torchrun may exit before its processes.
+        time.sleep(3.0)  # At a regular end, torchrun may exit before its processes.
 
     _end_after(wait)
 
 
 @contextmanager
 def rendezvous_errors_reported(launch: Launch, timeout: float) -> Iterator[None]:
-    """Turn an error of processes that do not find each other into one line.
+    """Convert the error of processes that do not find each other to one line.
 
     Raises:
         UserError: a process does not answer in time, or another run has the port.
@@ -131,16 +131,16 @@ def rendezvous_errors_reported(launch: Launch, timeout: float) -> Iterator[None]
 
 
 def open_store(address: str, port: int, timeout: float, serves: bool, **options: Any) -> dist.TCPStore:
-    """Open a store: the first process of a run serves it, the others connect to it.
+    """Open a store: the first process of a run serves it, the other processes connect to it.
 
-    Torch's store would listen on all interfaces. Where the address means this machine, ours listens there only.
+    Torch's store would listen on all interfaces. If the address is a loopback address, this store listens only there.
 
     Args:
-        port: the port of the store; 0 for a free one.
-        timeout: seconds to wait for the process that serves it.
+        port: the port of the store; 0 for a free port.
+        timeout: seconds to wait for the process that serves the store.
 
     Raises:
-        OSError: the port is in use, or the address is not one of this machine.
+        OSError: the port is in use, or the address does not belong to this machine.
         RuntimeError: the processes did not meet.
     """
     if serves:
@@ -151,7 +151,7 @@ def open_store(address: str, port: int, timeout: float, serves: bool, **options:
         else:
             listener = socket.create_server(("", port))
         port = listener.getsockname()[1]
-        # An address of another machine is an error here, and not after a minute of waiting.
+        # An address of another machine is an error now, not after a minute of waiting.
         socket.create_connection((address, port), timeout=5.0).close()
         options["master_listen_fd"] = listener.detach()
     return dist.TCPStore(address, port, is_master=serves, timeout=timedelta(seconds=timeout), **options)
@@ -163,8 +163,8 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface on the route to an address; None where it cannot be determined."""
-    import psutil  # Imported here, since only runs of several processes need it.
+    """Return the interface on the route to an address; None if it cannot be determined."""
+    import psutil  # Imported here: only runs of several processes need it.
 
     try:
         # AF_INET sorts before AF_INET6: not every network with IPv6 addresses routes them.
@@ -175,14 +175,14 @@ def interface_towards(address: str) -> str | None:
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        # An IPv6 address may be followed by % and its interface.
+        # An IPv6 address may end in % and its interface.
         if own_address in [entry.address.split("%")[0] for entry in addresses]:
             return str(name)
     return None
 
 
 def code_version(files: Iterable[Path]) -> str:
-    """Return the first twelve digits of a SHA-256 of source files, whatever folders they are in."""
+    """Return the first twelve digits of a SHA-256 of source files, independent of their folders."""
     sources = sorted(path.name.encode() + b"\0" + path.read_bytes() for path in set(files))
     return hashlib.sha256(b"".join(sources)).hexdigest()[:12]
 
@@ -197,7 +197,7 @@ def _sources(classes: Iterable[type]) -> list[Path]:
 
 
 def compare_ranks(launch: Launch, classes: Iterable[type]) -> None:
-    """Reject, on all ranks, versions and code that differ from those of rank 0.
+    """Raise, on all ranks, if versions or code differ from rank 0.
 
     Args:
         classes: the user's classes, whose files belong to the code.
@@ -240,7 +240,7 @@ def _store_of_run(launch: Launch, timeout: float) -> dist.Store:
     if prefix:
         agents_store = dist.TCPStore(launch.address, launch.port, is_master=False, wait_for_workers=False)
         return dist.PrefixStore(prefix, agents_store)
-    # All processes of one node are on one machine, whatever address its name has.
+    # All processes of one node are on one machine, for any address of its name.
     address = launch.address if launch.num_nodes > 1 else LOOPBACK
     return open_store(address, launch.port, timeout, serves=launch.rank == 0, world_size=launch.world_size)
 
@@ -256,7 +256,7 @@ def init_distributed(launch: Launch, timeout: float, classes: Iterable[type] = (
         The launch with the port of the rendezvous.
 
     Raises:
-        UserError: a rank is missing, or runs another version.
+        UserError: a rank is missing, or has another version.
     """
     rank_zero_only.rank = launch.rank  # type: ignore[attr-defined]
     if launch.world_size == 1:
@@ -288,9 +288,9 @@ def _form_group(launch: Launch, timeout: float) -> Launch:
 
 
 def check_files(launch: Launch, folder: str | None, checkpoint: str | None) -> None:
-    """Compare what the nodes find on their disks: the run's folder and the checkpoint to resume from.
+    """Compare the disks of the nodes: the run's folder and the checkpoint to resume from.
 
-    A folder that another node does not have is a warning: rank 0 alone writes, but a resume would fail.
+    A missing folder on another node is a warning: only rank 0 writes, but a resume would fail.
 
     Raises:
         UserError: a node does not find the checkpoint.
@@ -315,7 +315,7 @@ def check_files(launch: Launch, folder: str | None, checkpoint: str | None) -> N
 
 
 class RankZeroFailed(SystemExit):
-    """End of a rank since rank 0 has ended with an error, which rank 0 reports."""
+    """Exit of a rank after rank 0 has ended with an error, which rank 0 reports."""
 
 
 def shut_down_distributed() -> None:
@@ -325,15 +325,15 @@ def shut_down_distributed() -> None:
 
 
 def broadcast_from_rank_zero(compute: Callable[[], _T]) -> _T:
-    """Return a value that rank 0 computes and all ranks get, such as the record of the run.
+    """Compute a value on rank 0, such as the record of the run, and return it on all ranks.
 
     Args:
-        compute: called on rank 0 only.
+        compute: the function, which is called on rank 0 only.
 
     Raises:
-        RankZeroFailed: on the other ranks, once rank 0 has ended, if `compute` has raised a `UserError`.
+        RankZeroFailed: `compute` has raised a `UserError`, and rank 0 has ended; on the other ranks.
     """
-    # A single process, which has no process group.
+    # A single process has no process group.
     if not dist.is_initialized():
         return compute()
     answer: list[Any] = [None, None]
@@ -347,7 +347,7 @@ def broadcast_from_rank_zero(compute: Callable[[], _T]) -> _T:
     value, status = answer
     if status is not None:
         with suppress(RuntimeError):
-            dist.barrier()  # It fails as rank 0 ends, so that its error is printed before a launcher sees this end.
+            dist.barrier()  # Fails when rank 0 ends, so its error is printed before a launcher notices this end.
         raise RankZeroFailed(status)
     result: _T = value
     return result

@@ -1,4 +1,4 @@
-"""Show the attention of each token of a translation over the source, as numbers and as figures."""
+"""Attention of each token of a translation over the source, as numbers and as figures."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from .vocabularies import known
 _ENDINGS = (".html", ".png")
 _EXAMPLE = "attention_"
 _EXAMPLES = 4
-"""Translations of a test whose attention is shown."""
+"""Number of translations of a test whose attention is shown."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AttentionMap:
 
     Args:
         source: the tokens of the source, with the end mark.
-        translation: the tokens of the translation, with the end mark unless it was cut.
+        translation: the tokens of the translation, with the end mark unless the translation was cut.
         weights: float32 of shape (translation, source); each row has the sum 1.
     """
 
@@ -57,7 +57,7 @@ def has_attention(network: TranslationNetwork) -> bool:
 def attention_maps(
     network: TranslationNetwork, batch: TranslationBatch, tokens: Tensor, vocabularies: Vocabularies | None
 ) -> list[AttentionMap]:
-    """Return the attention of finished translations, computed in one pass; the network has to be in eval mode.
+    """Return the attention of finished translations, computed in one pass; the network must be in eval mode.
 
     Args:
         network: the translation network.
@@ -102,13 +102,13 @@ def add_examples(
 ) -> None:
     """Add the attention of up to four translations of a test to its figures, preferably of about 8 words.
 
-    Arguments are those of `attention_maps`.
+    The other arguments are the same as of `attention_maps`.
     """
     shown = sum(name.startswith(_EXAMPLE) for name in figures)
     if shown >= _EXAMPLES or not has_attention(network):
         return
     lengths = (tokens != PAD).sum(1)
-    # Nine tokens are eight words and EOS. Stable, so that equal lengths keep the order of the batch.
+    # Nine tokens are eight words and EOS. The sort is stable, so that equal lengths keep the order of the batch.
     chosen = (lengths - 9).abs().argsort(stable=True)[: _EXAMPLES - shown]
     maps = attention_maps(network, batch.select(chosen.cpu()), tokens[chosen], vocabularies)
     figures |= {f"{_EXAMPLE}{number}": attention_map.figure() for number, attention_map in enumerate(maps, shown + 1)}
@@ -123,7 +123,7 @@ def write_attention(path: Path, maps: Sequence[AttentionMap]) -> None:
     """Write the attention of translations into an HTML page or an image, by the file's suffix.
 
     Raises:
-        OSError: the write failed, and the file is unchanged.
+        OSError: the write failed; the file is unchanged.
     """
     figures = [attention_map.figure() for attention_map in maps]
     with atomic_write(path) as temporary:
@@ -197,10 +197,10 @@ def _stacked(figures: Sequence[Figure]) -> Any:
 
 
 class Translated(NamedTuple):
-    """A translation, with its attention.
+    """A translation and its attention.
 
     Args:
-        text: the translation; None if the sentence has nothing to translate.
+        text: the translation; None if there is nothing to translate in the sentence.
         attention: the attention of its tokens over the source.
     """
 
@@ -211,21 +211,21 @@ class Translated(NamedTuple):
 def translate(recipe: Any, sentences: str | Sequence[str], return_attention: bool = False) -> list[Any]:
     """Translate sentences as the predict command does.
 
-    The attention is computed after the translation, and only on request, so that it does not change the tokens.
+    The attention is computed after the translation and only on request, so that it does not change the tokens.
 
     Args:
         recipe: a `Seq2SeqTranslator` from a checkpoint, or attached to a Trainer.
         sentences: one or several sentences as plain text.
-        return_attention: return pairs with the attention of each translation.
+        return_attention: whether to return each translation with its attention.
 
     Returns:
-        The translations as text, or a `Translated` of each: a text, and an `AttentionMap`, whose ``weights`` have the
-        shape (tokens of the translation, tokens of the source). They are the attention of a recurrent network (Luong et
-        al., 2015, after Bahdanau et al., 2015), or the attention of a Transformer's last decoder layer over the source,
-        a mean over the heads (Vaswani et al., 2017).
+        The translations as text, or as `Translated`: a text and an `AttentionMap`, whose ``weights`` have the shape
+        (tokens of the translation, tokens of the source). The weights are the attention of a recurrent network (Luong
+        et al., 2015, after Bahdanau et al., 2015), or of a Transformer's last decoder layer over the source, a mean
+        over the heads (Vaswani et al., 2017).
 
     Raises:
-        UserError: no sentence has anything to translate, or the network has no method ``attention``.
+        UserError: there is nothing to translate, or the network has no method ``attention``.
 
     Example:
         >>> model = Seq2SeqTranslator.load_from_checkpoint("best.ckpt")  # doctest: +SKIP

@@ -1,7 +1,7 @@
-"""Translate whole batches by beam search; a beam of one is greedy search.
+"""Translation of whole batches by beam search; a beam of one is greedy search.
 
 A row is a hypothesis; the rows of all sentences form one batch. A hypothesis that ends with EOS frees its row and its
-place in the beam. So the work shrinks as hypotheses end, and a finished sentence needs no further work.
+place in the beam. So the work shrinks as hypotheses end, and a finished sentence costs nothing.
 
 Tested in `tests/recipes/seq2seq/test_network.py`.
 """
@@ -21,11 +21,11 @@ Vocabularies = tuple[AnyVocabulary, AnyVocabulary]
 """The vocabularies of source and target."""
 
 NEVER = PAD, SOS, UNK
-"""Tokens that a translation never contains."""
+"""Tokens that are never in a translation."""
 
 
 class Translations(NamedTuple):
-    """The best translations of each sentence, the likeliest first.
+    """The best translations of each sentence, the most probable first.
 
     Args:
         tokens: int64 of shape (batch, nbest, time): tokens, EOS, padding.
@@ -37,7 +37,8 @@ class Translations(NamedTuple):
 
 
 def length_penalty(lengths: Tensor, alpha: float) -> Tensor:
-    """Return the divisor of a log-probability by which long translations are not worse (Wu et al., 2016, eq. 14).
+    """Return the divisor of a log-probability that compensates for the length of a translation (Wu et al., 2016, eq.
+    14).
 
     Args:
         lengths: tokens of the translations, EOS included.
@@ -47,12 +48,12 @@ def length_penalty(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def length_limits(source_lengths: Tensor) -> Tensor:
-    """Return the most tokens of a translation, EOS included; it depends on its own source only."""
+    """Return the maximum length of each translation, EOS included; it depends on the source sentence only."""
     return 2 * source_lengths + 10
 
 
 def _likeliest(network: TranslationNetwork, readouts: Tensor, is_last: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the likeliest next tokens of each row, none of `NEVER`, and only EOS where `is_last` is True.
+    """Return the most probable next tokens of each row without `NEVER`, and only EOS for rows with `is_last`.
 
     Returns:
         Log-probabilities and tokens, of shape (rows, count).
@@ -60,7 +61,7 @@ def _likeliest(network: TranslationNetwork, readouts: Tensor, is_last: Tensor, c
     logits = network.logits(readouts)
     # float32 at least: bf16 has too few digits for a softmax.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # One by one: indexing with a list would copy it to the device, and wait.
+    # One by one: indexing with a list would copy the list to the device, and wait.
     for token in NEVER:
         logits[:, token] = -torch.inf
     log_probabilities = logits.log_softmax(1)
@@ -81,14 +82,14 @@ def beam_search(
     alpha: float = 0.6,
     limits: Tensor | None = None,
 ) -> Translations:
-    """Translate a batch; the network has to be in evaluation mode.
+    """Translate a batch; the network must be in evaluation mode.
 
-    The search runs in the type of the weights, without autocast. In bf16 a batch of another shape is rounded otherwise,
-    which may exchange two likely tokens, so that a translation would depend on the others in its batch.
+    The search runs in the type of the weights, without autocast. In bf16, rounding depends on the shape of the batch
+    and may swap two probable tokens, so a translation would depend on the other sentences in its batch.
 
-    Each step keeps the likeliest continuations of a sentence, as many as it has places in the beam. A continuation that
-    ends removes one place (as in Bahdanau et al., 2015). With a place for every possible sentence, the search is
-    exhaustive.
+    Each step keeps the most probable continuations of a sentence, one for each of its places in the beam. A
+    continuation that ends removes one place (as in Bahdanau et al., 2015). With a place for every possible sentence,
+    the search is exhaustive.
 
     Args:
         network: the translation network.
@@ -97,7 +98,7 @@ def beam_search(
         beam: places in the beam of each sentence.
         nbest: translations to return for each sentence, at most `beam`.
         alpha: the exponent of `length_penalty`, which ranks the finished translations.
-        limits: most tokens of each translation, EOS included, of shape (batch,).
+        limits: maximum length of each translation, EOS included, of shape (batch,).
     """
     limits = length_limits(lengths) if limits is None else limits
     with torch.autocast(source.device.type, enabled=False):
@@ -117,7 +118,7 @@ def _search(
     batch = len(source)
     if not batch:
         return Translations(source.new_zeros(0, nbest, 0), torch.zeros(0, nbest, device=device))
-    longest = int(limits.max())  # Lengths are on the CPU, so that reading them does not wait for the device.
+    longest = int(limits.max())  # Lengths are on the CPU, so reading them does not wait for the device.
     limits = limits.to(device, non_blocking=True)
     encoded, state = network.encode(source, lengths)
     dtype = torch.promote_types(encoded.memory.dtype, torch.float32)
@@ -166,7 +167,7 @@ def _search(
         hypotheses = hypotheses[rows]
         state = network.select(state, rows)
         hypotheses[:, time] = tokens
-        # Copied only if the rows belong to other sentences than before.
+        # Copied only if the rows belong to different sentences than before.
         if not torch.equal(sentence, sentence_before):
             rows_encoded = encoded.select(sentence)
     scores, order = scores.topk(nbest)
@@ -176,7 +177,7 @@ def _search(
 
 
 def sentences_of(batch: TranslationBatch, vocabularies: Vocabularies, data: Any) -> tuple[list[str], list[str]]:
-    """Return the sources and the references of a batch as text; the data module knows words outside the vocabulary."""
+    """Return the sources and the references of a batch as text, with the data module's words outside the vocabulary."""
     if batch.numbers is not None and isinstance(data, TranslationDataModule):
         return data.source_sentences(batch.numbers), data.target_sentences(batch.numbers)
     sides = zip(vocabularies, (batch.source, batch.target), strict=True)

@@ -1,9 +1,9 @@
-"""The interface of translation networks, and the recurrent one: bidirectional encoder, decoder with attention.
+"""Interface of translation networks, and the recurrent network: bidirectional encoder, decoder with attention.
 
-A network decodes whole sequences if the target is known, and step by step if not, with equal results. In the recurrent
-network attention follows the decoder's recurrent layer (Luong et al., 2015). With a known target all positions are
-therefore computed at once: one recurrent call, one batched attention, one projection. In translation the same modules
-run step by step.
+A network decodes whole sequences if the target is known, and otherwise step by step, with equal results. In the
+recurrent network, attention follows the decoder's recurrent layer (Luong et al., 2015). With a known target, all
+positions are therefore computed at once: one recurrent call, one batched attention, one projection. In translation,
+the same modules run step by step.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
     Args:
         memory: the states that attention averages, or the values of all layers, of shape (batch, source, hidden).
-        keys: the keys that attention compares queries with, of shape (batch, source, any).
+        keys: the keys to which attention compares queries, of shape (batch, source, any).
         mask: True for tokens and False for padding, of shape (batch, source).
     """
 
@@ -54,13 +54,13 @@ class TranslationNetwork(nn.Module):
     """Base class of translation networks, whose decoders run on whole sequences and step by step, with equal results.
 
     A subclass has the output layer `output`, and defines `encode`, `step` and `decode`. The state of its decoder
-    between two tokens is a tensor. If its shape is not (batch, ...), the subclass overrides `select` as well.
+    between two tokens is a tensor. If the shape of the state is not (batch, ...), the subclass also overrides `select`.
     """
 
     output: nn.Linear
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, Tensor]:
-        """Return the encoder's output, and the state in which the decoder starts.
+        """Return the encoder's output and the initial state of the decoder.
 
         Args:
             source: tokens of shape (batch, source), then padding.
@@ -75,7 +75,7 @@ class TranslationNetwork(nn.Module):
             tokens: the last token of each sentence, of shape (batch,).
 
         Returns:
-            The readouts of the next token, of shape (batch, readout), for `logits`; and the state after it.
+            The readouts of the next token, of shape (batch, readout), for `logits`; and the next state.
         """
         raise NotImplementedError
 
@@ -100,8 +100,8 @@ class TranslationNetwork(nn.Module):
     def attention(self, source: Tensor, lengths: Tensor, inputs: Tensor) -> Tensor:
         """Return the weights of the decoder over the source for each token (Bahdanau et al., 2015).
 
-        A pass over whole sequences has the same weights as `step` in translation, so a sentence is translated without
-        keeping them, and they are computed afterwards.
+        A pass over whole sequences computes the same weights as `step` in translation. So a translation does not keep
+        the weights; they are computed afterwards, in one pass.
 
         Args:
             source: tokens of shape (batch, source).
@@ -114,7 +114,7 @@ class TranslationNetwork(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no method attention(source, lengths, inputs)")
 
     def free_running(self, source: Tensor, source_lengths: Tensor, target: Tensor, target_positions: Tensor) -> Tensor:
-        """Return logits as `forward` does, but the decoder reads its own likeliest tokens in place of the target.
+        """Return logits like `forward`, but the decoder reads its own most probable tokens in place of the target.
 
         The decoder runs step by step, as in translation; reading the target is called teacher forcing (Williams and
         Zipser, 1989). No gradient flows through the choice of a token.
@@ -156,7 +156,7 @@ class TranslationNetwork(nn.Module):
 
 
 def reversed_positions(lengths: Tensor, time: int) -> Tensor:
-    """Return the positions of each sentence from the last token to the first, then its padding: (batch, time).
+    """Return the positions of each sentence from the last token to the first, then of its padding: (batch, time).
 
     Example:
         >>> reversed_positions(torch.tensor([3, 2]), time=4)
@@ -172,8 +172,8 @@ class Encoder(nn.Module):
     """Bidirectional recurrent layers without packed sequences.
 
     The backward direction reads each sentence reversed within its length. Padding comes last in both directions, so it
-    cannot change the states before it. On a CPU this takes 0.3 to 0.85 times as long as `pack_padded_sequence`, whose
-    gradient fills a buffer of the whole batch for each step. On a GPU it does not wait for the lengths.
+    cannot change the states before it. On a CPU, this takes 0.3 to 0.85 times as long as `pack_padded_sequence`, whose
+    gradient fills a buffer of the whole batch in each step. On a GPU, this does not wait for the lengths.
 
     Args:
         input_size: size of the inputs.
@@ -217,7 +217,7 @@ def attention_weights(queries: Tensor, encoded: Encoded) -> Tensor:
     """Return the softmax over the source of inner products of queries and keys (Luong et al., 2015).
 
     Args:
-        queries: queries of shape (batch, time, hidden): one for a step of the decoder, or those of a whole sequence.
+        queries: queries of shape (batch, time, hidden), where time is 1 for a step of the decoder.
         encoded: the encoder's output.
 
     Returns:
@@ -230,7 +230,7 @@ def attention_weights(queries: Tensor, encoded: Encoded) -> Tensor:
 
 
 def attend(queries: Tensor, encoded: Encoded) -> Tensor:
-    """Return the queries joined with means of the memory, weighted by `attention_weights`.
+    """Return the queries concatenated with means of the memory, weighted by `attention_weights`.
 
     Args:
         queries: queries of shape (batch, time, hidden).
@@ -253,7 +253,7 @@ class Seq2SeqNet(TranslationNetwork):
         target_vocab_size: tokens in the target vocabulary.
         hidden_size: width of the token embeddings, of the decoder, and of the encoder's two directions together; even.
         num_layers: recurrent layers of encoder and decoder.
-        dropout: share of the inputs and outputs of the recurrent layers that is dropped.
+        dropout: dropout rate of the inputs and outputs of the recurrent layers.
 
     Example:
         >>> network = Seq2SeqNet(source_vocab_size=9, target_vocab_size=7, hidden_size=8)
@@ -306,7 +306,7 @@ class Seq2SeqNet(TranslationNetwork):
         return outputs, hidden
 
     def _read_out(self, attended: Tensor) -> Tensor:
-        """Return the attentional vectors, which the output layer reads."""
+        """Return the attentional vectors, the inputs of the output layer."""
         readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)))
         return readouts
 

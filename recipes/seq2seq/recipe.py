@@ -4,10 +4,10 @@
         --max-length 10 --val-sentences 100
 
 63.0 BLEU on the test sentences of the tutorial's 11,445 pairs, French to English (mean of seeds 1, 2 and 3, beam of 5);
-144 s of training on one thread of an AMD EPYC (bf16) that nothing else used; measured on 23 November 2026 (README.md).
+144 s of training on one thread of an otherwise idle AMD EPYC (bf16); measured on 23 November 2026 (README.md).
 
-Logged are train/loss of updates, after each epoch val/loss, val/bleu and others of `TranslationScores`, and by the test
-the same under test/ with sacrebleu's BLEU and chrF.
+Logged are train/loss of updates, after each epoch val/loss, val/bleu and the other scores of `TranslationScores`, and
+by the test the same under test/ with sacrebleu's BLEU and chrF.
 """
 
 import math
@@ -46,8 +46,8 @@ def rate_of_run(network: str, samples: int, epochs: float) -> float:
     """Return the default peak learning rate: 0.001 for a Transformer, else a function of the run's length.
 
     The function is 0.2 divided by the square root of the number of updates in batches of 64, but at most 0.006. Adam
-    moves the vectors of rare tokens at random, by the rate times the square root of the updates. On the tutorial's
-    pairs BLEU was best if that product was 0.2 to 0.3; at 0.4 and 0.5 BLEU was 10 to 20 lower.
+    moves the vectors of rare tokens at random, by the rate times the square root of the number of updates. On the
+    tutorial's pairs, BLEU was best if this product was 0.2 to 0.3; at 0.4 and 0.5, BLEU was 10 to 20 lower.
 
     Args:
         samples: the size of the training set.
@@ -65,35 +65,35 @@ def rate_of_run(network: str, samples: int, epochs: float) -> float:
 
 
 class Seq2SeqTranslator(Recipe):
-    """Translates with a recurrent network or a Transformer; override `build_network` to train your own.
+    """Translation with a recurrent network or a Transformer; override `build_network` to train your own network.
 
     Batches are `TranslationBatch`es. Validation translates greedily, the test and `predict` by beam search.
 
     Args:
         network: "rnn" is a recurrent encoder and decoder with attention (Luong et al., 2015), "transformer" has layers
             of attention (Vaswani et al., 2017), pre-norm, and a peak learning rate of 0.001 by default.
-        hidden_size: width of embeddings and layers: of the decoder, and of the encoder's two directions together,
-            even; or of a Transformer, a multiple of `heads`.
+        hidden_size: width of embeddings and layers. In a recurrent network, an even number, also the width of the
+            encoder's two directions together; in a Transformer, a multiple of `heads`.
         num_layers: layers of encoder and decoder; by default 1 (rnn) or 3 (transformer).
         heads: attention heads of a layer (transformer).
         feedforward_size: width inside the feed-forward networks (transformer).
-        dropout: share of the inputs and outputs of the recurrent layers, or of what a Transformer's layer adds, that is
-            dropped in training.
-        source_vocab_size: tokens in the source vocabulary; by default that of the data.
-        target_vocab_size: tokens in the target vocabulary; by default that of the data.
+        dropout: dropout rate of the inputs and outputs of the recurrent layers, or of the residual branches of a
+            Transformer.
+        source_vocab_size: number of tokens in the source vocabulary; by default the size in the data.
+        target_vocab_size: number of tokens in the target vocabulary; by default the size in the data.
         label_smoothing: share of the target spread over all tokens (Szegedy et al., 2016).
-        val_sentences: about how many sentences each validation translates; a fixed random choice.
+        val_sentences: approximate number of sentences that each validation translates; a fixed random choice.
         beam: width of the beam search, in test and predict; 1 is greedy.
         length_penalty: exponent of the length normalization in a beam search, from 0 to 1 (Wu et al., 2016).
         bleu_tokenize: sacrebleu's tokenizer for the standard BLEU of the test: "zh" for Chinese targets, "char" for
-            other scripts without spaces, "13a" for all else.
-        teacher_forcing: share of the micro-batches of training in which the decoder reads the target (Williams and
-            Zipser, 1989); in the others it reads its own predictions, step by step, which takes longer.
+            other scripts without spaces, "13a" for other languages.
+        teacher_forcing: share of the training micro-batches in which the decoder reads the target (Williams and Zipser,
+            1989); in the rest it reads its own predictions, step by step, which takes longer.
         attention: HTML or PNG file into which predict draws the attention of each translation over its source.
-        lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`).
+        lr: peak learning rate; by default 0.003, or on the command line a function of the run's length (`rate_of_run`).
     """
 
-    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of it is another recipe.
+    title = __name__.split(".")[-2]  # The name of this folder, so that a copy of the folder is a new recipe.
     data_class = TranslationDataModule
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 24}
     monitor = "val/bleu"
@@ -155,7 +155,7 @@ class Seq2SeqTranslator(Recipe):
         lr = 0.003 if lr is None else lr
         super().__init__(optimizer=optimizer, lr=lr, weight_decay=weight_decay, schedule=schedule, **kwargs)
         self.hparams.update(lr=lr)
-        self.hparams.pop("attention", None)  # A file of one call of predict; a checkpoint must not have it.
+        self.hparams.pop("attention", None)  # A file of one call of predict, which must not be in a checkpoint.
         self.attention_writer = AttentionWriter(attention)
         self.attention_maps: dict[int, AttentionMap] | None = None if attention is None else {}
         """The attention of predicted sentences by their number; None if it was not requested."""
@@ -178,7 +178,7 @@ class Seq2SeqTranslator(Recipe):
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         """Return the mean loss over the target tokens, and their number."""
         share = self.hparams.teacher_forcing
-        # `SeedControl` has seeded the generator for this micro-batch, so that the draw is the same on any split.
+        # `SeedControl` has seeded the generator for this micro-batch, so the draw is the same on any split.
         is_forced = share >= 1 or float(torch.rand(())) < share
         logits, targets = self._logits_and_targets(batch, is_forced)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.hparams.label_smoothing)
@@ -193,7 +193,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        # Norms and biases are in a group of their own, without weight decay.
+        # Norms and biases are in a separate group without weight decay.
         groups = parameter_groups(self.parameters(), self.hparams.weight_decay)
         optimizer = build_optimizer(groups, self)
         return build_schedule(optimizer, self)
@@ -201,7 +201,7 @@ class Seq2SeqTranslator(Recipe):
     def _evaluation_step(
         self, scores: TranslationScores, batch: TranslationBatch, beam: int, chosen: Tensor | None = None
     ) -> dict[str, Any]:
-        """Score a batch, and translate its sentences, or those at `chosen`."""
+        """Score a batch, and translate its sentences, or only the sentences at `chosen`."""
         if not len(batch.source):
             return {}
         logits, targets = self._logits_and_targets(batch)
@@ -213,7 +213,7 @@ class Seq2SeqTranslator(Recipe):
         source, target = known(self.vocabularies)
         sources, references = sentences_of(batch, (source, target), self.data_module())
         translations = [*map(target.decode, result.tokens[:, 0].tolist())]
-        # Subwords are decoded to plain text, in which punctuation is not separated from words yet.
+        # Subwords are decoded to plain text, in which punctuation is still attached to words.
         tokenize = self.hparams.bleu_tokenize if isinstance(target, SubwordVocabulary) else None
         scores.add(translations, references, tokenize)
         texts = {"sources": sources, "translations": translations, "references": references}
@@ -221,7 +221,7 @@ class Seq2SeqTranslator(Recipe):
 
     def _log_scores(self, prefix: str, scores: TranslationScores) -> None:
         values = {f"{prefix}/{name}": value.float() for name, value in scores.compute(self.trainer.strategy).items()}
-        # The values are equal on all ranks: a maximum keeps every bit, and a mean over ranks would round again.
+        # The values are equal on all ranks. A maximum over ranks keeps every bit; a mean would round again.
         self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
 
@@ -283,7 +283,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return a row for each translation, in the order of the sentences, whatever the order of the batches.
+        """Return a row for each translation, in the order of the sentences, for any order of the batches.
 
         Args:
             names: the sentences, with words outside the vocabulary in brackets.
@@ -315,7 +315,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def setup(self, stage: str) -> None:
-        """Take the vocabularies from the data; those of a checkpoint, which is read afterwards, replace them."""
+        """Set the vocabularies of the data. A checkpoint is read afterwards, and its vocabularies replace them."""
         super().setup(stage)
         data = self.data_module()
         takes = stage == "fit" or (stage != "predict" and self.vocabularies is None)

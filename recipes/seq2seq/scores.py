@@ -1,4 +1,4 @@
-"""Compute the scores of translations over all ranks with sacrebleu: BLEU, chrF and exact matches.
+"""Scores of translations over all ranks with sacrebleu: BLEU, chrF and exact matches.
 
 sacrebleu adds integer counts of the sentences, so the scores do not depend on the order of the sentences.
 
@@ -25,7 +25,7 @@ BleuTokenizer = Literal["13a", "intl", "zh", "char", "none"]
 
 
 def _bleu(name: str, **options: Any) -> Any:
-    """Return sacrebleu's BLEU, imported here because that takes 0.3 s."""
+    """Return sacrebleu's BLEU. The import is here because it takes 0.3 s."""
     from sacrebleu.metrics.bleu import BLEU
 
     return BLEU(tokenize=name, force=True, **options)
@@ -54,7 +54,7 @@ def token_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
 
     Args:
         hypotheses: translations, words separated by spaces.
-        references: as many reference translations.
+        references: the reference translations, in the same number.
 
     Example:
         >>> scores = token_scores(["the cat sat on the mat"], ["the cat sat on a mat"])
@@ -74,7 +74,7 @@ def token_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
 
 @dataclass(frozen=True)
 class StandardScore:
-    """A score of detokenized text, as published figures are computed.
+    """A score of detokenized text, comparable to published scores.
 
     Args:
         title: name in tables, such as BLEU.
@@ -109,7 +109,7 @@ def standard_scores(
 
 
 def sentences_to_translate(numbers: Tensor | None, share: float) -> Tensor | None:
-    """Return the positions of a random share of a batch, int64 of shape (chosen,); None means all.
+    """Return the positions of a random share of a batch, int64 of shape (chosen,); None means all positions.
 
     Args:
         numbers: the numbers of the sentences, which determine the choice on any number of ranks.
@@ -160,11 +160,11 @@ class DetokenizedScores:
         self.found: dict[str, StandardScore] = {}
 
     def add(self, outputs: Mapping[str, Any], numbers: Tensor | None, data: Any) -> None:
-        """Add what a step returned; the data module has the texts as they were written.
+        """Add the result of a step; the data module has the original texts.
 
         Args:
             outputs: the sources, translations and references of a batch.
-            numbers: the numbers of the sentences, of shape (batch,); None continues the earlier ones.
+            numbers: the numbers of the sentences, of shape (batch,); None: the numbers after the earlier sentences.
             data: the data module.
         """
         sources = outputs["sources"]
@@ -177,8 +177,8 @@ class DetokenizedScores:
         self.sentences += zip(positions, sources, outputs["translations"], references, strict=True)
 
     def compute(self, strategy: Strategy, tokenize: str) -> dict[str, float]:
-        """Return the scores by name, equal on every rank; none without sentences."""
-        # Sorted by number, since ranks have the sentences in turn.
+        """Return the scores by name, equal on every rank; an empty dict without sentences."""
+        # Sorted by number, because the sentences alternate between ranks.
         self.sentences = sorted(row for rows in gather(self.sentences) for row in rows)
         if self.sentences:
             _, _, translations, references = zip(*self.sentences, strict=True)
@@ -188,7 +188,7 @@ class DetokenizedScores:
     def tables(self) -> dict[str, ResultTable]:
         """Return the sources, translations and references, in the order of the file.
 
-        Two text files have the translations and the references line by line, as sacrebleu's command reads them.
+        Two text files have the translations and the references line by line, in the format of sacrebleu's command.
         """
         columns = "source", "translation", "reference"
         rows = [dict(zip(columns, texts, strict=True)) for _, *texts in self.sentences]

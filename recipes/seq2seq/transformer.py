@@ -1,7 +1,7 @@
-"""A Transformer (Vaswani et al., 2017) whose layers normalize their inputs (pre-norm; Xiong et al., 2020).
+"""Transformer (Vaswani et al., 2017) whose layers normalize their inputs (pre-norm; Xiong et al., 2020).
 
-Decoding a sequence at once and token by token runs the same layers. A step attends to the keys and values of earlier
-tokens, which the state holds: (batch, time, 2 x layers x width).
+Whole sequences and single tokens are decoded by the same layers. A step attends to the keys and values of earlier
+tokens in the state, of shape (batch, time, 2 x layers x width).
 
 Tested in `tests/recipes/seq2seq/test_network.py`.
 """
@@ -19,11 +19,11 @@ from recipes.dropout import Dropout
 
 from .network import Encoded, TranslationNetwork, position_mask
 
-_MAX_WEIGHTS = 512 * 512  # Longer sentences use torch's attention, which does not hold the weights in memory.
+_MAX_WEIGHTS = 512 * 512  # Longer sentences use torch's attention, which does not keep the weights in memory.
 
 
 def sinusoids(start: int, time: int, like: Tensor) -> Tensor:
-    """Return the encodings of the positions from `start` on, of shape (time, width), in the type of `like`."""
+    """Return the encodings of positions beginning with `start`, of shape (time, width), in the type of `like`."""
     half = (like.shape[-1] + 1) // 2
     rates = torch.exp(torch.arange(half, device=like.device) * (-math.log(10_000) / half))
     angles = torch.arange(start, start + time, device=like.device).unsqueeze(1) * rates
@@ -60,7 +60,7 @@ class _Heads:
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Return weighted means of the values; `mask` is True where the source has a token: (batch, source)."""
+        """Return weighted means of the values; `mask` is True for tokens, of shape (batch, source)."""
         queries, keys, values = map(self.split, (queries, keys, values))
         mask = None if mask is None else mask[:, None, None, :]
         if queries.is_cpu and queries.dtype == torch.bfloat16 and queries.shape[2] * keys.shape[2] <= _MAX_WEIGHTS:
@@ -79,7 +79,7 @@ class _Layer(nn.Module):
         self.heads = _Heads(heads)
         self.dropout = Dropout(dropout)
         self.self_norm = nn.LayerNorm(width)
-        # Without biases: the gradient of the keys' bias is rounding noise only, which Adam scales up to its full rate.
+        # Without biases: the gradient of the keys' bias is only rounding noise, which Adam scales up to its full rate.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.self_output = nn.Linear(width, width)
         self.feedforward_norm = nn.LayerNorm(width)
@@ -101,7 +101,7 @@ class _EncoderLayer(_Layer):
 
 
 class _DecoderLayer(_Layer):
-    """Decoder layer, which attends to the source after self-attention."""
+    """Decoder layer: self-attention, attention to the source, and a feed-forward network."""
 
     def __init__(self, width: int, heads: int, feedforward_size: int, dropout: float) -> None:
         super().__init__(width, heads, feedforward_size, dropout)
@@ -111,7 +111,7 @@ class _DecoderLayer(_Layer):
 
     @override
     def forward(self, x: Tensor, past: Tensor | None, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        """Run the layer on whole sentences, or on one token after those in `past`.
+        """Run the layer on whole sentences, or on one token after the tokens of `past`.
 
         Args:
             x: inputs of shape (batch, time, width).
@@ -134,7 +134,7 @@ class _DecoderLayer(_Layer):
         if past is not None:
             visible = torch.cat((past.to(keys_and_values.dtype), keys_and_values), 1)
         keys, values = visible.chunk(2, 2)
-        # A single token attends to all earlier ones, so that only whole sentences need a causal mask.
+        # A single token attends to all earlier tokens, so only whole sentences need a causal mask.
         attended = self.heads.attend(queries, keys, values, causal=past is None)
         return x + self.dropout(self.self_output(attended)), keys_and_values
 
@@ -147,9 +147,9 @@ class _DecoderLayer(_Layer):
 class TransformerNet(TranslationNetwork):
     """Encoder and decoder of attention layers, for sentences of any length.
 
-    Dropout is on the embeddings and on each layer's residual paths, not on the attention weights, which
-    `torch.nn.functional.scaled_dot_product_attention` does not hold. Positions are sinusoids. The output layer shares
-    its weights with the target embedding (Press and Wolf, 2017).
+    Dropout applies to the embeddings and to the residual branches of each layer, not to the attention weights, because
+    `torch.nn.functional.scaled_dot_product_attention` does not return these. Positions are sinusoids. The output layer
+    shares its weights with the target embedding (Press and Wolf, 2017).
 
     Args:
         source_vocab_size: tokens in the source vocabulary.
@@ -158,7 +158,7 @@ class TransformerNet(TranslationNetwork):
         num_layers: layers of the encoder, and of the decoder.
         heads: attention heads of a layer.
         feedforward_size: width inside the feed-forward networks.
-        dropout: share of the embeddings, and of what a layer adds, that is dropped in training.
+        dropout: dropout rate of the embeddings and of the residual branches.
 
     Example:
         >>> network = TransformerNet(source_vocab_size=9, target_vocab_size=7, hidden_size=8)
@@ -200,7 +200,8 @@ class TransformerNet(TranslationNetwork):
         self.output = nn.Linear(hidden_size, target_vocab_size)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # Block by block: the weight stacks square projections, of queries, keys and values or of all layers.
+                # Block by block: the weight is a stack of square projections, of queries, keys and values or of all
+                # layers.
                 blocks = module.weight.split(hidden_size) if module.weight.shape[1] == hidden_size else [module.weight]
                 for block in blocks:
                     nn.init.xavier_uniform_(block)
@@ -223,7 +224,7 @@ class TransformerNet(TranslationNetwork):
             x = layer(x, mask)
         x = self.encoder_norm(x)
         encoded = Encoded(self.source_values(x), self.source_keys(x), mask)
-        # The state holds the keys and values of earlier tokens, of which there are none yet.
+        # The state has the keys and values of earlier tokens; there are no earlier tokens yet.
         return encoded, encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width)
 
     def _source_of_layers(self, encoded: Encoded) -> list[Encoded]:
@@ -245,7 +246,7 @@ class TransformerNet(TranslationNetwork):
     def attention(self, source: Tensor, lengths: Tensor, inputs: Tensor) -> Tensor:
         """Return the last decoder layer's attention to the source, a mean over heads (Vaswani et al., 2017).
 
-        Arguments and result are those of `TranslationNetwork.attention`.
+        Arguments and result are the same as of `TranslationNetwork.attention`.
         """
         encoded, _ = self.encode(source, lengths)
         x = self._embed(self.target_embedding, inputs)

@@ -1,4 +1,4 @@
-"""Manage the vocabularies of a translator: taken from data or weights, and saved in files.
+"""Vocabularies of a translator: from data or weights, and in exported files.
 
 Tested in `tests/recipes/seq2seq/test_recipe.py`.
 """
@@ -21,7 +21,7 @@ _LAYERS = ("source_embedding", "target_embedding", "output")
 
 
 def load_vocabularies(data: TranslationDataModule, weights: str | None, weights_skip: Any) -> None:
-    """Make the data use the vocabularies in a file of weights, whose embeddings have a row for each token.
+    """Make the data use the vocabularies in a file of weights, because the embeddings have a row for each token.
 
     The data keeps its own vocabularies if `weights_skip` names source_embedding, target_embedding and output.
     """
