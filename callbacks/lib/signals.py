@@ -34,7 +34,7 @@ def _install_handler(signums: Iterable[int], handler: Callable[[int, Any], None]
     return previous_handlers
 
 
-def _restore_handlers(handlers: Mapping[int, Any]) -> None:
+def restore_handlers(handlers: Mapping[int, Any]) -> None:
     """Install previous handlers again."""
     for signum, handler in handlers.items():
         # None stands for a handler of C code, which Python cannot install.
@@ -112,7 +112,7 @@ class SignalFlag:
 
     def restore(self) -> None:
         """Restore the previous handlers."""
-        _restore_handlers(self._previous_handlers)
+        restore_handlers(self._previous_handlers)
         self._previous_handlers = {}
 
     def _set(self, signum: int, frame: Any) -> None:
@@ -162,7 +162,7 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
             end(_kept.pop(), None)
         yield
     finally:
-        _restore_handlers(previous_handlers)
+        restore_handlers(previous_handlers)
 
 
 class NotRequeued(Exception):

@@ -24,7 +24,7 @@ from multiprocessing import current_process, forkserver
 from pathlib import Path
 from signal import SIGUSR1
 
-from callbacks.lib.signals import keep_until_imported
+from callbacks.lib.signals import keep_until_imported, restore_handlers
 from datamodules.lightning_package import VARIABLE, lightning_package
 from recipes.runner.command import COMMANDS, HELP_FLAGS, PRINT_CONFIG_FLAGS, help_text
 from recipes.runner.hints import read_help, read_trainer_parameters, unknown_flag
@@ -206,8 +206,10 @@ def _import_everything(modules: Iterable[str]) -> None:
     """Import the modules and prepare the fork server; called when the server imports this module."""
     # In a session of its own, the server's workers receive no Ctrl-C from the terminal: the agent passes it on, once.
     os.setsid()
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)  # The server ends with its last client.
+    # The server ends with its last client. Its children get the handlers back, so that their parents can end them.
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    previous_handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    os.register_at_fork(after_in_child=lambda: restore_handlers(previous_handlers))
     atexit.register(os._exit, 0)  # A regular exit would take a second for clean-up, and print warnings.
     # Collections during imports free nothing, and frozen objects stay on pages that parent and children share.
     gc.disable()

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from callbacks.lib.signals import SIGNALS
 from datamodules.errors import UserError, first_line, spelled
 from datamodules.lightning import pl, rank_zero_only
 from datamodules.notes import warn
@@ -68,8 +67,6 @@ def work(handed: Handed) -> None:
     agent = multiprocessing.parent_process()
     assert agent is not None
     _end_after(agent.join)
-    for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)  # The fork server ignores these signals, and the worker inherits this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank_zero_only.rank = int(os.environ["RANK"])  # type: ignore[attr-defined]
     try:

@@ -101,6 +101,7 @@ print(json.dumps(found))
 
 FORKED = """
 import sys
+import signal
 import pytorch_lightning
 from recipes.runner.start import start_fork_server, start_method
 from multiprocessing import get_context
@@ -109,6 +110,7 @@ if __name__ == "__main__":
     start_fork_server([])
     pool = get_context(start_method()).Pool(1)
     print(pool.apply(eval, ("__import__('datamodules.lightning').lightning.pl.__name__",)))
+    print(pool.apply(signal.getsignal, (signal.SIGTERM,)) is signal.SIG_DFL)
 """
 
 
@@ -200,9 +202,20 @@ def test_every_callback_knows_its_lightning() -> None:
     assert [value for value in callbacks if not issubclass(value, OneLightningCallback)] == []
 
 
-def test_workers_are_given_the_package_of_their_program(tmp_path: Path) -> None:
-    (tmp_path / "forked.py").write_text(FORKED)
-    assert python(tmp_path / "forked.py").splitlines()[-1] == "pytorch_lightning"
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return what a worker of the fork server says of its package, and of SIGTERM."""
+    file = tmp_path_factory.mktemp("forked") / "forked.py"
+    file.write_text(FORKED)
+    return python(file).splitlines()[-2:]
+
+
+def test_workers_are_given_the_package_of_their_program(forked: list[str]) -> None:
+    assert forked[0] == "pytorch_lightning"
+
+
+def test_sigterm_ends_a_worker_of_the_fork_server(forked: list[str]) -> None:
+    assert forked[1] == "True", "the server itself ignores it, and a pool or a loader ends its workers by it"
 
 
 def test_our_modules_name_lightning_in_one_place_only() -> None:
