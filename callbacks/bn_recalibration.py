@@ -1,7 +1,7 @@
 """Recomputation of the running statistics of BatchNorm for the final weights of a run.
 
-The running statistics belong to the weights of training, or are averages as well, and the averaged weights have other
-activations (Izmailov et al., 2018). Lightning calls `update_bn` only in its own `StochasticWeightAveraging`.
+The running statistics belong to the weights of training. Averaged weights have other activations (Izmailov et al.,
+2018). Lightning calls `update_bn` only in its own `StochasticWeightAveraging`.
 """
 
 import copy
@@ -23,7 +23,7 @@ from datamodules.notes import warn
 
 
 class BNRecalibration(OneLightningCallback):
-    """Recomputes the running statistics of BatchNorm for the final weights, in one pass over the training data.
+    """Callback that recomputes the running statistics of BatchNorm for the final weights, in one pass over the data.
 
     It calls `torch.optim.swa_utils.update_bn` when the fit ends, after `WeightAveraging` has put the average into the
     module. The statistics are equal means over the micro-batches of the first epoch. Each device reads all

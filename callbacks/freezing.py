@@ -350,7 +350,7 @@ def rewrap_ddp(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     num_reduced = old_ddp._get_ddp_logging_data()["num_parameter_tensors"]
     if num_reduced == sum(p.requires_grad for p in pl_module.parameters()):
         return
-    # Wrapping replaces buffers with those of rank 0, and each rank may have its own running statistics.
+    # Wrapping replaces all buffers with the values of rank 0, and each rank may have its own running statistics.
     buffers = [buffer.detach().clone() for buffer in pl_module.buffers()]
     strategy.model = pl_module
     strategy.configure_ddp()
@@ -389,9 +389,9 @@ class _Fit:
 
 
 class FreezeLayers(OneLightningCallback):
-    """Keeps layers bit-identical, for the whole run or until a given epoch or update.
+    """Callback that keeps layers bit-identical, for the whole run or until a given epoch or update.
 
-    Frozen layers are those of `freeze_layers`, and get no momentum and no weight decay. The optimizer holds all
+    `freeze_layers` freezes the layers. They get no momentum and no weight decay. The optimizer holds all
     parameters from the first step. The epoch and the update decide what is frozen: nothing is saved, and a run
     resumes anywhere. Under DDP all ranks wrap the module again when that changes. Parameters that
     required no gradient before the fit never train.

@@ -28,11 +28,11 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
     """Return the number of micro-batches per device in an update of `samples`.
 
     Args:
-        at_once: samples that all devices process at once, with one micro-batch each.
-        found: text that begins the error.
+        at_once: number of samples in one micro-batch on each of the devices.
+        found: first words of the error message.
 
     Raises:
-        UserError: `samples` is no multiple of `at_once`.
+        UserError: `samples` is not a multiple of `at_once`.
 
     Example:
         >>> steps_for_samples(1024, at_once=256, found="global_batch_size=1024")
@@ -49,20 +49,20 @@ def steps_for_samples(samples: int, at_once: int, found: str) -> int:
 
 
 class GradientAccumulation(OneLightningCallback):
-    """Makes each update the mean over all its targets, bit-identical on any number of devices and nodes.
+    """Callback that makes each update the mean over all its targets, bit-identical on any number of devices and nodes.
 
     Runs on: `setup`, where it sets the size of an update in `UpdateLoop`.
 
     `training_step` returns its mean loss and may add ``count``, the number of targets behind that mean, such as tokens
     that are not padding: one number, or a tensor that holds one and is never read back from an accelerator. Without it
     the samples count that the loader dealt. Logs stay the mean of the micro-batch. A micro-batch with a count of 0 adds
-    nothing, even if its loss or its gradient is NaN. An update with a count of 0 is no step: weights, optimizer and
+    nothing, even if its loss or its gradient is NaN. An update with a count of 0 makes no step: weights, optimizer and
     schedules stay as they are.
 
     Gradients are added in an order that follows from the micro-batches' numbers (`callbacks.GradientSum`), and running
     statistics of BatchNorm are updated in the order of the numbers. So weights and buffers have the same bits on any
-    number of ranks if the micro-batches have numbers. They have with a `DataLoader` over a data set with a length and a
-    sampler of torch, and with the loaders of `datamodules`. With other loaders the bits are equal within rounding, and
+    number of ranks if the micro-batches have numbers. A `DataLoader` over a data set with a length and a sampler of
+    torch numbers them, as do the loaders of `datamodules`. With other loaders the bits are equal within rounding, and
     a note says so. On one device with one micro-batch per update, PyTorch computes the gradients as usual.
 
     An update is one step of the loop, whatever its number of micro-batches: `batch_idx`, limits and intervals count
@@ -113,7 +113,7 @@ class GradientAccumulation(OneLightningCallback):
         """Samples of an update on all devices, for other loaders with a known batch size."""
         self._is_outdated = False
         self._is_restored = False
-        """Whether `_items` and `_samples` are those of the checkpoint. Otherwise they follow from the loaders."""
+        """Whether `_items` and `_samples` come from the checkpoint. Otherwise they follow from the loaders."""
         self._loop: UpdateLoop | None = None
         self._threads = ThreadsBeforeLaunch()
 

@@ -124,7 +124,7 @@ def _disable_sigterm_broadcast(loop: UpdateLoop) -> Callable[[], None]:
 
 
 class Preemption(OneLightningCallback):
-    """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
+    """Callback that saves and ends a run after the current update, when a rank gets SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
     A signal only sets a flag. The ranks all-reduce the flag at the end of each update; on several ranks its result
     is known one update later. Then all ranks save `last.ckpt` through the run's checkpoint callback and raise
@@ -267,7 +267,7 @@ class Preemption(OneLightningCallback):
             if note:
                 warn(note)
         # The other ranks wait for rank 0: when the first process exits, Slurm may end the whole job step, with the
-        # request to requeue. Everything is saved, so a rank that does not take part is no reason to fail.
+        # request to requeue. Everything is saved, so the run does not fail if a rank does not take part.
         with contextlib.suppress(RuntimeError):
             ranks.maximum(0)
         raise Preempted(signum, path, trained=trained)

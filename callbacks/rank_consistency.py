@@ -56,7 +56,7 @@ class Evidence(NamedTuple):
 
 
 def first_differing(by_rank: Sequence[Any]) -> int:
-    """Return the first rank whose value is not that of rank 0; 0 if all are equal.
+    """Return the first rank whose value differs from rank 0; 0 if all are equal.
 
     Example:
         >>> first_differing(["a", "a", "b"])
@@ -69,7 +69,7 @@ def describe_cause(evidence: Sequence[Evidence], monitored: Iterable[str] = ()) 
     """Return why the ranks hold different weights, and what to change.
 
     Args:
-        evidence: that of each rank.
+        evidence: the evidence of each rank.
         monitored: names of the metrics that decide.
     """
     first = evidence[0]
@@ -108,7 +108,7 @@ def describe_cause(evidence: Sequence[Evidence], monitored: Iterable[str] = ()) 
 
 
 class RankConsistency(OneLightningCallback):
-    """Stops a run whose ranks hold different weights, and names the first parameter that differs.
+    """Callback that stops a run whose ranks hold different weights, and names the first parameter that differs.
 
     It compares a checksum of the bits of each parameter: one pass over the weights and one all-gather of a number for
     each. It does not compare buffers: under plain DDP each rank has its own running statistics of BatchNorm. With

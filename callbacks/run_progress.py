@@ -64,7 +64,7 @@ class Pace:
         self.batches = batches - 1
 
     def end_evaluation(self, batches: int) -> None:
-        """Count the time since `end_batch` as that of an evaluation.
+        """Count the time since `end_batch` as time of an evaluation.
 
         Args:
             batches: as in `end_batch`.
@@ -247,12 +247,12 @@ def fitting(parts: Sequence[tuple[int, str]], width: int) -> str:
 
 
 class RunProgress(OneLightningCallback, ProgressBar):
-    """Keeps one line up to date on a terminal, or prints lines into a log file, and prints one after each epoch.
+    """Callback that shows the progress of a run: one line on a terminal, or lines in a log file.
 
-    The line shows the epoch, its updates, the time left of the epoch, and of the run the time since it was started or
-    resumed and the time left. With a `TrainLoss` it shows the mean loss of this rank in the epoch so far and the
-    targets per second. A narrow terminal omits the less important parts. Messages that are printed meanwhile appear
-    above the line.
+    It prints another line after each epoch. The line shows the epoch and its updates, the time left of the epoch, the
+    time since the run was started or resumed, and the time left of the run. With a `TrainLoss` it shows the mean loss
+    of this rank in the epoch so far and the targets per second. A narrow terminal omits the less important parts.
+    Messages that are printed meanwhile appear above the line.
 
     Runs on: the start and end of training and of evaluation, and every batch.
 

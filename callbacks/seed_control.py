@@ -67,7 +67,9 @@ def _seed_updates(step: UpdateStep, seeds: "SeedControl") -> Callable[[], None]:
 
 
 class SeedControl(OneLightningCallback):
-    """Makes random numbers a function of the seed and the position in the run: equal on a rerun and on other devices.
+    """Callback that makes random numbers a function of the seed and the position in the run.
+
+    So they are equal in a rerun and on other devices.
 
     - The constructor seeds all generators. Build the callback before the module, and the initial weights repeat. It
       seeds them again in ``setup``, before ``configure_model``, with the same seed on all ranks.
@@ -140,7 +142,7 @@ class SeedControl(OneLightningCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not the present epoch: in a second fit `current_epoch` is still that of the first one.
+        # Not the present epoch: in a second fit `current_epoch` is still the last epoch of the first.
         self._seed("epoch", 0)
 
     def _on_evaluation_batch_start(

@@ -181,7 +181,7 @@ def reject_narrow_input(name: str, layer: Any, inputs: tuple[Tensor, ...]) -> No
 
 
 class LossSums:
-    """Sums over this rank's targets since the last log, and over those of the epoch: losses, targets, correct ones."""
+    """Sums over this rank's targets, since the last log and in the epoch: losses, targets, correct predictions."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64, device=device)
@@ -231,10 +231,10 @@ class LossSums:
 
 
 class StepMetrics(OneLightningCallback):
-    """Logs loss, accuracy, speed, gradient norm and learning rates of the updates, and stops a run that diverges.
+    """Callback that logs loss, accuracy, speed, gradient norm and learning rates, and stops a run that diverges.
 
     `TrainLoss`, `TrainingMonitor` and `FiniteWeights` are this callback with one of its parts, and say what each does.
-    The learning rates are those of a `WarmupLR`.
+    A `WarmupLR` passes the learning rates.
 
     Runs on: every optimizer step and training batch; before each checkpoint. It logs in one row and waits for the
     device once: at each multiple of ``log_every_n_steps`` updates, and at the last update of an epoch without one.
@@ -299,7 +299,7 @@ class StepMetrics(OneLightningCallback):
         self._begin_interval(trainer, min(saved.get("update", math.inf), updates_made(trainer)))
         self._logged = saved.get("logged", False)
         self.losses = LossSums(trainer.strategy.root_device)
-        if "sums" in saved and trainer.global_rank == 0:  # The saved sums are those of all ranks.
+        if "sums" in saved and trainer.global_rank == 0:  # The saved sums are over all ranks.
             self.losses.sums += saved["sums"].to(self.losses.sums.device)
         self._checked_step = trainer.global_step
         if self.finite and pl_module.device.type == "cpu" and "bf16" in str(trainer.precision):
@@ -463,7 +463,7 @@ class StepMetrics(OneLightningCallback):
         self._saved = checkpoint.get(_ENTRY) if trainer.state.fn == "fit" else None
 
     def _check_finite(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the weights, unless those of this update were checked."""
+        """Check the weights, unless they were checked after this update."""
         if self.finite and trainer.global_step != self._checked_step:
             if not bool(all_finite(pl_module)):
                 self._reject_divergence(trainer, pl_module)
@@ -474,7 +474,7 @@ class StepMetrics(OneLightningCallback):
     def _reject_divergence(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         name = first_not_finite(pl_module)
         if name:
-            # Of the epochs that have begun, since at the end of the training `current_epoch` is that of none.
+            # Of the epochs that have begun: at the end of the training `current_epoch` is one that has not.
             epoch = trainer.fit_loop.epoch_progress.current.ready
             raise RunFailedError(
                 f"the run has diverged: {name} holds NaN or infinity after update {trainer.global_step:,} (epoch"
@@ -485,7 +485,9 @@ class StepMetrics(OneLightningCallback):
 
 
 class TrainLoss(StepMetrics):
-    """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
+    """Callback that logs the mean loss over the targets of all ranks.
+
+    It logs once per ``log_every_n_steps`` updates and once per epoch.
 
     It also logs the accuracy, if `training_step` returns the number of correct targets, and the targets per second of
     training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch";
@@ -512,7 +514,7 @@ class TrainLoss(StepMetrics):
 
 
 class TrainingMonitor(StepMetrics):
-    """Logs the norm of the gradients as "monitor/gradient_norm".
+    """Callback that logs the norm of the gradients as "monitor/gradient_norm".
 
     The norm is over the whole update, all micro-batches and ranks, unscaled and before clipping. Only parameters with
     a gradient count, so frozen ones do not. `TrainLoss` logs the samples per second.
@@ -529,7 +531,7 @@ class TrainingMonitor(StepMetrics):
 
 
 class FiniteWeights(StepMetrics):
-    """Stops a run whose weights are no longer finite, and keeps them out of its checkpoints.
+    """Callback that stops a run whose weights are not finite, and keeps them out of its checkpoints.
 
     Weights and running statistics decide, not the loss: a single NaN in the loss does no harm if GradScaler skips the
     update. In bf16 on a CPU the first batch is checked for a fault of PyTorch, see `reject_narrow_input`.

@@ -32,7 +32,7 @@ from datamodules.loading.randomness import widest_float
 class _SynchronizedFunction(torch.autograd.Function):
     """Batch normalization over all processes, with one all-gather in the forward and one all-reduce in the backward.
 
-    The gradients of weight and bias are those of this process, as DDP expects, which averages them.
+    The gradients of weight and bias are local to this process, since DDP averages them.
     """
 
     @staticmethod
@@ -198,24 +198,24 @@ def _synchronized_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Rejects layers that `sync_batchnorm` could not change.
+    """Reject layers that `sync_batchnorm` cannot change.
 
     Raises:
-        UserError: a subclass normalizes in a `forward` of its own.
+        UserError: a subclass overrides `forward`.
     """
     for layer in own_batch_layers(module):
         _synchronized_class(type(layer))
 
 
 def sync_batchnorm(module: nn.Module) -> None:
-    """Makes every batch normalization layer of a module normalize over all processes, in place.
+    """Make every batch normalization layer of a module normalize over all processes, in place.
 
     `restore_batchnorm` undoes it. CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ
     between processes and be zero on some. Layers in evaluation mode keep using their running statistics. Each process
     must call the layers in the same order. timm's BatchNormAct2d, which includes an activation, is also changed.
 
     Raises:
-        UserError: a subclass normalizes in a `forward` of its own.
+        UserError: a subclass overrides `forward`.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm2d(3))
@@ -242,7 +242,7 @@ def restore_batchnorm(module: nn.Module) -> None:
 
 
 class SyncBN(OneLightningCallback):
-    """Normalizes over the samples of all processes, so splitting a batch over devices changes nothing.
+    """Callback that normalizes over the samples of all processes, so splitting a batch over devices changes nothing.
 
     Every BatchNorm1d, 2d and 3d, and timm's BatchNormAct2d, computes mean and variance over the samples of all ranks:
     torch's SyncBatchNorm on accelerators, our own on CPUs. Ranks may hold different numbers of samples, and none.
@@ -254,7 +254,7 @@ class SyncBN(OneLightningCallback):
 
     Raises:
         UserError: the strategy splits layers, the Trainer has ``sync_batchnorm=True``, or a subclass of BatchNorm
-            normalizes in a `forward` of its own.
+            overrides `forward`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[SyncBN()], logger=False, accelerator="cpu")

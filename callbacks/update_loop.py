@@ -33,9 +33,9 @@ class UpdateLoop(_TrainingEpochLoop):
     The gradient of an update is the mean over all its targets; with `GradientAccumulation` it has the same bits on any
     number of ranks. `install_update_loop` puts the loop into a Trainer.
 
-    Hooks are called in Lightning's order. Those of a batch, `on_train_batch_start` and `on_before_backward`, are called
-    for each micro-batch; those of an update, from `on_after_backward` to `on_train_batch_end`, once, when its gradients
-    are summed. `on_train_batch_end` gets this rank's last micro-batch. Callbacks may define
+    Hooks are called in Lightning's order. `on_train_batch_start` and `on_before_backward` are called for each
+    micro-batch. The hooks from `on_after_backward` to `on_train_batch_end` are called once per update, when its
+    gradients are summed. `on_train_batch_end` gets this rank's last micro-batch. Callbacks may define
     ``on_update_end(trainer, pl_module)``. The loop calls it after an update, its validation and its schedules; a
     checkpoint saved there resumes with the next update.
     """
@@ -130,7 +130,7 @@ class UpdateLoop(_TrainingEpochLoop):
         self._validates_every = interval if is_within_epoch else 1
 
     def _begin_schedules(self) -> None:
-        """Pass the epoch to the schedules of its updates; those that Lightning's Tuner has replaced set no rates."""
+        """Pass the epoch to the schedules of its updates. A schedule that Lightning's Tuner has replaced sets none."""
         self._end_schedules()
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         self._schedules = [scheduler for scheduler in schedulers if isinstance(scheduler, UpdateSchedule)]

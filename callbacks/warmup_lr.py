@@ -41,7 +41,7 @@ def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None)
 
 
 class RateFactor:
-    """Multiplies the learning rates of an optimizer while it steps, and restores them after the step.
+    """Factor on the learning rates of an optimizer while it steps; the rates are restored after the step.
 
     A schedule never reads or writes a multiplied rate. Groups that are added later are also multiplied.
 
@@ -129,7 +129,7 @@ class RateFactor:
 
 
 class WarmupLR(OneLightningCallback):
-    """Warms up the learning rate, on top of any schedule of the module or none.
+    """Callback that warms up the learning rate, on top of any schedule of the module or none.
 
     Runs on: each optimizer step that is not skipped, through the optimizer's own hooks.
 

@@ -99,12 +99,12 @@ class _FirstOfAll(LambdaCallback):
 
 def _changes_weights_last(module: pl.LightningModule) -> bool:
     """Whether a module may change the weights after `on_train_batch_end` of callbacks, but not before a validation."""
-    # Lightning calls the module's `on_train_batch_end` after those of callbacks.
+    # Lightning calls `on_train_batch_end` of the callbacks first, and then of the module.
     return is_overridden("on_train_batch_end", module) and not is_overridden("on_validation_model_eval", module)
 
 
 class WeightAveraging(OneLightningCallback):
-    """Evaluates and saves an exponential moving average of the weights, while the weights themselves train on.
+    """Callback that evaluates and saves an exponential moving average of the weights, while the weights train on.
 
     From the first update on validation, best checkpoint, test and export use the averaged weights. The ``state_dict``
     of a checkpoint holds them; its ``current_model_state`` holds the others, from which a run resumes bit for bit.
@@ -115,9 +115,9 @@ class WeightAveraging(OneLightningCallback):
 
     Runs on: `on_train_batch_end`; one kernel and no wait for the device. Where the module has a hook of that name, that
     may change the weights, it is the first one after it: `on_train_batch_start`, `on_validation_start`, `on_train_end`
-    or a save. An update that float16 skipped is no sample, but for fused optimizers, which decide on the device.
-    `on_validation_start` and `on_validation_end` exchange the weights, around those of other callbacks, and so does
-    `on_train_end`.
+    or a save. An update that float16 skipped is not a sample, except with fused optimizers, which decide on the device.
+    `on_validation_start` exchanges the weights before the hooks of other callbacks, `on_validation_end` after them, and
+    `on_train_end` as well.
 
     Args:
         ema: decay of the average; it warms up, see `ema_weight`.
@@ -178,7 +178,7 @@ class WeightAveraging(OneLightningCallback):
     @property
     @override
     def state_key(self) -> str:
-        # The default key, the name of the class, is also that of Lightning's `WeightAveraging`.
+        # Lightning's `WeightAveraging` has the same default key, the name of the class.
         return "AveragedWeights"
 
     @override

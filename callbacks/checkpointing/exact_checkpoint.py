@@ -59,7 +59,7 @@ def save_interval(text: str) -> Duration | timedelta:
     """Read the interval between two saves, in updates, epochs or time.
 
     Raises:
-        UserError: the text is no interval.
+        UserError: the text is not an interval.
 
     Example:
         >>> save_interval("500 steps"), str(save_interval("10 minutes"))
@@ -109,9 +109,9 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
             0's clock.
 
     Raises:
-        UserError: `last_every` is no interval; `save_on_exception` is set, which saves within a batch; a state that the
-            order, an optimizer or a decision of the run depends on is in no checkpoint; or Lightning counts no step of
-            a module that optimizes manually, and would save nothing.
+        UserError: `last_every` is not an interval; `save_on_exception` is set, which saves within a batch; a state that
+            decides the order, an optimizer's step or the run is in no checkpoint; or Lightning counts no step of a
+            module that optimizes manually, and would save nothing.
 
     Example:
         >>> checkpoint = ExactCheckpoint("checkpoints", "best", monitor="val/loss", last_every="500 steps")

@@ -40,7 +40,7 @@ from datamodules.notes import warn
 _END_OF_EPOCH = "resume from an epoch's end"
 
 RAW_WEIGHTS = "current_model_state"
-"""Checkpoint entry of the weights that are not averaged; the name is that of Lightning's `WeightAveraging`."""
+"""Checkpoint entry of the weights that are not averaged; Lightning's `WeightAveraging` uses the same name."""
 
 UNSAVED = "unsaved_state"
 """Checkpoint entry of the `unsaved_state` of the module."""
@@ -78,7 +78,7 @@ def _reload_problem(trainer: pl.Trainer) -> str | None:
     epoch = trainer.current_epoch
     if not every or not epoch % every:
         return None
-    # Lightning would make the loaders of this epoch, not those of the last multiple (#21492).
+    # Lightning would make the loaders of this epoch instead of the last multiple (#21492).
     return (
         f"with reload_dataloaders_every_n_epochs={every} the loaders of epoch {epoch + 1} are those that were made"
         f" for epoch {epoch - epoch % every + 1}"
@@ -211,7 +211,7 @@ def warn_of_unsaved_state(module: nn.Module, saved: Mapping[str, float]) -> None
         saved: result of `unsaved_state` then.
     """
     current = unsaved_state(module)
-    # NaN differs from itself, and is no change.
+    # NaN differs from itself, but is not a change.
     lost = [name for name, value in saved.items() if repr(current.get(name)) != repr(value)]
     if lost:
         first = f"{lost[0]} (the first of {len(lost)})" if len(lost) > 1 else lost[0]
@@ -300,7 +300,7 @@ def was_stopped_early(trainer: pl.Trainer) -> bool:
 
 
 def _path_in_folder(path: Any, old_folder: Any, folder: Path, levels: int) -> str:
-    """Return the present path of a checkpoint in a folder that may have moved; empty if it is no checkpoint in it.
+    """Return the present path of a checkpoint in a folder that may have moved; empty if the folder does not hold it.
 
     Example:
         >>> _path_in_folder("old/../thesis.tex", "old", Path("checkpoints"), levels=1)

@@ -184,7 +184,7 @@ def write_checkpoint(checkpoint: Any, path: Path) -> None:
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Writes verified checkpoints of tensors and plain Python values; rejects damaged files.
+    """Checkpoint plugin that writes verified files of tensors and plain Python values, and rejects damaged files.
 
     If a checkpoint cannot be written, such as on a full disk, the old one stays, and training continues with a warning:
     see `failures`, which `CheckpointGuard` turns into an error at the end. Until a save succeeds again no
@@ -283,7 +283,7 @@ def raise_failures(trainer: pl.Trainer) -> None:
 
 
 class CheckpointGuard(OneLightningCallback):
-    """Rejects ranks that resume from different checkpoints, and fails a run whose last save failed.
+    """Callback that rejects ranks that resume from different checkpoints, and fails a run whose last save failed.
 
     It warns if the run is saved, and not by an `ExactCheckpoint`, which another callback may have taken out.
 

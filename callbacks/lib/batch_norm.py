@@ -101,7 +101,7 @@ def other_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
-    """Replace tensors with those of rank 0, by one broadcast per data type."""
+    """Replace tensors with the values of rank 0, by one broadcast per data type."""
     # A dict keeps the order of the types, which must be the same on all ranks.
     for dtype in {tensor.dtype: None for tensor in tensors}:
         same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -113,7 +113,7 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
 
 
 def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
-    """Keep DDP from replacing running statistics with those of rank 0 before each forward pass."""
+    """Keep DDP from replacing running statistics with the values of rank 0 before each forward pass."""
     broadcast_names = other_buffers(ddp.module).keys()
     if broadcast_names <= ddp.parameters_to_ignore:
         # One broadcast less per step, and torch fails on an empty list of buffers.

@@ -43,7 +43,7 @@ def to_whole_numbers(values: Tensor) -> Tensor:
 def _digits(values: Tensor) -> Tensor:
     bits = values.view(torch.int32).long()
     exponent = (bits >> 23) & 255
-    # The leading bit of the 24 is not stored, and that of numbers below 2**-126 is 0.
+    # The leading bit of the 24 is not stored; it is 0 in numbers below 2**-126.
     mantissa = (bits & (2**23 - 1)) | ((exponent > 0).long() << 23)
     power = exponent.clamp(min=1) - 1
     number = (mantissa << (power % _BITS)) * (1 - 2 * (bits < 0).long())

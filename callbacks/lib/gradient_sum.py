@@ -98,7 +98,7 @@ class BucketReduction:
         sizes = [stop - first for first, stop in itertools.pairwise(bounds)]
         self._own_size = sizes[state.rank]
         self._own_slices = [flat[bounds[state.rank] : bounds[state.rank + 1]] for flat in flat_sums]
-        # A single sum is sent without a copy. The slice of this rank goes along if it lies between those of others.
+        # A single sum is sent without a copy. The slice of this rank is included if it lies between others.
         self._sends_own = len(flat_sums) == 1 and 0 < state.rank < state.world_size - 1
         slices = [
             flat[bounds[rank] : bounds[rank + 1]]
@@ -182,7 +182,7 @@ def most_of_rank(count: int, world_size: int) -> int:
 
 
 class GradientSum:
-    """Makes the gradients of an update the mean over all its targets, over micro-batches and ranks.
+    """Sum of the gradients of an update: ``.grad`` becomes the mean over all targets of micro-batches and ranks.
 
     Compute each micro-batch within `micro_batch`, and call `scale_loss` with its mean loss before the backward pass.
     After the last one ``.grad`` holds the mean. Each rank computes its range of the micro-batches. A rank without one
@@ -198,7 +198,7 @@ class GradientSum:
         expected_count: targets of an ordinary micro-batch. Gradients are relative to it, so float16 keeps its range.
 
     Raises:
-        UserError: DDP has a static graph or a communication hook of its own, or an embedding has sparse gradients.
+        UserError: DDP has a static graph or a communication hook, or an embedding has sparse gradients.
 
     Example:
         >>> model = nn.Linear(2, 1)

@@ -76,7 +76,7 @@ def _call_hook(owner: Any, name: str, *args: Any) -> Any:
 
 
 class NoTargets(Exception):
-    """Ends the step of an optimizer whose update has no target on any rank."""
+    """Exception that ends the step of an optimizer whose update has no target on any rank."""
 
 
 def _as_prefix(folder: Path) -> str:
@@ -209,7 +209,7 @@ class StockCalls:
         return stops
 
     def start_next_batch(self, batch: Any, batch_idx: int) -> None:
-        """Call `on_train_batch_start` for another micro-batch of an update, except that of Lightning's own callbacks.
+        """Call `on_train_batch_start` for another micro-batch of an update, except for Lightning's own callbacks.
 
         Raises:
             UserError: the module asks to skip the rest of the epoch.

@@ -64,7 +64,7 @@ def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callbac
 
 
 def is_idle(owner: Any, name: str, stock: type) -> bool:
-    """Whether a hook is that of Lightning's base class, which does nothing."""
+    """Whether a hook is inherited from Lightning's base class, which does nothing."""
     # Not Lightning's `is_overridden`: it takes a hook wrapped on the instance by `functools.wraps` for not overridden.
     cls: Any = type(owner)
     is_plain = isinstance(owner, stock) and cls.__getattribute__ is object.__getattribute__

@@ -1,4 +1,4 @@
-"""Wraps training loaders of any kind as loaders of updates, and keeps their positions for checkpoints.
+"""Training loaders of any kind as loaders of updates, and their positions for checkpoints.
 
 This is the only place that asks what kind of loader somebody's loader is. A loader is wrapped once, before Lightning
 asks for its length; from here on each is an `UpdateLoader`. Like `lightning_internals`, this file uses private names of
@@ -27,7 +27,7 @@ from datamodules.loading.updates import Update, UpdateLoader, join_updates
 
 
 def _combined(loaders: Any) -> CombinedLoader:
-    """Return a `CombinedLoader` of its own over a loader or a collection of loaders."""
+    """Return a new `CombinedLoader` over a loader or a collection of loaders."""
     return copy.copy(loaders) if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
 
 
@@ -215,7 +215,7 @@ def check_interval(loader: Any, trainer: Any) -> None:
 
 
 def draws_nothing(loader: UpdateLoader) -> bool:
-    """Whether loading a batch draws no number from the global generators: those of our own code have addresses."""
+    """Whether loading a batch draws no number from the global generators; our own code draws by address."""
     return type(loader) is TrainLoader and (loader.transform is None or not is_foreign(loader.transform))
 
 
@@ -294,7 +294,7 @@ class LoadedUpdates:
     def restart_iterators(self, data_fetcher: Any) -> None:
         """Make new iterators of the loaders if `restarts_iterators` is set.
 
-        In the first epoch after a resume Lightning uses the iterators of its set-up, whose order is that of epoch 0.
+        In the first epoch after a resume Lightning uses the iterators of its set-up, which have the order of epoch 0.
         """
         if self.restarts_iterators and self.trainer.current_epoch > 0:
             iter(data_fetcher)

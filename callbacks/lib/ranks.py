@@ -39,7 +39,7 @@ class FlagAllReduce:
 
     def __init__(self, world_size: int, timeout: timedelta | None = None) -> None:
         self._single = world_size == 1
-        # In a group of its own, this call does not interfere with other collective calls and their order.
+        # In a separate group this call does not interfere with other collective calls and their order.
         self._group: Any = None if self._single else dist.new_group(backend="gloo", timeout=timeout)
         self._flags = torch.zeros(1, dtype=torch.int64)
         self._pending: dist.Work | None = None

@@ -5,8 +5,8 @@ them, and a name that one rank lacks keeps the others waiting. It weighs means b
 all-reduces ``log(on_step=True, sync_dist=True)`` in each micro-batch, of which ranks may have unequal numbers. Here the
 ranks exchange what they logged by name, once per epoch, and reduce the values of a step once per update.
 
-It also starts the means of an epoch again when a run resumes within it (#20652). `UpdateResults` are those of training,
-and `SharedEvaluationLoop` is Lightning's loop of an evaluation with such results.
+Lightning also starts the means of an epoch again when a run resumes within it (#20652). `UpdateResults` are the results
+of training, and `SharedEvaluationLoop` is Lightning's loop of an evaluation with such results.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class SharedResults(_ResultCollection):
     unequal numbers of them, or none. A number that a callback or a scheduler monitors is reduced in any case.
 
     Args:
-        training: whether the results are those of a training loop.
+        training: whether the results belong to a training loop.
     """
 
     def __init__(self, trainer: pl.Trainer, training: bool) -> None:
@@ -217,7 +217,7 @@ class SharedResults(_ResultCollection):
 class UpdateResults(SharedResults):
     """Results of a training loop whose steps are updates: it continues saved sums, and ignores stand-ins.
 
-    The value of a step is that of the whole update, over its micro-batches, and with ``sync_dist=True`` over all ranks.
+    The value of a step is over all micro-batches of the update, and with ``sync_dist=True`` over all ranks.
     The ranks reduce it once, at the update's end.
     """
 
@@ -260,7 +260,7 @@ class UpdateResults(SharedResults):
             self._finish_steps()
 
     def resume_from(self, trainer: pl.Trainer, by_rank: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the sums of this epoch from those of a checkpoint.
+        """Continue the sums of this epoch from a checkpoint.
 
         Args:
             by_rank: result of `epoch_sums` on each rank. On another number of ranks, rank 0 takes the sums of all.

@@ -23,7 +23,7 @@ def as_count(value: Any) -> Count:
     """Return a number of targets, given as a number or as a tensor or array of any shape that holds one number.
 
     Raises:
-        UserError: it is no number, or negative.
+        UserError: it is not a number, or negative.
 
     Example:
         >>> as_count(7), as_count(torch.tensor([3]))
@@ -75,7 +75,7 @@ class TargetCounter:
             loss: the mean loss with its graph, which shows some means that are not over samples.
 
         Raises:
-            UserError: the count is no number, or nothing tells how many targets there are.
+            UserError: the count is not a number, or nothing tells how many targets there are.
         """
         if self.function is not None:
             return as_count(self.function(batch))

@@ -2,8 +2,8 @@
 
 Lightning's launcher sets cores // processes in each process unless OMP_NUM_THREADS is set, whatever the program has set
 before. So one program has other threads, and other bits, on another number of devices. `RunThreads` keeps the number
-that the program has set, and a resumed run keeps that of its checkpoint. Lightning's number stays where nobody has set
-one, and a line says so.
+that the program has set, and a resumed run keeps the number of its checkpoint. Lightning's number stays where nobody
+has set one, and a line says so.
 """
 
 import ctypes
@@ -142,7 +142,7 @@ class ThreadsBeforeLaunch:
 
 
 class RunThreads:
-    """The number of threads of a fit, on CPUs: that of rank 0 in all processes.
+    """The number of threads of a fit on CPUs: the number of rank 0, in all processes.
 
     Args:
         trainer: the Trainer of the fit.

@@ -52,7 +52,7 @@ def kept_metrics(module: nn.Module) -> Iterator[None]:
     """Restore the torchmetrics objects of a module after a stand-in.
 
     A state of one element keeps the shape and type that its first update gives it: ranks exchange states of one shape,
-    and a rank that has only computed stand-ins has no update of its own.
+    and a rank that has only computed stand-ins has made no update.
     """
     metrics = [layer for layer in module.modules() if isinstance(layer, Metric)]
     saved_attributes = [dict(vars(metric)) for metric in metrics]
@@ -101,11 +101,11 @@ NO_CONTEXT = contextlib.nullcontext()
 
 
 class _MicroBatch(NamedTuple):
-    """Micro-batch that this rank computes; `is_first` and `is_last` are its position among those of this rank."""
+    """Micro-batch that this rank computes; `is_first` and `is_last` are its position on this rank."""
 
     number: int
     position: int
-    """Index in the update's batches; that of a stand-in is 0, since it computes the first one again."""
+    """Index in the update's batches; 0 for a stand-in, which computes the first one again."""
     is_first: bool
     is_last: bool
     is_dummy: bool
@@ -232,7 +232,7 @@ class UpdateStep:
             outputs: list for the outputs of the micro-batches.
 
         Returns:
-            The loss for the optimizer: that of this rank, or the mean over all ranks if the optimizer searches by it.
+            The loss for the optimizer: of this rank, or the mean over all ranks if the optimizer searches by it.
         """
         if outputs:  # LBFGS and SAM call the closure several times in a step.
             outputs.clear()
@@ -240,7 +240,7 @@ class UpdateStep:
         self._passes += 1
         calls = self.calls
         optimizer = calls.optimizers[0]
-        # None on one device with one micro-batch, where PyTorch's gradients and statistics are those of the update.
+        # None on one device with one micro-batch, where PyTorch's gradients and statistics need no sum.
         gradients = None if self.skips_backward else self._gradients
         statistics = self._statistics
         is_uneven = self._has_unequal_ranks(update)
