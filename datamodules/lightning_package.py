@@ -71,7 +71,7 @@ def check_package(package: str | None, value: object) -> None:
 def _name_packages_in_errors(package: str) -> None:
     """Replace the error "Expected a parent" of a package's Trainer by our message.
 
-    Lightning calls the replaced function only for a module that is not of its own classes.
+    Lightning calls the replaced function only for a module that is not an instance of its classes.
     """
     for name in ("model_helpers", "compile"):
         module: Any = sys.modules[f"{TRAINERS[package]}.utilities.{name}"]

@@ -261,7 +261,7 @@ def _decode(source: Source, name: str, short_side: int | None) -> tuple[Tensor, 
 
     Args:
         source: see `open_image`.
-        name: name of the image, for messages; by default that of the file.
+        name: name of the image, for messages; by default the name of the file.
         short_side: short side, in pixels, to which the image is reduced later, so that a JPEG can be decoded at 1/8,
             1/4 or 1/2 of its size in a fraction of the time. None decodes all pixels.
 
@@ -297,7 +297,7 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
     Args:
         source: path of a file, content of a file, or an image in memory.
         short_side: greatest length of the short side, in pixels. Smaller images keep their size.
-        name: name of the image, for messages; by default that of the file.
+        name: name of the image, for messages; by default the name of the file.
 
     Returns:
         uint8 of shape (3, height, width).
@@ -474,7 +474,7 @@ def evaluation_pixels(source: Source, size: int, name: str = "") -> Tensor:
     Args:
         source: path of a file, content of a file, or an image in memory.
         size: side of the network's inputs, in pixels.
-        name: name of the image, for messages; by default that of the file.
+        name: name of the image, for messages; by default the name of the file.
 
     Returns:
         uint8 of shape (3, size, size).

@@ -229,7 +229,7 @@ class ImageDataModule(BaseDataModule):
     @property
     @override
     def num_classes(self) -> int:
-        """Number of classes: the declared number, else that of the data. Lists the user's images."""
+        """Number of classes: the declared number, else the data's. Lists the user's images."""
         return self.data_set.num_classes
 
     @property

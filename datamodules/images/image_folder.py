@@ -47,8 +47,8 @@ class ImageFolderDataModule(ImageDataModule):
             CPU.
         cache_gb: disk space for the decoded images of each part, in GiB, which later epochs and runs read; 0 disables
             the cache.
-        pixel_mean: mean of each channel for the normalization, for pixels from 0 to 1; by default that of the
-            pretrained weights, else of the data set; for a folder ImageNet's, or measured below 64 pixels.
+        pixel_mean: mean of each channel for the normalization, for pixels from 0 to 1; by default the mean of
+            the pretrained weights, else of the data set; for a folder ImageNet's, or measured below 64 pixels.
         pixel_std: standard deviation of each channel for the normalization; by default as for `pixel_mean`.
         on_corrupt: whether unreadable files and faulty rows of a table are an error, or skipped with a warning.
         seed: seed of the split, the shuffling and the augmentation.

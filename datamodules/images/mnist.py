@@ -118,7 +118,7 @@ class MNISTDataModule(ImageDataModule):
         test_fraction: share of each class held out for testing, if your images have no test part.
         balance: compensation for classes of unequal size: weights in the training loss (loss), sampling with
             replacement of each class equally often (sampler), or none. Other losses and metrics are unweighted.
-        num_classes: number of classes, by default that of the data; labels are in [0, num_classes).
+        num_classes: number of classes, by default the data's; labels are in [0, num_classes).
         shift: augmentation: largest translation, in pixels.
         rotation: augmentation: largest rotation, in degrees; by default 10, and 0 for Fashion-MNIST.
         scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1; by default 0.1, and 0 for Fashion-MNIST.

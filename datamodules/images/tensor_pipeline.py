@@ -37,7 +37,7 @@ def gray_image(source: str | bytes | Image.Image, name: str = "", invert: bool =
 
     Args:
         source: path of a file, content of a file, or an image in memory.
-        name: name of the image, for messages; by default that of the file.
+        name: name of the image, for messages; by default the name of the file.
         invert: whether to invert the brightness.
 
     Raises:

@@ -122,7 +122,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
     With ``shuffle=True`` the order is `epoch_order`. Other samplers of torch draw with a seed from (seed, epoch). A
     `DistributedSampler` determines the order only: no sample is repeated to fill an epoch. Other attributes and methods
     are forwarded to the stock loader. A resumed run keeps the number of samples of an epoch, even if ``drop_last`` and
-    a new batch size would drop others.
+    a new batch size would drop a different number.
 
     Args:
         stock: the loader; see `can_be_numbered`.

@@ -109,7 +109,7 @@ def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int =
 
 
 def uniform(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -> Tensor:
-    """Return uniform float32 numbers in [0, 1) of shape (n, draws). Arguments are those of `random_bits`."""
+    """Return uniform float32 numbers in [0, 1) of shape (n, draws). The arguments are the same as of `random_bits`."""
     # 24 bits are exact in float32. With more bits a number could be rounded up to 1.
     bits = (random_bits(seed, purpose, epoch, index, draws) >> 40) & ((1 << 24) - 1)
     return bits.to(torch.float32) * (1.0 / (1 << 24))

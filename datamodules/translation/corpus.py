@@ -205,8 +205,8 @@ def _hints(reasons: Collection[str]) -> str:
 def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
     """Normalize and filter pairs. Faulty lines raise a UserError, unless they may be skipped."""
     kept = _Kept()
-    # Training batches have a fixed number of sentences, which one long sentence pads. Batches of held-out sentences get
-    # smaller instead.
+    # Training batches have a fixed number of sentences, so one long sentence pads them all. Batches of held-out
+    # sentences get smaller instead.
     longest = LONGEST_INPUT if keep.is_held_out else max(_MAX_BYTES, 10 * (keep.max_length or 0))
     faults = Faults(dict(pairs.faults.lines))
     too_long = Faults()

@@ -162,7 +162,7 @@ class FeatureCache(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        _batches(trainer, "train")
+        _batches(trainer, "train")  # Rejects augmentation before the training.
         for callback in callbacks_of(trainer):
             if isinstance(callback, FreezeLayers):
                 for name, when in (callback.unfreeze or {}).items():

@@ -256,6 +256,7 @@ def run_agent(launch: Launch, task: Task, after_loss: Callable[[], str]) -> None
         store = open_store(launch.address or LOOPBACK, launch.port or 0, task.timeout, serves, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=_SECONDS_TO_ANSWER))
     name = "lightning-recipes"
+    # After the minimum of nodes has joined, torch waits for more nodes until the last call: only elastic runs need it.
     wait = RendezvousTimeout(
         join=timedelta(seconds=task.timeout), last_call=timedelta(seconds=3 if launch.is_elastic else 0.1)
     )

@@ -89,6 +89,7 @@ class PatientStopping(EarlyStopping):
         try:
             yield
         except RuntimeError as error:
+            # Lightning's error has the arguments of EarlyStopping, not our flags.
             scores = sorted(name for name in trainer.callback_metrics if "_class_" not in name)
             raise RunFailedError(
                 f"{spelled('patience')} follows {self.monitor}, the `monitor` of {type(pl_module).__name__}, and this"
@@ -451,13 +452,14 @@ def build_trainer(
         trainer = pl.Trainer(
             **options,
             precision=run.precision,  # type: ignore[arg-type]
+            # None, not False, with which Lightning disables deterministic algorithms that the program has enabled.
             deterministic=run.deterministic or None,
             logger=loggers(folder, built.spec.saved, logger_names(run.logger)) if folder else False,
             callbacks=list(callbacks),
             plugins=[_environment(launch), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
             enable_autolog_hparams=False,  # `log_settings` logs them.
-            enable_model_summary=False,
+            enable_model_summary=False,  # `--summary` adds the callback.
         )
     # Lightning's EarlyStopping reads this attribute, but a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)

@@ -116,6 +116,7 @@ class _TensorBoard(TensorBoardLogger):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 super().log_graph(model, input_array)
         finally:
+            # One by one: `model.train()` would include modules that were in evaluation mode.
             for module in modules:
                 module.training = True
 

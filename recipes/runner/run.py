@@ -91,6 +91,8 @@ def run_command(built: BuiltRun, started_at: float, interval: Interval | None = 
         _export(built)
         return None
     _check_parts(built)
+    # Lightning's sampler repeats samples so that all ranks have equal numbers, and counts them twice
+    # (Lightning-AI/pytorch-lightning#7929).
     if built.spec.trainer.options().get("use_distributed_sampler", True):
         evaluate_each_sample_once(built.data, built.launch.rank, built.launch.world_size)
     with as_user_errors(MisconfigurationException):

@@ -204,7 +204,7 @@ def start_fork_server(modules: Iterable[str]) -> None:
 
 def _import_everything(modules: Iterable[str]) -> None:
     """Import the modules and prepare the fork server; called when the server imports this module."""
-    # In a session of its own, the server's workers receive no Ctrl-C from the terminal: the agent passes it on, once.
+    # In a separate session, the server's workers receive no Ctrl-C from the terminal: the agent passes it on, once.
     os.setsid()
     # The server ends with its last client. Its children get the handlers back, so that their parents can end them.
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -325,6 +325,7 @@ def _train_and_test(trainer: pl.Trainer, built: BuiltRun, folder: Path | None, s
     resume = built.spec.point.checkpoint
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
+    # With weights_only, here and below: a received checkpoint must not run code.
     with handle_run_errors(trainer, built, folder, restores=resume):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
         raise_failures(trainer)
@@ -410,6 +411,7 @@ def evaluate(built: BuiltRun, step: str) -> None:
     # Lightning converts the module only after loading the checkpoint; float32 parameters would round float64 values.
     trainer.precision_plugin.convert_module(recipe)
     if ckpt is None:
+        # Exact, because nothing is trained: a new head would predict at random.
         load_initial_weights(recipe, exact=True)
     rows: Sequence[dict[str, Any]]
     with handle_run_errors(trainer, built, restores=ckpt):

@@ -35,6 +35,7 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
             sha256.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            # torch cannot view lazy conjugates as bytes.
             plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             content: Any = plain.reshape(-1).view(torch.uint8).numpy()
             sha256.update(content)

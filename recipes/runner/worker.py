@@ -66,7 +66,7 @@ def work(handed: Handed) -> None:
     os.environ.update(handed.environ | of_rank)
     agent = multiprocessing.parent_process()
     assert agent is not None
-    _end_after(agent.join)
+    _end_after(agent.join)  # A killed agent must not leave workers that train on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank_zero_only.rank = int(os.environ["RANK"])  # type: ignore[attr-defined]
     try:
@@ -150,7 +150,7 @@ def open_store(address: str, port: int, timeout: float, serves: bool, **options:
         port = listener.getsockname()[1]
         # An address of another machine is an error now, not after a minute of waiting.
         socket.create_connection((address, port), timeout=5.0).close()
-        options["master_listen_fd"] = listener.detach()
+        options["master_listen_fd"] = listener.detach()  # Torch's own socket would listen on all interfaces.
     return dist.TCPStore(address, port, is_master=serves, timeout=timedelta(seconds=timeout), **options)
 
 

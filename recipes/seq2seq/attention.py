@@ -83,6 +83,7 @@ def attention_maps(
             ids_without_padding = ids[: ids.index(EOS) + 1]
         source = _names(source_ids[:length], sources)
         translation = _names(ids_without_padding, targets)
+        # A copy: a view would keep the weights of the whole batch in memory.
         maps.append(AttentionMap(source, translation, weights_of_sentence[: len(translation), : len(source)].clone()))
     return maps
 

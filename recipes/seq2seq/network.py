@@ -28,6 +28,7 @@ def target_positions(target: Tensor, target_lengths: Tensor) -> Tensor:
         >>> target_positions(torch.tensor([[1, 4, 2], [1, 2, 0]]), torch.tensor([3, 2]))
         tensor([0, 1, 2])
     """
+    # With lengths on the CPU, `nonzero` does not wait for the device.
     mask = position_mask(target_lengths - 1, target.shape[1] - 1)
     return mask.flatten().nonzero().squeeze(1).to(target.device, non_blocking=True)
 

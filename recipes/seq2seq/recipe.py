@@ -318,8 +318,8 @@ class Seq2SeqTranslator(Recipe):
         """Set the vocabularies of the data. A checkpoint is read afterwards, and its vocabularies replace them."""
         super().setup(stage)
         data = self.data_module()
-        takes = stage == "fit" or (stage != "predict" and self.vocabularies is None)
-        if takes and isinstance(data, TranslationDataModule):
+        sets_vocabularies = stage == "fit" or (stage != "predict" and self.vocabularies is None)
+        if sets_vocabularies and isinstance(data, TranslationDataModule):
             if stage == "fit" and not self.has_weights and self.trainer.ckpt_path is None:
                 load_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
             self.vocabularies = data.vocabularies()
