@@ -71,7 +71,7 @@ def compile_network(
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.ShortenTraceback as error:  # The backend failed, or there is no C++ compiler.
             cause = first_line(getattr(error, "inner_exception", error))
-            hint = f"pass {spelled('compile', False)}, or install a C++ compiler such as g++ where it is missing"
+            hint = f"pass {spelled('compile', False)}, or install a C++ compiler such as g++ if it is missing"
             if isinstance(getattr(error, "inner_exception", None), OSError) and ".so" in cause:
                 # Such as "file too short": a process was killed, or the disk was full, while the library was written.
                 from torch._inductor.runtime.cache_dir_utils import cache_dir

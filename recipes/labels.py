@@ -260,7 +260,7 @@ class CheckLabels(pl.Callback):
                 order = "the order of the classes differs: " if has_same_names else ""
                 raise UserError(
                     f"{order}class {i} is {saved_name!r} in the checkpoint and {data_name!r} in the data; rename the"
-                    " data's classes to those of the checkpoint, or train on others with it as"
+                    " data's classes to the names in the checkpoint, or train on other classes with it as"
                     f" {spelled('weights')} and {spelled('weights_skip', pl_module.head_name)}"
                 )
         pl_module.set_class_names(names)

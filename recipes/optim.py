@@ -87,7 +87,7 @@ def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
     names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _ARGUMENTS_WITH_FLAG]
     for key in arguments:
         if key in _ARGUMENTS_WITH_FLAG:
-            problem = f"{key} is a parameter of its own"
+            problem = f"{key} is a separate parameter"
             raise UserError(problem, setting="optimizer_args", to_type=f"pass {spelled(key, arguments[key])}")
     for key in arguments:
         if not _accepts(cls, key) or key == "params":

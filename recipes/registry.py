@@ -44,5 +44,5 @@ def recipe_class(name: str) -> "type[Recipe]":
     ]
     if len(classes) != 1:
         class_names = ", ".join(cls.__name__ for cls in classes) or "none"
-        raise UserError(f"recipes/{name}/recipe.py: expected one class with a `title` of its own, found {class_names}")
+        raise UserError(f"recipes/{name}/recipe.py: expected one class that sets a `title`, found {class_names}")
     return classes[0]

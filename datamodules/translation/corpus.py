@@ -300,7 +300,8 @@ def _note_other_letters(files: Sequence[SentencePairs], kept: Sequence[_Kept]) -
         if others:
             first = files[0].where
             notes.append(
-                f"{pairs.where}: its {' and its '.join(others)} shares no usual letter with that of {first}; are the"
+                f"{pairs.where}: its {' and its '.join(others)} shares no usual letter with the same side of {first};"
+                " are the"
                 " sides exchanged?"
             )
     return notes

@@ -80,7 +80,9 @@ def _check_files(part: str, pairs: Files, source: Files, target: Files) -> None:
         raise UserError(f"found both {names[0]} and {names[1]}; pass files of pairs, or aligned files")
     m, n = len(_listed(source)), len(_listed(target))
     if m != n:
-        raise UserError(f"{names[1]} has {m} files and {names[2]} {n}; each file needs that of its translations")
+        raise UserError(
+            f"{names[1]} has {m} files and {names[2]} {n}; each file of sources needs a file of translations"
+        )
 
 
 def _check_fraction(part: str, fraction: float | None, has_files: bool) -> None:
@@ -500,5 +502,5 @@ class TranslationDataModule(BaseDataModule):
             self._corpus = None
             warn(f"note: the saved normalization is used: {self.normalization}")
         elif self._vocabularies not in (None, saved):
-            warn("note: the saved vocabularies are used; those of the training part differ")
+            warn("note: the saved vocabularies are used; the vocabularies of the training part differ")
         self._vocabularies, self._pairs = saved, None

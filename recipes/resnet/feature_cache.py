@@ -85,7 +85,7 @@ def _cannot_continue(network: nn.Module, head: str, images: Tensor) -> str:
         except ValueError as error:
             return str(error)
     if not is_constant:
-        return "training takes another way"
+        return "the forward pass differs in training"
     return "" if ends_forward else f"{head} does not end the forward pass"
 
 

@@ -266,7 +266,7 @@ def _settle_threads(command: str, run: RunSettings, saved: SavedRun | None, laun
     if threads > default:
         line = f"threads: {threads} in each process, and {default} would be the default here"
         if saved and saved.config.get("threads") == threads:
-            line += f"; they are those of the run, and {spelled('threads', default)} would change them and the bits"
+            line += f"; the run has {threads}, and {spelled('threads', default)} would change them and the bits"
     elif run.threads is None and of_program is None and launch.world_size > 1:
         line = (
             f"threads: {threads} in each process, the default, on which the bits depend; one device ends with the same"

@@ -565,7 +565,7 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: RunCla
         ),
         (
             command != "export" and settings["format"] is not None,
-            "--format is for export; a run writes its own checkpoints, and the others go by the suffix of --output",
+            "--format is for export; a run writes checkpoints, and other commands follow the suffix of --output",
         ),
         (
             settings["graph"] is not None and settings["format"] != "onnx",

@@ -438,7 +438,7 @@ def unsupported_settings() -> dict[str, str]:
         "quiet": f"{spelled('enable_progress_bar', False)} leaves out the progress",
         "ratio": "crops of training have the shapes of Szegedy et al. (2015)",
         "save_model": "each run saves its checkpoints",
-        "shuffle": f"each epoch has an order of its own, by {spelled('seed')}",
+        "shuffle": f"each epoch has its own order, by {spelled('seed')}",
         "track_grad_norm": "each run logs monitor/gradient_norm",
         "verbose": "a run prints all that it has to say, and logs the rest into its folder",
         "vflip": "a data module of yours flips them",

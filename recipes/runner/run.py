@@ -313,7 +313,7 @@ class Task:
         folder = Path(spec.point.folder)
         rank_zero_print(
             f"the run in {relative_path(folder)} has finished, and stays as it is; pass a larger"
-            f" {spelled('max_epochs')} or {spelled('max_steps')} (or {spelled('patience')}, where it was stopped early)"
+            f" {spelled('max_epochs')} or {spelled('max_steps')} (or {spelled('patience')}, if it was stopped early)"
             " to train longer"
         )
         return read_result(folder, self.classes.recipe) if self.typed.in_program else None

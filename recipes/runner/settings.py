@@ -243,7 +243,7 @@ def limits_per_device(options: Mapping[str, Any], rank: int, world_size: int) ->
         share = options.get(name)
         if world_size > 1 and isinstance(share, float) and 0 < share < 1:
             raise UserError(
-                f"{spelled(name, share)} is a share of each device's batches, and not those of one device; pass a"
+                f"{spelled(name, share)} is a share of each device's batches, not of one device's; pass a"
                 f" number of batches of all devices, such as {spelled(name, world_size)}"
             )
     return limits
@@ -327,7 +327,7 @@ def _check_trainer_parameters(trainer: Mapping[str, Any], settings_with_flag: se
         if name in elsewhere:
             raise UserError(f"trainer.{name}: {elsewhere[name]}")
         if name in settings_with_flag:
-            raise UserError(f"trainer.{name}: {spelled(name)} is a setting of its own; pass it without trainer")
+            raise UserError(f"trainer.{name}: {spelled(name)} has its own flag; pass it without trainer")
         if name not in trainer_parameters:
             raise UserError(f"trainer.{name}: the Trainer has no such parameter{nearest(name, trainer_parameters)}")
     parser = ArgumentParser(exit_on_error=False)

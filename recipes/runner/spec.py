@@ -236,7 +236,7 @@ class Resolver:
         name = settings["name"]
         if name is not None and Path(name).name != name:
             raise UserError(
-                f"{spelled('name', name)} is not the name of a folder; pass {spelled('run_dir')} for where runs go"
+                f"{spelled('name', name)} is not the name of a folder; pass {spelled('run_dir')} for another place"
             )
         resume = settings["resume"]
         if settings["fast_dev_run"] or settings["enable_checkpointing"] is False:

@@ -242,8 +242,8 @@ def check_beginning(interval: Interval, world_size: int, global_batch_size: int 
         devices = int(interval.environment.get("devices", 1)) * int(interval.environment.get("num_nodes", 1))
         if global_batch_size is None and world_size != devices:
             raise UserError(
-                f"the run began on {devices} devices, and is repeated from its beginning, where no checkpoint holds how"
-                f" many samples an update has: pass {spelled('devices', devices)}"
+                f"the run began on {devices} devices, and is repeated from its beginning; no checkpoint holds the"
+                f" number of samples of an update: pass {spelled('devices', devices)}"
             )
         return
     sha256 = weights_hash(load_plain(interval.begin.path)["state_dict"])
@@ -277,7 +277,9 @@ def compare(interval: Interval, repeated: Interval | None, *, repeats_bits: bool
     if equal:
         rows = {"trained again": trained, "weights": f"equal to the bit, SHA-256 {_text(equal)}"}
         return rows | ({"although": changed} if changed else {})
-    cause = f"here it has {changed}" if changed else "processor, versions, threads and precision are those of the run"
+    cause = (
+        f"here it has {changed}" if changed else "processor, versions, threads and precision are the same as in the run"
+    )
     if not repeats_bits:
         cause += f"; on a GPU only a run with {spelled('deterministic')} repeats its bits for sure"
     raise RunFailedError(

@@ -70,7 +70,7 @@ def attention_maps(
     """
     if not has_attention(network):
         name = type(network).__name__
-        raise UserError(f"{name} does not tell its attention: give it a method attention(source, lengths, inputs)")
+        raise UserError(f"{name} does not return its attention: give it a method attention(source, lengths, inputs)")
     sources, targets = known(vocabularies)
     starts = torch.full_like(tokens[:, :1], SOS)
     inputs = torch.cat((starts, tokens[:, :-1]), 1)
@@ -158,7 +158,7 @@ class AttentionWriter(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.path is not None and stage != "predict":
             raise UserError(
-                f"{spelled('attention', self.path)} is for predict; the report of a run shows that of some sentences"
+                f"{spelled('attention', self.path)} is for predict; a run's report shows it for some sentences"
             )
 
     @override
@@ -176,7 +176,7 @@ def _page(figures: Sequence[Figure]) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>{head}<meta name="color-scheme" content="light dark">'
         f"<title>Attention</title>\n<style>\n{color_style()}\n{style}\n</style>\n</head>\n<body>\n"
-        f"<h1>Attention</h1>\n<p>Rows are the tokens of a translation, columns those of its source.</p>\n"
+        f"<h1>Attention</h1>\n<p>Rows are the tokens of a translation, columns the tokens of its source.</p>\n"
         + "\n".join(cells)
         + "\n</body>\n</html>\n"
     )

@@ -263,7 +263,7 @@ def test_a_missing_configure_optimizers_says_what_to_write() -> None:
     ("name", "arguments", "message"),
     [
         ("adamw", {"beta": 1}, "`optimizer_args`: AdamW has no beta; it takes betas, eps, amsgrad"),
-        ("adamw", {"weight_decay": 1}, "weight_decay is a parameter of its own; pass weight_decay=1"),
+        ("adamw", {"weight_decay": 1}, "weight_decay is a separate parameter; pass weight_decay=1"),
         ("adamw", {"params": []}, "`optimizer_args`: AdamW has no params"),
         ("adamw", {"betas": [2, 3]}, "optimizer='adamw': Invalid beta parameter at index 0: 2"),
         ("muon", {}, "Muon only supports 2D parameters whereas we found a parameter with size: torch.Size([2])"),

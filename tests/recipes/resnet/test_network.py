@@ -143,7 +143,7 @@ class _Scales(_DropsOut):
     [
         (partial(build_network, "mobilenet_v3_small", 2), "classifier.3", "classifier.3", ""),
         (partial(build_network, "mobilenet_v3_small", 2), "classifier", "classifier", ""),
-        (_DropsOut, "head", "", "training takes another way"),
+        (_DropsOut, "head", "", "the forward pass differs in training"),
         (_Scales, "head", "", "head does not end the forward pass"),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_is_special_about_a_setting_stands_at_its_field():
     [
         ("bench_mark", "trainer.bench_mark: the Trainer has no such parameter; did you mean benchmark?"),
         ("inference_mode", "trainer.inference_mode is 'maybe': expected BOOL"),
-        ("devices", "trainer.devices: `devices` is a setting of its own; pass it without trainer"),
+        ("devices", "trainer.devices: `devices` has its own flag; pass it without trainer"),
         ("sync_batchnorm", "trainer.sync_batchnorm: pass `sync_bn`, which works on CPUs"),
     ],
 )

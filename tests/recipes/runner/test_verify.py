@@ -88,7 +88,7 @@ def test_a_flipped_bit_anywhere_in_a_run_is_found(trained: Path, tmp_path: Path)
     assert weights.status == state.status == record.status == 1
     assert "NOT EQUAL: the weights in runs/quadrants/weights/checkpoints/best-step=7.ckpt are not those" in weights.err
     assert "NOT EQUAL: trained again from" in state.err
-    assert "processor, versions, threads and precision are those of the run" in state.err
+    assert "processor, versions, threads and precision are the same as in the run" in state.err
     assert "processor" in record.err
     assert "and abacus in the run" in record.err
     assert "and 1.0 in the run" in record.err
@@ -137,7 +137,7 @@ def test_an_interval_from_the_start_needs_the_runs_devices(trained: Path, tmp_pa
     record.write_text(record.read_text().replace('"devices": 1', '"devices": 2', 1))
     (rejected,) = typed(tmp_path, "verify runs/quadrants/one --devices 1")
     assert rejected.status == 2
-    assert "no checkpoint holds how many samples an update has: pass --devices 2" in rejected.err
+    assert "no checkpoint holds the number of samples of an update: pass --devices 2" in rejected.err
 
 
 def test_a_resume_elsewhere_says_what_differs(trained: Path, tmp_path: Path) -> None:
@@ -161,10 +161,7 @@ def test_a_resume_keeps_the_threads_unless_it_is_given_others(trained: Path, tmp
     )
     assert kept.status == other.status == nothing.status == 0, other.err
     assert "cpu with 2 threads" in kept.out
-    assert (
-        "threads: 2 in each process, and 1 would be the default here; they are those of the run, and --threads 1"
-        in kept.out
-    )
+    assert "threads: 2 in each process, and 1 would be the default here; the run has 2, and --threads 1" in kept.out
     assert "bits may differ from here on: 1 thread in each process, and 2 in the checkpoint; set 2" in other.err
     assert "bits may differ" not in kept.out + kept.err + other.out, "one line, where they may"
     assert "cpu with 1 thread," in nothing.out
