@@ -107,6 +107,7 @@ def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
     for name, value in weights.items():
         if torch.isnan(value).any():
             raise UserError(f"{name} in {checkpoint_path} is NaN: the training diverged; pass an earlier checkpoint")
+    # After bf16-true and 64-true, the weights are not float32.
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         recipe.network.to(dtypes.pop())

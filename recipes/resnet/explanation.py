@@ -161,7 +161,7 @@ def affordable(total: int, passes: float) -> int:
         passes: forward passes of single images in the run; a backward pass counts as another pass.
 
     Returns:
-        At most 2,000; 0 if the limit of 3 % is below 100 images and the set is larger.
+        At most 2,000; 0 if less than 100 images, or less than all of a smaller set, are affordable.
 
     Example:
         >>> affordable(50_000, 1e6), affordable(50_000, 10_000), affordable(50_000, 5_000)

@@ -294,6 +294,7 @@ def processor() -> tuple[str, str]:
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):  # Not on Linux.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        # Reversed, so that the first processor wins.
         fields = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in reversed(lines))}
     model = fields.get("model name") or platform.processor() or platform.machine()
     return fields.get("vendor_id") or platform.machine(), model
@@ -409,7 +410,7 @@ class Stopwatch(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first_batch = trainer.fit_loop.total_batch_idx
         self._train_start = time.monotonic()
-        self._train_seconds -= self._train_start
+        self._train_seconds -= self._train_start  # Each stop of the clock adds its time.
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
