@@ -89,7 +89,7 @@ def test_commands_of_pytest_use_our_markers_and_extras() -> None:
     assert {word for pair in used for word in re.findall(r"\w+", "".join(pair))} - {"not", "and"} <= markers
     extras = re.findall(r"\.\[([\w,-]+)\]|--extra ([\w-]+)|extra `([\w-]+)`", CONTRIBUTING)
     assert {name for match in extras for name in "".join(match).split(",")} <= EXTRAS.keys()
-    for path, words in re.findall(r"pytest (tests/\S+\.py) -k (\w+)", CONTRIBUTING):
+    for path, words in re.findall(r"pytest (tests/\S+\.py) -k \"?(\w+)", CONTRIBUTING):
         assert f"{words}" in " ".join(re.findall(r"def (test_\w+)", (ROOT / path).read_text())), words
 
 
