@@ -241,7 +241,7 @@ def load_weights(
         module: the module to change.
         state: tensors by name, for example from `read_weights`; `match_names` matches the names.
         source_name: the name of the source in messages.
-        exact: require the head to fit as well.
+        exact: whether the head has to fit as well.
         weights_skip: patterns such as "encoder.*". A layer or tensor is ignored in the file, and keeps its values in
             the module, if its name or the end of its name matches a pattern.
         with_head: whether the last layer is loaded; if not, it is skipped as by `weights_skip`.
@@ -347,7 +347,7 @@ def load_initial_weights(recipe: Any, exact: bool = False) -> WeightsReport | No
 
     Args:
         recipe: the recipe.
-        exact: require the head to fit as well.
+        exact: whether the head has to fit as well.
 
     Raises:
         UserError: see `read_weights` and `load_weights`.

@@ -96,7 +96,7 @@ def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, 
     Args:
         images: of shape (batch, channels, height, width).
         shifts: offsets of rows and columns, int64 of shape (batch, 2), from 0 to ``2 * most``; `most` moves nothing.
-        flips: which images are mirrored, bool of shape (batch,).
+        flips: mask of the mirrored images, bool of shape (batch,).
         most: largest translation in each direction, in pixels.
     """
     if shifts is None:

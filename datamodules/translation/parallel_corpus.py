@@ -244,7 +244,7 @@ class InputSentence(NamedTuple):
     Args:
         where: name of the input for messages: the sentence, or its line and file.
         text: the sentence, or "".
-        problem: why there is no sentence.
+        problem: the reason for a missing sentence.
     """
 
     where: str

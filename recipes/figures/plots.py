@@ -99,7 +99,7 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
     Args:
         title: the title of the plot.
         series: (update, value) in the order of updates, by name; the name "validation" has the color of validation.
-        may_be_log: use a logarithmic axis if all values are positive and the largest is 30 times the smallest.
+        may_be_log: whether the axis is logarithmic if all values are positive and the largest is 30 times the smallest.
 
     Example:
         >>> figure = curve_plot("loss", {"training": [(1, 2.3), (2, 1.1)], "validation": [(2, 1.0)]})

@@ -376,14 +376,14 @@ class TrainerSettings:
         max_steps: updates of the run; -1: no limit. Without max_epochs, the number of epochs is not limited.
         max_time: time of the run, as in "90 minutes", 12h or 00:12:00:00 (days, hours, minutes, seconds).
         fast_dev_run: try one batch of each part, or this number of batches, and save nothing.
-        gradient_clip_val: clip the gradients of an update to this norm.
-        gradient_clip_algorithm: clip by norm or by value.
-        limit_train_batches: train on a number of updates in each epoch, or on a share of it, as in 0.1.
-        limit_val_batches: validate on a number of batches, counted over all devices; on one device also on a share.
-        limit_test_batches: test on a number of batches, counted over all devices; on one device also on a share.
-        limit_predict_batches: predict a number of batches, or a share.
-        overfit_batches: train and validate on the same number of updates, or the same share of an epoch, not shuffled.
-        val_check_interval: validate after a number of updates, a share of an epoch or a time, as in "30 minutes".
+        gradient_clip_val: maximum norm of an update's gradients, to which they are clipped.
+        gradient_clip_algorithm: clipping by norm or by value.
+        limit_train_batches: number of updates in each epoch, or a share of the epoch, as in 0.1.
+        limit_val_batches: number of batches in a validation, counted over all devices; on one device also a share.
+        limit_test_batches: number of batches in a test, counted over all devices; on one device also a share.
+        limit_predict_batches: number of batches to predict, or a share.
+        overfit_batches: number of updates, or share of an epoch, for training and validation, not shuffled.
+        val_check_interval: interval of validations in updates, or a share of an epoch, or a time, as in "30 minutes".
         check_val_every_n_epoch: epochs between two validations.
         num_sanity_val_steps: batches to validate before training.
         log_every_n_steps: updates between two entries of the log.
@@ -470,7 +470,7 @@ class RunSettings:
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         lr_scale: scaling of the learning rate with the global batch; auto is linear for SGD, sqrt for adaptive
             optimizers.
-        ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
+        ema: decay of an exponential average of the weights, as in 0.999; the average is validated, saved and tested.
         sync_bn: synchronize BatchNorm over all devices; the bits of the run then depend on their number.
         patience: early stopping: number of validations without an improvement of the monitored score.
         progress_interval: seconds between two lines of progress, if the output is not a terminal.
