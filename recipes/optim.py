@@ -55,8 +55,8 @@ def optimizer_class(name: str) -> type[Optimizer]:
     # Schedule-free optimizers have these methods.
     if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
         raise UserError(
-            "it trains other weights than it is to be scored and saved with, and moving between them rounds, so that no"
-            " resumed run would be exact",
+            "it trains and evaluates different weights, and switching between them rounds, so no resumed run would be"
+            " exact",
             setting="optimizer",
             value=name,
             to_type=f"pass {spelled('ema')} with another optimizer",

@@ -269,7 +269,7 @@ def _note_shared(hashes: Mapping[str, npt.NDArray[np.uint64]], rows: Tensor) -> 
         count = int(np.isin(train, hashes[part]).sum()) if part in hashes else 0
         if count:
             notes.append(
-                f"{count:,} of {len(train):,} training pairs have a source sentence that is in the {name} files, too"
+                f"{count:,} of {len(train):,} training pairs have a source sentence that is also in the {name} files"
             )
     return notes
 

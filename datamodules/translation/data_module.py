@@ -188,7 +188,7 @@ class TranslationDataModule(BaseDataModule):
         _check_fraction("test", test_fraction, any(test))
         if any(val + test) and not any(train):
             raise UserError(
-                f"found files to validate or to test on and none to train on; pass {spelled('data_file')} too"
+                f"found files for validation or the test, but no training files; pass {spelled('data_file')} too"
             )
         parse_columns(columns, USES)
         if columns is not None and not any(files[0] for files in of_parts.values()):

@@ -312,7 +312,7 @@ class Task:
         assert spec.point.folder is not None
         folder = Path(spec.point.folder)
         rank_zero_print(
-            f"the run in {relative_path(folder)} has finished, and stays as it is; pass a larger"
+            f"the run in {relative_path(folder)} has finished, and nothing was done; pass a larger"
             f" {spelled('max_epochs')} or {spelled('max_steps')} (or {spelled('patience')}, if it was stopped early)"
             " to train longer"
         )

@@ -237,7 +237,7 @@ def test_the_settings_of_node_0_hold_on_all_nodes(tmp_path):
     assert "\nlr: 0.25\n" in (tmp_path / "runs/failing/run/config.yaml").read_text()
     both = on_two_nodes(tmp_path, "--resume auto", "--resume auto --run-dir elsewhere")
     assert [ended.status for ended in both] == [0, 0], both
-    assert "the run in runs/failing/run has finished, and stays as it is" in both[0].out
+    assert "the run in runs/failing/run has finished, and nothing was done" in both[0].out
     both = on_two_nodes(tmp_path, *["--resume nothere.ckpt"] * 2)
     assert [last_line(ended) for ended in both] == ["error: there is no checkpoint nothere.ckpt"] * 2
     both = on_two_nodes(tmp_path, "", "--devices 2")

@@ -272,7 +272,7 @@ def test_a_missing_configure_optimizers_says_what_to_write() -> None:
         ("tests.support.optimizers.Any", {}, "it is no subclass of torch.optim.Optimizer"),
         ("tests.support.optimizers.Lion", {}, "tests.support.optimizers has no class Lion"),
         ("tests.support.optimizers.WithoutRate", {}, "it has no parameter lr, which schedules and the warm-up"),
-        ("tests.support.optimizers.TwoModes", {}, "it trains other weights than it is to be scored and saved with"),
+        ("tests.support.optimizers.TwoModes", {}, "it trains and evaluates different weights"),
     ],
 )
 def test_an_optimizer_or_argument_that_does_not_fit_is_rejected(name, arguments, message) -> None:

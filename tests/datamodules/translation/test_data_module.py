@@ -236,7 +236,7 @@ def test_a_published_split_is_used_as_it_is(tmp_path: Path, aligned: bool, caplo
     assert (data.validates, alone.validates, alone.val_dataloader()) == (True, False, [])
     assert data.info.read == data.info.kept + sum(data.info.left_out.values())
     assert data.left_out == alone.left_out
-    assert "1 of 25 training pairs have a source sentence that is in the validation files, too" in caplog.text
+    assert "1 of 25 training pairs have a source sentence that is also in the validation files" in caplog.text
     assert "the test files, too" not in caplog.text
 
 

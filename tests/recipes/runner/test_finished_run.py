@@ -37,7 +37,7 @@ def test_a_finished_run_is_never_rewritten(trained: Path, tmp_path: Path) -> Non
     assert [folder.name for folder in folder.parent.iterdir()] == ["one"]
     for ended in (again, shorter):
         assert ended.status == 0
-        assert "the run in runs/quadrants/one has finished, and stays as it is" in ended.out
+        assert "the run in runs/quadrants/one has finished, and nothing was done" in ended.out
     assert other.status == 2
     assert "is of another experiment: --lr is 0.5, and 0.1 in the checkpoint" in other.err
     for ended in (given, steps):
