@@ -66,6 +66,7 @@ def picture(results: Mapping[str, Any]) -> str:
             elements.append(f'<line {stroke} x1="{left - 36}" x2="{left - 6}" y1="{y - 5}" y2="{y - 5}"/>')
             elements.append(f'<text class="ink" x="{left + 4}" y="{y}">{name}</text>')
             elements.append(f'<text class="ink hash" x="{left + 150}" y="{y}">{run["sha256"][:12]}</text>')
-    heads = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Loss curves and hashes of the final weights"'
+    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    heads = f'{size} role="img" aria-label="Loss curves and hashes of the final weights"'
     opening = [f'<svg xmlns="http://www.w3.org/2000/svg" {heads}>', f"<style>{_STYLE}</style>"]
     return "\n".join([*opening, *elements, "</svg>", ""])

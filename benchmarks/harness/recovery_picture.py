@@ -32,7 +32,7 @@ def picture(outcomes: Mapping[tuple[str, str, int], Any]) -> str:
         text = f"{outcome.updates_after:.1f} s" if recovered else "no further update"
         elements.append(f'<text x="{end:.0f}" y="{y + 12}">{text}</text>')
         y += 16
-    size = f'viewBox="0 0 670 {y + 14}" font-family="sans-serif" font-size="11"'
+    size = f'width="670" height="{y + 14}" viewBox="0 0 670 {y + 14}" font-family="sans-serif" font-size="11"'
     elements[:0] = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
         '<rect width="100%" height="100%" fill="white"/>',
