@@ -220,7 +220,7 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
             faults.add(f"with an empty side in {keep.normalization} normalization", [pair.number])
         # Words are one more than spaces, and EOS is one more token.
         elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
-            too_long.add(f"over {spelled('max_length', keep.max_length)}", [pair.number])
+            too_long.add(f"over a length of {keep.max_length:,}", [pair.number])
         elif keep.prefixes and not (_has_prefix(source) or _has_prefix(target)):
             without_prefix += 1
         elif max(len(side.encode(errors="replace")) for side in pair[1:]) > longest:
@@ -236,10 +236,8 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
         too_long.raise_or_report("skip", pairs.where, pairs.read, None),
     ]
     kept.notes = [note for note in notes if note]
-    kept.left_out = pairs.skipped_lines | {reason: len(lines) for reason, lines in faults.lines.items()}
-    if too_long:
-        # Not `spelled`: the reason in results.json is the same for a program and a command line.
-        kept.left_out[f"over max_length={keep.max_length}"] = len(too_long)
+    left_out = faults.lines | too_long.lines
+    kept.left_out = pairs.skipped_lines | {reason: len(lines) for reason, lines in left_out.items()}
     if without_prefix:
         kept.left_out["without a prefix"] = without_prefix
     return kept

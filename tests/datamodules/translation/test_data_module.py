@@ -255,9 +255,9 @@ def test_the_counts_of_each_part_add_up(tmp_path: Path, caplog: Any) -> None:
     data = _words(**files, on_bad_lines="skip", max_length=3)
     data.setup("fit")
     assert data.sizes["val"] == 1
-    over = data.left_out["over max_length=3"]
+    over = data.left_out["over a length of 3"]
     assert data.left_out == {
-        "over max_length=3": over,
+        "over a length of 3": over,
         "blank in val": 1,
         "with fewer cells than the first line in val": 1,
     }
@@ -295,7 +295,7 @@ def test_several_files_of_a_side_are_read_in_turn_in_any_form(tmp_path: Path) ->
 def test_sentences_over_the_limit_are_skipped_with_a_count(tmp_path: Path, caplog: Any) -> None:
     lines = ["un deux\tone two\n", "un deux trois\tone\n", "un\tone two three\n", *(f"a{i}\tb\n" for i in range(8))]
     data = _data(tmp_path, *lines, max_length=3)
-    assert "left out 2 of 11 lines: 2 over max_length=3 (lines 2, 3)" in caplog.text
+    assert "left out 2 of 11 lines: 2 over a length of 3 (lines 2, 3)" in caplog.text
     assert data.info.kept == 9
     assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) <= 3
 
@@ -304,7 +304,7 @@ def test_the_limit_counts_words_not_subwords(tmp_path: Path) -> None:
     words = ["abcdefghij", "klmnopqrst", "uvwxyzabcd", "zyxwvutsrq", "ponmlkjihg"]
     kept = [f"{a} {b} {a[:n]}\t{b} {a}\n" for n in range(1, 9) for a in words for b in words]
     data = _data(tmp_path, *kept, "a b c d\te\n", subwords="bpe", vocab_size=290, max_length=4)
-    assert data.left_out["over max_length=4"] == 1
+    assert data.left_out["over a length of 4"] == 1
     assert data.info.kept == len(kept)
     assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) > 4
 
