@@ -62,7 +62,7 @@ class Recipe(OneLightning, pl.LightningModule):
     """
 
     title = "recipe"
-    """The name of the folder of its runs: runs/<title>/."""
+    """The name of the folder of its runs: `runs/TITLE/`."""
 
     trainer_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults of the Trainer's parameters on this recipe's command line, such as ``max_epochs``."""

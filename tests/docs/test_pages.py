@@ -1,5 +1,6 @@
 """Every public callback has a page with an example that runs and a place in the site; the notebook runs."""
 
+import ast
 import inspect
 import json
 import re
@@ -88,6 +89,20 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_notebook_is_kept_without_outputs() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+def test_no_docstring_has_a_tag_that_hides_the_rest_of_its_page() -> None:
+    tags = {}
+    for path in (
+        path for package in ("recipes", "callbacks", "datamodules") for path in (ROOT / package).rglob("*.py")
+    ):
+        statements = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Expr)
+        ]
+        docstrings = [node.value.value for node in statements if isinstance(node.value, ast.Constant)]
+        prose = [re.sub(r"`[^`]+`|>>> .*", "", str(text)) for text in docstrings]
+        tags[path.relative_to(ROOT).as_posix()] = [tag for text in prose for tag in re.findall(r"<[a-z]+>", text)]
+    assert {path: found for path, found in tags.items() if found} == {}
 
 
 def test_no_line_of_the_notebook_is_cut_at_1300_pixels() -> None:
