@@ -266,12 +266,12 @@ def compare(interval: Interval, repeated: Interval | None, *, repeats_bits: bool
         RunFailedError: the weights differ.
         UserError: there are no weights to compare.
     """
-    begin = "the beginning, 0 updates"
+    begin = "the beginning"
     if interval.begin:
-        begin = f"{relative_path(interval.begin.path)}, {interval.begin.updates:,} updates"
-    trained = f"{begin}, to {interval.step:,} updates (epoch {interval.epoch})"
+        begin = f"update {interval.begin.updates:,} ({relative_path(interval.begin.path)})"
+    trained = f"from {begin} to update {interval.step:,} (epoch {interval.epoch})"
     if repeated is None:
-        raise UserError(f"training again from {trained} did not come to that update: no weights to compare")
+        raise UserError(f"training again {trained} did not come to that update: no weights to compare")
     changed = differences(interval.environment, repeated.environment)
     equal = interval.hashes & repeated.hashes
     if equal:
@@ -283,7 +283,7 @@ def compare(interval: Interval, repeated: Interval | None, *, repeats_bits: bool
     if not repeats_bits:
         cause += f"; on a GPU only a run with {spelled('deterministic')} repeats its bits for sure"
     raise RunFailedError(
-        f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {_text(repeated.hashes)}, and"
+        f"NOT EQUAL: trained again {trained}, the weights have SHA-256 {_text(repeated.hashes)}, and"
         f" {_text(interval.hashes)} in the run; {cause}"
     )
 

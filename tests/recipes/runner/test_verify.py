@@ -82,7 +82,8 @@ def test_a_flipped_bit_anywhere_in_a_run_is_found(trained: Path, tmp_path: Path)
     )
     assert (equal.status, equal.err) == (0, "")
     assert "cpu with 2 threads" in equal.out
-    assert "7 updates, to 8 updates (epoch 2)" in equal.out
+    assert "from update 7 (runs/quadrants/run/checkpoints/" in equal.out
+    assert " to update 8 (epoch 2)" in equal.out
     assert f"equal to the bit, SHA-256 {json.loads(_line(run, 8))['save']['sha256']}" in equal.out
     assert contents(run) == before
     assert weights.status == state.status == record.status == 1
@@ -128,7 +129,7 @@ def _line(run: Path, step: int) -> str:
 def test_a_run_with_one_checkpoint_is_repeated_from_its_start(tmp_path: Path) -> None:
     fit, equal = typed(tmp_path, f"{FIT} --max-epochs 1", "verify runs/quadrants/one")
     assert fit.status == equal.status == 0
-    assert "the beginning, 0 updates, to 7 updates (epoch 1)" in equal.out
+    assert "from the beginning to update 7 (epoch 1)" in equal.out
 
 
 def test_an_interval_from_the_start_needs_the_runs_devices(trained: Path, tmp_path: Path) -> None:
