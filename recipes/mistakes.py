@@ -180,7 +180,7 @@ def mistakes_grid(
         prediction = f"{class_names[int(predicted)]} ({100 * probability:.0f} %)"
         captions.append((prediction, f"is {class_names[int(true)]}", name))
     title = f"Mistakes, {part}"
-    note = "What the network said and how surely, what is true, and the sample; the most confident mistakes first."
+    note = "Prediction and confidence, true class, and sample; the most confident mistakes first."
     if explanation is not None:
         note = f"{note} {explanation.note}".rstrip()
     if explanation is None or not explanation.images.shape[1]:

@@ -339,7 +339,7 @@ class TensorPipeline(Pipeline):
         if len(exchanged):
             self._note_inversion(
                 f"{len(exchanged):,} of {len(borders):,} images have a border of brightness {exchanged.min():.0f} to"
-                f" {exchanged.max():.0f}, and the training images of {darkest:.0f} to {lightest:.0f}"
+                f" {exchanged.max():.0f} (training images: {darkest:.0f} to {lightest:.0f})"
             )
 
     @property

@@ -172,7 +172,7 @@ def test_a_checkpoint_keeps_whether_its_images_are_inverted(tmp_path: Path, digi
     unlike, notes = predicted(states[True], invert=False)
     assert not torch.equal(unlike, light)
     (note,) = notes
-    assert "1 of 1 images have a border of brightness 255 to 255, and the training images of 0 to" in note
+    assert "1 of 1 images have a border of brightness 255 to 255 (training images: 0 to" in note
     assert note.endswith("; pass invert=True if light and dark are exchanged")
 
 
