@@ -7,7 +7,7 @@ import griffe
 
 __all__ = ["Examples", "Types"]
 
-_MARKS = ("Free", "OneCall", "Rare")
+_MARKS = ("Changeable", "Transient", "Advanced")
 """Marks of settings in `datamodules.contract`, which say how the command line treats a parameter."""
 _SHOWN_AS = {"OneLightningCallback": "Callback", "OneLightning": None}
 

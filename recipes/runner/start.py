@@ -23,6 +23,7 @@ from importlib import import_module
 from multiprocessing import current_process, forkserver
 from pathlib import Path
 from signal import SIGUSR1
+from typing import Any
 
 from callbacks.lib.signals import keep_until_imported, restore_handlers
 from datamodules.lightning_package import VARIABLE, lightning_package
@@ -208,7 +209,7 @@ def _import_everything(modules: Iterable[str]) -> None:
     os.setsid()
     # The server ends with its last client. Its children get the handlers back, so that their parents can end them.
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    previous_handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    previous_handlers: dict[int, Any] = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
     os.register_at_fork(after_in_child=lambda: restore_handlers(previous_handlers))
     atexit.register(os._exit, 0)  # A regular exit would take a second for clean-up, and print warnings.
     # Collections during imports free nothing, and frozen objects stay on pages that parent and children share.

@@ -93,7 +93,7 @@ def test_commands_of_pytest_use_our_markers_and_extras() -> None:
         assert f"{words}" in " ".join(re.findall(r"def (test_\w+)", (ROOT / path).read_text())), words
 
 
-def test_the_table_of_dependencies_has_every_package_under_its_extra() -> None:
+def test_the_table_of_dependencies_has_every_package() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (?:extra `([\w-]+)`)?", CONTRIBUTING.partition("## Package structure")[0], re.M)
     named = {(package, extra) for packages, extra in rows for package in re.findall(r"`([\w-]+)`", packages)}
     required = {(name, "") for name in map(_package, PROJECT["project"]["dependencies"])}
@@ -139,14 +139,14 @@ def test_the_table_of_folders_names_every_module() -> None:
     assert runner <= named, "the row of recipes/runner says what each of its files is for"
 
 
-def test_the_files_with_private_names_of_lightning_are_those_of_the_guide() -> None:
+def test_the_guide_names_each_file_with_names_of_lightning() -> None:
     sentence = re.search(r"`update_step\.py` makes an update; (.*?) use Lightning's private names", CONTRIBUTING)
     assert sentence is not None
     named = {Path(name).name for name in ["update_step.py", *re.findall(r"`([\w/]+\.py)`", sentence[1])]}
     assert named == {path.name for path in FENCE}
 
 
-def test_no_file_of_the_callbacks_imports_a_recipe_or_torchvision() -> None:
+def test_no_file_of_callbacks_imports_torchvision_or_recipes() -> None:
     modules = []
     for path in (ROOT / "callbacks").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -23,7 +23,6 @@ ALLOWED = {
     ("datamodules/images/builtin_datasets.py", f"{FILLED}="),  # USE=COLUMN, of the value of `columns`.
     ("datamodules/images/proposals.py", f"{FILLED}="),
     ("datamodules/translation/parallel_corpus.py", f"{FILLED}="),
-    ("datamodules/translation/corpus.py", "max_length="),
     ("recipes/resnet/feature_cache.py", "cache_gb="),
     ("recipes/runner/run.py", f"{FILLED}="),  # A call of fit().
     ("recipes/runner/flags.py", f"{FILLED}="),
