@@ -83,7 +83,7 @@ def test_every_flag_of_a_guide_is_a_flag(guide: str) -> None:
     assert set(re.findall(r"(?<![\w-])--([a-z][\w.-]*\w)", GUIDES[guide])) <= known
 
 
-def test_commands_of_pytest_use_our_markers_and_extras() -> None:
+def test_commands_of_pytest_use_names_that_exist() -> None:
     markers = {line.partition(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
     used = re.findall(r"pytest -m (?:\"([^\"]+)\"|(\w+))", CONTRIBUTING)
     assert {word for pair in used for word in re.findall(r"\w+", "".join(pair))} - {"not", "and"} <= markers
@@ -106,7 +106,7 @@ def _package(requirement: str) -> str:
     return re.match(r"[\w-]+", requirement)[0]
 
 
-def test_the_table_of_versions_has_the_bounds_and_the_lock() -> None:
+def test_the_table_of_versions_is_that_of_the_lock() -> None:
     rows = re.findall(r"^\| ([\d., ]+) \| (\S+) \| (\S+) \| `([\w-]+)` (\S+)", CONTRIBUTING, re.MULTILINE)
     lock = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     bounds = PROJECT["project"]["dependencies"] + EXTRAS["pytorch-lightning"]
