@@ -60,6 +60,10 @@ class Options:
     data_dir: str = "data"
     devices: tuple[int, ...] = ()
 
+    def rounds(self, full: int, quick: int = 1) -> int:
+        """Return the number of rounds that was asked for, or the default of a section."""
+        return self.repeats or (quick if self.quick else full)
+
 
 @dataclass(frozen=True)
 class Spread:

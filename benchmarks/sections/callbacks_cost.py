@@ -128,7 +128,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         contenders: dict[str, Callable[[], float]] = {PLAIN: partial(plain_loop, width, steps)}
         for name, make in CALLBACKS.items():
             contenders[name] = lambda make=make: fit(Classifier(width), steps, make)  # type: ignore[misc]
-        timings = alternate(contenders, options.repeats or (3 if options.quick else 15), progress=progress)
+        timings = alternate(contenders, options.rounds(15, quick=3), progress=progress)
     rows: dict[str, list[Spread | None]] = {}
     for name in contenders:
         compared = [timings.added(name, BARE, unit=1e-6), timings.ratio(name, BARE)] if name != BARE else [None, None]

@@ -111,7 +111,8 @@ def goal(timings: Timings, size: str) -> Goal:
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure the saves of networks of two sizes."""
     threads = pin_threads(options.threads or 1)
-    saves, repeats = (2, options.repeats or 1) if options.quick else (5, options.repeats or 5)
+    saves = 2 if options.quick else 5
+    repeats = options.rounds(5)
     images, labels, _ = find_images("", 2_560)
     sizes: dict[str, list[int]] = {size: [] for size in list(WIDTHS)[: 1 if options.quick else None]}
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as name, suppress_output():

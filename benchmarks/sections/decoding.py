@@ -117,7 +117,7 @@ def _seconds(
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure both searches in turn, and count the translations that differ."""
     threads = pin_threads(options.threads or 1)
-    count, plain, hidden, repeats = (32, 8, 32, 1) if options.quick else (1000, 100, 256, 5)
+    count, plain, hidden = (32, 8, 32) if options.quick else (1000, 100, 256)
     title, texts = multi30k_texts(options.data_dir, "test_2016_flickr", count)
     vocabularies = [Vocabulary.of(sorted({word for line in side for word in line.split()})) for side in texts]
     sources, targets = (
@@ -136,7 +136,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         differ[name] = 100 * sum(a != b for a, b in zip(*both, strict=True)) / plain
         contenders[f"{name}, plain loop"] = partial(_seconds, _plainly, network, sources[:plain], limits[:plain])
         contenders[f"{name}, recipe"] = partial(_seconds, _in_batches, network, sources, limits, mixed)
-    timings = alternate(contenders, options.repeats or repeats, progress=progress)
+    timings = alternate(contenders, options.rounds(5), progress=progress)
     rows: dict[str, list[Spread | None]] = {}
     for name in NETWORKS:
         loop = f"{name}, plain loop"

@@ -125,7 +125,7 @@ def count_photographs(folder: Path) -> int:
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure steps with and without frozen layers, and epochs with and without cached features."""
     threads = pin_threads(options.threads or available_cores())
-    repeats = options.repeats or (1 if options.quick else 5)
+    repeats = options.rounds(5)
     batch_size, size, steps, epochs = (4, 32, 2, 2) if options.quick else (16, 224, 6, 10)
     precision, why = resolve_precision("auto", "cpu")
     with suppress_output(), tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:

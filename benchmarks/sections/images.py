@@ -123,7 +123,7 @@ def goals(timings: Timings) -> list[Goal]:
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure the loaders and the decoder in turn."""
     threads = pin_threads(1)
-    repeats = options.repeats or (3 if options.quick else 7)
+    repeats = options.rounds(7, quick=3)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = find_photographs(options.data_dir)

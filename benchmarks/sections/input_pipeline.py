@@ -117,7 +117,7 @@ def goal(timings: Timings, stock: str, ours: str) -> Goal:
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure both kinds of loaders, with and without augmentation."""
     threads = pin_threads(options.threads or available_cores())
-    repeats = options.repeats or (3 if options.quick else 7)
+    repeats = options.rounds(7, quick=3)
     images, labels, source = find_images(options.data_dir, 2_560 if options.quick else 60_000)
     count = len(labels)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder, warnings.catch_warnings():

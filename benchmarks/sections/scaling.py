@@ -256,7 +256,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     threads = pin_threads(options.threads or 1)
     precision = resolve_precision("auto")[0]
     batch, size, steps = (2, 32, 1) if quick else (8, 224, 4)
-    rounds = options.repeats or (1 if quick else 5)
+    rounds = options.rounds(5)
     rows: dict[str, list[Spread | None]] = {}
     goals: list[Goal] = []
     for number, count in enumerate(counts, 1):

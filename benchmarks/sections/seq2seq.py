@@ -166,7 +166,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure the speed in turn, and then train each contender to compare the quality."""
     threads = pin_threads(options.threads or 1)
     quick = options.quick
-    repeats = options.repeats or (1 if quick else 3)
+    repeats = options.rounds(3)
     hidden = 32 if quick else 256
     epochs = 1 if quick else EPOCHS
     sentences, batches = (8, 2) if quick else (200, 30)

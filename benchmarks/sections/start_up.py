@@ -63,7 +63,7 @@ def goal(timings: Timings, name: str) -> Goal:
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure the start of each program in turn."""
     threads = pin_threads(options.threads or 1)
-    repeats = options.repeats or (1 if options.quick else 7)
+    repeats = options.rounds(7)
     images, labels, source = find_images(options.data_dir, 2_560 if options.quick else 60_000)
     parts: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:

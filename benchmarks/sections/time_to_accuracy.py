@@ -60,7 +60,7 @@ def seconds_to_accuracy(
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Measure both with each seed."""
     threads = options.threads or available_cores()
-    seeds = options.repeats or (1 if options.quick else 3)
+    seeds = options.rounds(3)
     answers: dict[str, list[dict[str, Any]]] = {CLASSIC: [], RECIPE: []}
     # Quick runs train on a few batches, which reach a low accuracy only.
     accuracy, batches = (0.05, 3) if options.quick else (ACCURACY, -1)

@@ -162,7 +162,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     precision, reason = resolve_precision("auto", "cpu")
     cores = options.threads or available_cores()
     settling = 5 if quick else 20
-    repeats = options.repeats or (1 if quick else 7)
+    repeats = options.rounds(7)
     pixels = images.unsqueeze(1)
     targets = labels.long()
 
