@@ -186,17 +186,23 @@ class Classifier(Recipe):
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._score(self.val_scores, batch)
+        inputs, targets = batch
+        return self._score(self.val_scores, self(inputs), targets)
 
     @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._score(self.test_scores, batch)
-
-    def _score(self, scores: ClassificationScores, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         inputs, targets = batch
-        logits = self(inputs).float()
+        return self._score(self.test_scores, self.final_logits(inputs), targets)
+
+    def _score(self, scores: ClassificationScores, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        logits = logits.float()
         scores.update(logits, as_classes(targets, logits.shape[1]))
         return {"logits": logits}
+
+    def final_logits(self, inputs: Tensor) -> Tensor:
+        """Return the logits of test and predict; an override may average over views of an image."""
+        logits: Tensor = self(inputs)
+        return logits
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -224,7 +230,7 @@ class Classifier(Recipe):
         """
         inputs, *numbers = (batch,) if isinstance(batch, Tensor) else batch
         outputs = {"number": numbers[0]} if numbers else {}
-        return outputs | {"probabilities": self(inputs).float().softmax(1)}
+        return outputs | {"probabilities": self.final_logits(inputs).float().softmax(1)}
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:

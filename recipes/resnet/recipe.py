@@ -11,6 +11,7 @@ Logged are train/loss and train/accuracy of updates, and after each epoch, by `C
 val/macro_f1 and the accuracy of each class; the test logs the same under test/.
 """
 
+import math
 from collections.abc import Sized
 from typing import Any, ClassVar, Literal
 
@@ -73,6 +74,8 @@ class ResNetFineTuner(Classifier):
         cache_features: compute the inputs of the head once while only the head trains; needs ``augment="none"``.
         explain_mistakes: show Grad-CAM and the nearest training images next to the mistakes in ``report.html``; by
             default if this takes less than 3 % of the run.
+        tta: test-time augmentation: in test and predict, the mean of the probabilities of an image and its mirror
+            image, in twice the time.
     """
 
     title = __name__.split(".")[-2]  # The name of this folder, so that a copy of the folder is a new recipe.
@@ -102,6 +105,7 @@ class ResNetFineTuner(Classifier):
         label_smoothing: float = 0.0,
         cache_features: Changeable[bool] = False,
         explain_mistakes: Advanced[Changeable[bool | None]] = None,
+        tta: Changeable[bool] = False,
         **kwargs: Any,
     ) -> None:
         # None and "auto" are resolved here, so that a checkpoint has the actual values.
@@ -142,6 +146,7 @@ class ResNetFineTuner(Classifier):
         )
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.cached_head = ""
+        self.tta = tta
         self._explainer = MistakeExplainer(self)
         # After the base class has built the network: the last block is found in it.
         if freeze_until == "auto":
@@ -182,6 +187,15 @@ class ResNetFineTuner(Classifier):
             logits, labels, self.class_weights, self.hparams.label_smoothing, self.all_labels_count
         )
         return {"loss": loss, "count": count, "correct": count_correct(logits, labels)}
+
+    @override
+    def final_logits(self, inputs: Tensor) -> Tensor:
+        """Return the logits; with `tta`, the logarithm of the mean probabilities of an image and its mirror image."""
+        logits = super().final_logits(inputs).float()
+        if not self.tta:
+            return logits
+        both = torch.stack([logits, self(inputs.flip(-1)).float()])
+        return both.log_softmax(2).logsumexp(0) - math.log(2)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

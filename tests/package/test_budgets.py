@@ -12,7 +12,7 @@ PACKAGES = ("recipes", "callbacks", "datamodules", "benchmarks", "tests")
 LIMIT = 600
 """Lines of a source file: what a reader takes in at one sitting."""
 
-RECIPES = {MNISTClassifier: 84, ResNetFineTuner: 95, Seq2SeqTranslator: 101}
+RECIPES = {MNISTClassifier: 84, ResNetFineTuner: 96, Seq2SeqTranslator: 101}
 """Flags of each recipe."""
 
 

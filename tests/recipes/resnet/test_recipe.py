@@ -401,3 +401,22 @@ def test_features_are_cached_of_images_that_stay_the_same(stripes, data, reason)
         loaders = {"datamodule": ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, **data)}
     with pytest.raises(UserError, match=reason):
         quiet_trainer().fit(recipe, **loaders)
+
+
+def test_mirror_images_count_in_test_or_predict_alone():
+    torch.manual_seed(1)
+    recipe = Small(num_classes=2, image_size=SIZE, weights="none", tta=True).eval()
+    images = torch.randn(6, 3, SIZE, SIZE)
+    labels = torch.tensor([0, 1, 1, 0, 1, 0])
+    with torch.no_grad():
+        alone = recipe(images).softmax(1)
+        mean = (alone + recipe(images.flip(3)).softmax(1)) / 2
+        predicted = recipe.predict_step(images, 0)["probabilities"]
+    torch.testing.assert_close(predicted, mean)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=6)
+    trainer = quiet_trainer()
+    (test,) = trainer.test(recipe, loader, verbose=False)
+    (validation,) = trainer.validate(recipe, loader, verbose=False)
+    assert test["test/loss"] == pytest.approx(float(F.nll_loss(mean.log(), labels)), rel=1e-5)
+    assert validation["val/loss"] == pytest.approx(float(F.nll_loss(alone.log(), labels)), rel=1e-5)
+    assert abs(test["test/loss"] - validation["val/loss"]) > 1e-4
