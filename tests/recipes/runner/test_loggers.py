@@ -202,6 +202,7 @@ def test_writing_a_graph_changes_no_mode_or_random_number(tmp_path: Path) -> Non
 
 
 def test_wandb_without_a_login_is_rejected_with_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_CONFIG_DIR"):
