@@ -315,19 +315,27 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def setup(self, stage: str) -> None:
-        """Set the vocabularies of the data. A checkpoint is read afterwards, and its vocabularies replace them."""
+        """Set the vocabularies of the training data. A checkpoint is read afterwards, and its vocabularies replace them."""
         super().setup(stage)
         data = self.data_module()
-        sets_vocabularies = stage == "fit" or (stage != "predict" and self.vocabularies is None)
-        if sets_vocabularies and isinstance(data, TranslationDataModule):
-            if stage == "fit" and not self.has_weights and self.trainer.ckpt_path is None:
+        if stage == "fit" and isinstance(data, TranslationDataModule):
+            if not self.has_weights and self.trainer.ckpt_path is None:
                 load_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
-            self.vocabularies = data.vocabularies()
-            self.normalization = data.normalization
+            self._set_vocabularies(data)
+
+    def _set_vocabularies(self, data: TranslationDataModule) -> None:
+        self.vocabularies = data.vocabularies()
+        self.normalization = data.normalization
 
     @override
     def on_fit_start(self) -> None:
-        """Reject data whose vocabularies have other sizes than the network's."""
+        """Reject data whose vocabularies have other sizes than the network's.
+
+        An evaluation without a checkpoint takes the vocabularies from the data. Learning them again takes seconds.
+        """
+        data = self.data_module()
+        if self.vocabularies is None and isinstance(data, TranslationDataModule):
+            self._set_vocabularies(data)
         check_sizes(self.vocabularies, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
 
     on_validation_start = on_test_start = on_fit_start

@@ -247,6 +247,21 @@ def test_subwords_translate_any_text_line_by_line(tmp_path):
     assert len(rows) == 4
 
 
+def test_a_checkpoint_is_tested_without_learning_its_subwords_again(tmp_path, caplog):
+    caplog.set_level("INFO")
+    file = corpus(tmp_path)
+    module = data(file, **SUBWORDS)
+    recipe, other = translator(module), translator(module)
+    run = quiet_trainer(max_steps=1, limit_val_batches=0)
+    run.fit(recipe, module)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert "learning up to 290 subwords" in caplog.text
+    caplog.clear()
+    tester = quiet_trainer()
+    tester.test(other, data(file, **SUBWORDS), ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True, verbose=False)
+    assert "learning" not in caplog.text
+
+
 def test_unknown_words_are_never_written(learned):
     recipe = Seq2SeqTranslator.load_from_checkpoint(learned[1] / "a.ckpt", beam=3, weights_only=True)
     recipe.network.output.bias.data[UNK] += 30
