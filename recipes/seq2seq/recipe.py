@@ -315,7 +315,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def setup(self, stage: str) -> None:
-        """Set the vocabularies of the training data. A checkpoint is read afterwards, and its vocabularies replace them."""
+        """Set the vocabularies of the training data. A checkpoint is read later, and its vocabularies replace them."""
         super().setup(stage)
         data = self.data_module()
         if stage == "fit" and isinstance(data, TranslationDataModule):

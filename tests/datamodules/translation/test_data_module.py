@@ -353,7 +353,7 @@ def test_a_file_that_leaves_nothing_to_train_on_is_rejected(tmp_path, contents, 
         ({"val_file": "a", "val_source_file": "a", "val_target_file": "b"}, "found both `val_file` and `val_source_f"),
         ({"val_file": "a", "val_fraction": 0.1}, "found val_fraction=0.1 beside .*; pass val_fraction=0"),
         ({"source_file": ["a", "b"], "target_file": ["c"]}, "has 2 files and `target_file` 1"),
-        ({"val_file": "a"}, "none to train on; pass `data_file` too"),
+        ({"val_file": "a"}, "no training files; pass `data_file` too"),
     ],
 )
 def test_wrong_settings_are_rejected_with_what_to_type(options: dict[str, Any], reason: str) -> None:
