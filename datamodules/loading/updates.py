@@ -1,6 +1,6 @@
 """The class `Update`, the item of a training loader, and `UpdateLoader`, the interface of every training loader.
 
-Tested in `tests/datamodules/loading/test_loaders.py`.
+Tested in `tests/callbacks/test_update_positions.py`.
 """
 
 from abc import ABC, abstractmethod

@@ -459,7 +459,9 @@ def test_an_optimizer_that_ignores_its_closure_is_rejected() -> None:
         quiet_trainer(Install()).fit(Model(Ignoring), loader())
 
 
-@pytest.mark.parametrize(("hook", "owner"), zip(STEP_HOOKS, ["callback", "module", "module", "callback"], strict=True))
+@pytest.mark.parametrize(
+    ("hook", "owner"), [*zip(STEP_HOOKS, ["callback", "module", "module", "callback"], strict=True)]
+)
 @pytest.mark.parametrize("what", ["stops", "raises"])
 def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(what, hook, owner, tmp_path) -> None:
     # A run validates after an update in which it is asked to stop, also between two intervals.

@@ -92,7 +92,7 @@ class Model(Line):
         self.before = self.network.weight.detach().clone()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.moved.append(float((self.network.weight - self.before).abs().max()))
+        self.moved.append(float((self.network.weight.detach() - self.before).abs().max()))
 
 
 def fit(make: Make, *callbacks: Any, resume: Path | None = None) -> Model:
