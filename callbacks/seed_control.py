@@ -108,6 +108,8 @@ class SeedControl(OneLightningCallback):
         self._device = torch.device("cpu")
         self._threads = ThreadsBeforeLaunch()
         self._undo: list[Callable[[], None]] = []
+        self._weights_are_older = False
+        """Whether the module had its weights before the constructor has seeded them."""
         self._seed_initial_weights()
         self._before_module: torch.Tensor | None = torch.get_rng_state()
         """State of torch's generator after the seed; None once `setup` has compared it."""
@@ -120,28 +122,28 @@ class SeedControl(OneLightningCallback):
         if stage == "fit":
             loop = install_update_loop(trainer)
             loop.threads.begin(self._threads)
-            self._check_initial_weights(trainer, pl_module)
+            self._weights_are_older = self._nothing_was_drawn(pl_module)
             self._undo.append(_seed_updates(loop.step, self))
         else:
             share_evaluations(trainer)
         self._undo.append(_set_environment(self.seed))
         self._seed_initial_weights()
 
-    def _check_initial_weights(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn if the module has weights and nothing was drawn since the constructor has seeded them."""
+    def _nothing_was_drawn(self, pl_module: pl.LightningModule) -> bool:
+        """Whether the module has weights, and nothing was drawn since the constructor has seeded them."""
         before = self._before_module
         self._before_module = None
         has_weights = any(parameter.requires_grad for parameter in pl_module.parameters())
-        is_resumed = trainer.ckpt_path is not None
-        if before is None or is_resumed or not has_weights or not torch.equal(before, torch.get_rng_state()):
-            return
-        warn(
-            f"note: nothing was drawn between SeedControl({self.seed}) and the fit, so that random initial weights of"
-            f" {type(pl_module).__name__} do not repeat: build the callback before the module"
-        )
+        return before is not None and has_weights and torch.equal(before, torch.get_rng_state())
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not in `setup`, where Lightning does not know yet that the run resumes: a checkpoint has the weights.
+        if self._weights_are_older and trainer.ckpt_path is None:
+            warn(
+                f"note: nothing was drawn between SeedControl({self.seed}) and the fit, so that random initial weights"
+                f" of {type(pl_module).__name__} do not repeat: build the callback before the module"
+            )
         # Not the present epoch: in a second fit `current_epoch` is still the last epoch of the first.
         self._seed("epoch", 0)
 

@@ -467,15 +467,16 @@ def _notes_of(caplog: pytest.LogCaptureFixture, fit: Callable[[], Any]) -> list[
     return [record.getMessage() for record in caplog.records if "nothing was drawn" in record.getMessage()]
 
 
-def test_a_module_that_was_built_before_the_callback_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_is_built_after_the_callback_or_resumed(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     loader = DataLoader(torch.randn(4, 16))
     dropping = functools.partial(Dropping, "SGD")
 
-    def fit(first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    def fit(first: Callable[[], Any], second: Callable[[], Any], steps: int = 1, resume: Path | None = None) -> None:
         made = [first(), second()]
         module = next(each for each in made if isinstance(each, pl.LightningModule))
-        trainer = quiet_trainer(callbacks=[each for each in made if each is not module], max_steps=1)
-        trainer.fit(module, loader)
+        trainer = quiet_trainer(callbacks=[each for each in made if each is not module], max_steps=steps)
+        trainer.fit(module, loader, ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     seeds = functools.partial(SeedControl, 1)
     (note,) = _notes_of(caplog, lambda: fit(dropping, seeds))
@@ -484,3 +485,4 @@ def test_a_module_that_was_built_before_the_callback_is_noted(caplog: pytest.Log
         " repeat: build the callback before the module"
     )
     assert _notes_of(caplog, lambda: fit(seeds, dropping)) == []
+    assert _notes_of(caplog, lambda: fit(dropping, seeds, 2, tmp_path / "last.ckpt")) == []
