@@ -96,6 +96,10 @@ def _check_fraction(part: str, fraction: float | None, has_files: bool) -> None:
         )
 
 
+def _in_one_line(text: str) -> str:
+    return text.replace("\n", " ")
+
+
 class TranslationDataModule(BaseDataModule):
     """Sentence pairs in batches of similar length, exact on any number of devices.
 
@@ -394,9 +398,9 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
-        """Return the normalized source sentences of a part by pair number; "" for pairs of other parts."""
+        """Return the source sentences of a part, as `source_texts`, by pair number; "" for pairs of other parts."""
         rows = self.rows[part]
-        sentences = dict(zip(rows.tolist(), self.source_sentences(rows), strict=True))
+        sentences = dict(zip(rows.tolist(), self.source_texts(rows), strict=True))
         return [sentences.get(row, "") for row in range(len(self._load().source))]
 
     @override
@@ -422,15 +426,15 @@ class TranslationDataModule(BaseDataModule):
 
     @property
     def _normalized_inputs(self) -> list[str]:
-        texts = [sentence.text.replace("\n", " ") for sentence in self._sentences_to_predict()]
+        texts = [_in_one_line(sentence.text) for sentence in self._sentences_to_predict()]
         return normalize_lines(texts, self.normalization)
 
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """Sentences with unknown tokens in [brackets]; for a sentence without words, its line."""
+        """Sentences as they were typed; for a sentence without words, its line."""
         inputs = zip(self._normalized_inputs, self._sentences_to_predict(), strict=True)
-        return [self.source_vocabulary.mark_unknown(text) if text else sentence.where for text, sentence in inputs]
+        return [_in_one_line(sentence.text) if text else sentence.where for text, sentence in inputs]
 
     @property
     @override

@@ -21,7 +21,7 @@ from callbacks.lib.signals import SIGNALS, Preempted, is_batch_job, requeue_on
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, first_line, is_out_of_memory, spelled
 from datamodules.lightning import Callback, CombinedLoader, DummyLogger, is_overridden, pl
-from datamodules.notes import warn
+from datamodules.notes import inform, warn
 from recipes.evaluation_tables import ResultTable
 from recipes.figures.images import Picture
 from recipes.prediction import all_rows, prediction_table
@@ -432,6 +432,8 @@ def evaluate(built: BuiltRun, step: str) -> None:
     problem = _write(built, rows, tables)
     if predicts:
         print_rows(prediction_table(rows))
+        if built.spec.run.output and not problem:
+            inform(f"predictions: {len(rows):,} rows in {built.spec.run.output}")
     else:
         print_scores(rows[0], tables, {} if problem else _files_of(built, tables))
     if problem:

@@ -13,6 +13,7 @@ from typing_extensions import override
 from callbacks.checkpointing.writing import atomic_write
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import pl
+from datamodules.notes import inform
 from datamodules.translation.loaders import TranslationBatch
 from datamodules.translation.text import EOS, PAD, SOS, AnyVocabulary
 from recipes.figures.drawing import PALETTE, Figure, color_style
@@ -37,11 +38,13 @@ class AttentionMap:
         source: the tokens of the source, with the end mark.
         translation: the tokens of the translation, with the end mark unless the translation was cut.
         weights: float32 of shape (translation, source); each row has the sum 1.
+        sentences: the source, as the network reads it, and the translation.
     """
 
     source: list[str]
     translation: list[str]
     weights: Tensor
+    sentences: tuple[str, str]
 
     def figure(self) -> Figure:
         """Plot the attention: a row for each token of the translation, a column for each token of the source."""
@@ -84,7 +87,9 @@ def attention_maps(
         source = _names(source_ids[:length], sources)
         translation = _names(ids_without_padding, targets)
         # A copy: a view would keep the weights of the whole batch in memory.
-        maps.append(AttentionMap(source, translation, weights_of_sentence[: len(translation), : len(source)].clone()))
+        kept = weights_of_sentence[: len(translation), : len(source)].clone()
+        sentences = (sources.decode(source_ids[:length]), targets.decode(ids_without_padding))
+        maps.append(AttentionMap(source, translation, kept, sentences))
     return maps
 
 
@@ -126,12 +131,11 @@ def write_attention(path: Path, maps: Sequence[AttentionMap]) -> None:
     Raises:
         OSError: the write failed; the file is unchanged.
     """
-    figures = [attention_map.figure() for attention_map in maps]
     with atomic_write(path) as temporary:
         if path.suffix == ".png":
-            _stacked(figures).save(temporary, "png")
+            _stacked([attention_map.figure() for attention_map in maps]).save(temporary, "png")
         else:
-            temporary.write_text(_page(figures), encoding="utf-8")
+            temporary.write_text(_page(maps), encoding="utf-8")
 
 
 class AttentionWriter(pl.Callback):
@@ -166,13 +170,19 @@ class AttentionWriter(pl.Callback):
         if self.path is not None and pl_module.attention_maps:
             maps = [attention_map for _, attention_map in sorted(pl_module.attention_maps.items())]
             write_attention(Path(self.path), maps)
+            inform(f"attention: {len(maps):,} translations in {self.path}")
 
 
-def _page(figures: Sequence[Figure]) -> str:
+def _page(maps: Sequence[AttentionMap]) -> str:
     style = "body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }"
     style += " div { overflow-x: auto; margin: 1rem 0 2rem; } svg text { font-family: system-ui, sans-serif; }"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    cells = [f"<div>{figure.html()}<p>{html.escape(figure.note)}</p></div>" for figure in figures]
+    cells = []
+    for attention_map in maps:
+        source, translation = map(html.escape, attention_map.sentences)
+        figure = attention_map.figure()
+        cells.append(f"<h2>{source}<br>{translation}</h2>")
+        cells.append(f"<div>{figure.html()}<p>{html.escape(figure.note)}</p></div>")
     return (
         f'<!doctype html>\n<html lang="en">\n<head>{head}<meta name="color-scheme" content="light dark">'
         f"<title>Attention</title>\n<style>\n{color_style()}\n{style}\n</style>\n</head>\n<body>\n"

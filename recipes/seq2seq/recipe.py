@@ -26,7 +26,7 @@ from datamodules.errors import UserError, spelled
 from datamodules.lightning import OptimizerLRScheduler, pl
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.loaders import TranslationBatch
-from datamodules.translation.text import PAD, Normalization, SubwordVocabulary, vocabulary_from_state
+from datamodules.translation.text import PAD, Normalization, SubwordVocabulary, normalize_lines, vocabulary_from_state
 from recipes.base import Recipe
 from recipes.evaluation_tables import Headline
 from recipes.optim import build_optimizer, parameter_groups
@@ -285,15 +285,20 @@ class Seq2SeqTranslator(Recipe):
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return a row for each translation, in the order of the sentences, for any order of the batches.
 
+        The column ``normalized`` is the sentence as the network reads it, with words outside the vocabulary in
+        brackets.
+
         Args:
-            names: the sentences, with words outside the vocabulary in brackets.
+            names: the sentences as they were typed.
         """
-        _, target = known(self.vocabularies)
+        source, target = known(self.vocabularies)
         translations = [row for batch in outputs for row in zip(*batch.values(), strict=True)]
-        return [
-            {"sentence": names[i], "translation": target.decode(tokens.tolist()), "score": float(score), "note": None}
-            for i, tokens, score in sorted(translations, key=itemgetter(0))
-        ]
+        rows: list[dict[str, Any]] = []
+        for i, tokens, score in sorted(translations, key=itemgetter(0)):
+            row = {"sentence": names[i], "translation": target.decode(tokens.tolist()), "score": float(score)}
+            (normalized,) = normalize_lines([names[i]], self.normalization)
+            rows.append(row | {"normalized": source.mark_unknown(normalized), "note": None})
+        return rows
 
     @classmethod
     @override

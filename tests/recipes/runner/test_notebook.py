@@ -71,11 +71,11 @@ def test_predict_takes_the_sentences_of_a_fit(tmp_path: Path) -> None:
     assert len(rows) == fitted.data.sizes["test"]
     lines = (fitted.folder / "test_hypotheses.txt").read_text().splitlines()
     assert sorted(row["translation"] for row in rows) == sorted(lines)
-    sources = fitted.data.source_sentences(fitted.data.rows["test"])
+    sources = fitted.data.source_texts(fitted.data.rows["test"])
     assert sorted(row["sentence"] for row in rows) == sorted(sources)
     (batch, *_) = fitted.data.test_dataloader()
     first = [row["sentence"] for row in rows[: len(batch.numbers)]]
-    assert first == fitted.data.source_sentences(batch.numbers), "a translation stands beside its sentence"
+    assert first == fitted.data.source_texts(batch.numbers), "a translation stands beside its sentence"
 
 
 def test_data_without_a_part_to_predict_are_rejected(tmp_path: Path) -> None:

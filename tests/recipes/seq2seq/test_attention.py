@@ -105,6 +105,8 @@ def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None
     attention = read_page(tmp_path / "a.html")
     assert attention.tags.count("svg") == 2
     assert "▁chat" in attention.text
+    assert "tu veux <b>" in attention.text
+    assert "attention: 2 translations in a.html" in page.err
     with Image.open(tmp_path / "a.png") as image:
         assert min(image.size) > 100
     assert page.out == png.out

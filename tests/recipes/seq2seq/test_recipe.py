@@ -218,7 +218,8 @@ def test_predict_gives_translations_in_order(learned, tmp_path):
     outputs = quiet_trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
     assert [len(batch["numbers"]) for batch in outputs] == [2, 1, 2], "the long sentence is in a batch of its own"
     rows = all_rows(recipe, outputs, module)
-    assert [row["sentence"] for row in rows[1:5]] == [sentences[1], "je vois le [chien]", *sentences[3:]]
+    assert [row["sentence"] for row in rows[1:5]] == sentences[1:]
+    assert [row["normalized"] for row in rows[1:5]] == [sentences[1], "je vois le [chien]", *sentences[3:]]
     translations = [rows[i]["translation"] for i in (1, 3, 4)]
     assert translations == ["she eat black bread", "we eat the big house", "you want that"]
     assert rows[5]["translation"] is None
@@ -241,7 +242,13 @@ def test_subwords_translate_any_text_line_by_line(tmp_path):
     outputs = quiet_trainer().predict(other, asked, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
     rows = all_rows(other, outputs, asked)
     assert [row["sentence"] for row in rows][::3] == ["Zwei Hunde laufen, ja!", "Ein Hund läuft."]
-    blank = {"sentence": f"line 2 of {lines}", "translation": None, "score": None, "note": "blank line"}
+    blank = {
+        "sentence": f"line 2 of {lines}",
+        "translation": None,
+        "score": None,
+        "normalized": None,
+        "note": "blank line",
+    }
     assert rows[1] == blank
     assert [row[other.prediction_columns[1]] for row in rows][::3] == ["Two dogs run, yes!", "A dog doesn't sleep."]
     assert len(rows) == 4
