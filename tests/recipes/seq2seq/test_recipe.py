@@ -254,7 +254,7 @@ def test_subwords_translate_any_text_line_by_line(tmp_path):
     assert len(rows) == 4
 
 
-def test_a_checkpoint_is_tested_without_learning_its_subwords_again(tmp_path, caplog):
+def test_testing_a_checkpoint_learns_no_subwords_again(tmp_path, caplog):
     caplog.set_level("INFO")
     file = corpus(tmp_path)
     module = data(file, **SUBWORDS)
