@@ -8,7 +8,7 @@
 DATA holds cifar10-jpeg.zip, and the folders hymenoptera and multi30k. The recipes train by `recipes.fit`, which keeps
 the five checkpoints with the best validation score. The weights compared are
 
-- those of the best checkpoint, which a run tests by default, and of the last epoch;
+- the best checkpoint, which a run tests by default, and the last epoch;
 - the equal mean of the three and the five best checkpoints, with BatchNorm's running statistics averaged as well, or
   recomputed by `BNRecalibration`;
 - the exponential moving average at the end, as `WeightAveraging` computes it, of the same training.
@@ -164,7 +164,7 @@ class Recorder(pl.Callback):
 
 
 def mean_of_checkpoints(paths: Sequence[str | Path]) -> dict[str, Tensor]:
-    """Return the equal mean of the weights and buffers in checkpoints; whole numbers are those of the first."""
+    """Return the equal mean of the weights and buffers in checkpoints; whole numbers come from the first."""
     states = [torch.load(path, weights_only=True, map_location="cpu")["state_dict"] for path in paths]
     mean = dict(states[0])
     for name, tensor in states[0].items():
@@ -253,7 +253,7 @@ def conditions(threads: int) -> dict[str, Any]:
 
 
 def kept_results(current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kept results, or none where they were measured under other conditions."""
+    """Return the kept results, or none if they were measured under other conditions."""
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if kept.get("conditions") == current:
         return kept
@@ -292,7 +292,7 @@ def measure(
 
 
 def p_value(differences: Sequence[float]) -> float:
-    """Return the two-sided p of the paired t-test; 1 where there is no difference at all."""
+    """Return the two-sided p of the paired t-test; 1 if there is no difference at all."""
     from scipy.stats import ttest_1samp
 
     if not any(differences):

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from callbacks.lib.lightning_internals import OneLightningCallback, callbacks_of, set_callbacks
 from callbacks.lib.loaded_updates import global_batch_size
-from callbacks.lib.optimizers import UpdateSchedule, schedule_of, stepping_optimizer, warmup_factor
+from callbacks.lib.optimizers import UpdateSchedule, schedule_of, stepping_optimizer, warmup_after, warmup_factor
 from callbacks.lib.updates import Duration, duration_to_updates, total_updates
 from callbacks.step_metrics import StepMetrics
 from datamodules.errors import UserError, spelled
@@ -189,7 +189,7 @@ class WarmupLR(OneLightningCallback):
 
     def warmup(self, updates: float) -> float:
         """Return the factor of the warm-up after a number of updates."""
-        return warmup_factor(updates / self.length) if updates < self.length else 1.0
+        return warmup_after(updates, self.length)
 
     def batch_scale(self, trainer: pl.Trainer) -> float:
         """Return the factor of the global batch size."""

@@ -107,6 +107,11 @@ def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
     return 1.0 if progress >= 1 else start_factor + (1 - start_factor) * progress
 
 
+def warmup_after(updates: float, length: float) -> float:
+    """Return the factor of a warm-up of `length` updates after a number of updates; 1 without a warm-up."""
+    return warmup_factor(updates / length) if updates < length else 1.0
+
+
 class UpdateSchedule(LRScheduler):
     """Scheduler that sets the learning rates of an optimizer from the Trainer's number of the update.
 
@@ -172,7 +177,7 @@ class UpdateSchedule(LRScheduler):
         """Set the rates of the update with this number, counted from 0."""
         self.last_epoch = update
         curve = self._curve(update)
-        warmup = warmup_factor(update / self._warmup_length) if update < self._warmup_length else 1.0
+        warmup = warmup_after(update, self._warmup_length)
         groups = self.optimizer.param_groups
         for group, base in zip(groups, self.base_lrs, strict=True):
             group["lr"] = learning_rate(base, self._batch_scale, warmup, curve)

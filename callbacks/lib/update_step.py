@@ -243,13 +243,13 @@ class UpdateStep:
         # None on one device with one micro-batch, where PyTorch's gradients and statistics need no sum.
         gradients = None if self.skips_backward else self._gradients
         statistics = self._statistics
-        is_uneven = self._has_unequal_ranks(update)
+        has_unequal_ranks = self._has_unequal_ranks(update)
         if gradients is not None:
             gradients.start_update(update.count)
         last_loss = None
         for micro_batch in self._micro_batches(update):
             # All ranks have a last micro-batch, in which DDP reduces the gradients.
-            with self._context(update, micro_batch) if is_uneven or not micro_batch.is_last else NO_CONTEXT:
+            with self._context(update, micro_batch) if has_unequal_ranks or not micro_batch.is_last else NO_CONTEXT:
                 batch = self._batch(update, micro_batch, batch_idx)
                 if self.seeds is not None:
                     self.seeds.seed_micro_batch(self.trainer, micro_batch.number)
@@ -272,7 +272,7 @@ class UpdateStep:
                     statistics.restore()
                     self._end_first_update(micro_batch)
                 elif loss is not None and not self.skips_backward:
-                    share = self._share_of_mean(update, micro_batch) if is_uneven else 1.0
+                    share = self._share_of_mean(update, micro_batch) if has_unequal_ranks else 1.0
                     # Lightning calls `on_after_backward` within its backward pass.
                     self._seed_after_gradients(batch_idx)
                     calls.backward(loss if share == 1.0 else loss * share, optimizer, is_whole=True)

@@ -292,12 +292,13 @@ class Seq2SeqTranslator(Recipe):
             names: the sentences as they were typed.
         """
         source, target = known(self.vocabularies)
-        translations = [row for batch in outputs for row in zip(*batch.values(), strict=True)]
+        unordered = [row for batch in outputs for row in zip(*batch.values(), strict=True)]
+        translations = sorted(unordered, key=itemgetter(0))
+        normalized = normalize_lines([names[i] for i, *_ in translations], self.normalization)
         rows: list[dict[str, Any]] = []
-        for i, tokens, score in sorted(translations, key=itemgetter(0)):
+        for (i, tokens, score), text in zip(translations, normalized, strict=True):
             row = {"sentence": names[i], "translation": target.decode(tokens.tolist()), "score": float(score)}
-            (normalized,) = normalize_lines([names[i]], self.normalization)
-            rows.append(row | {"normalized": source.mark_unknown(normalized), "note": None})
+            rows.append(row | {"normalized": source.mark_unknown(text), "note": None})
         return rows
 
     @classmethod
