@@ -8,6 +8,8 @@ import torch
 from hypothesis import settings
 from torch.utils.data import BatchSampler, DataLoader
 
+import tests.support.installed  # noqa: F401  Before Lightning.
+
 # A shared machine is slow at times; that is no defect of the code under test.
 settings.register_profile("any speed", deadline=None)
 settings.load_profile("any speed")
