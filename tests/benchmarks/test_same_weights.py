@@ -58,7 +58,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("names", "runs", "threads"),
     [
-        (("stock Lightning", "lightning-recipes"), ("1 process",), 1),
+        (("lightning-recipes",), ("1 process",), 1),
         pytest.param(("stock Lightning", "lightning-recipes"), ("1 process", "2 processes"), 2, marks=pytest.mark.slow),
         pytest.param(("Fabric", "Accelerate", "HF Trainer"), ("2, stopped, then 4",), 1, marks=pytest.mark.slow),
     ],

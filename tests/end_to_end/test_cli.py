@@ -298,8 +298,7 @@ def test_a_run_whose_reader_has_gone_ends_quietly(tmp_path: Path, devices: int) 
     assert process.returncode == 128 + signal.SIGPIPE
     assert "Traceback" not in err
     assert "rror" not in err
-    resumed = subprocess.run(
-        [*command, "--resume", "auto"], cwd=tmp_path, env=environ, timeout=600, check=True, **pipes
-    )
-    assert "resuming from" in resumed.stdout
+    (resumed,) = typed(tmp_path, f"{options} --devices 1 --resume auto", **CLASSES)
+    assert resumed.status == 0, resumed.err
+    assert "resuming from" in resumed.out
     assert (tmp_path / "runs/mnist/one/results.json").is_file()

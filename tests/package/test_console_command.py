@@ -70,15 +70,15 @@ def test_a_copied_folder_is_a_recipe(console: str, with_letters: Path) -> None:
     page = _call(console, "letters", "--help", root=with_letters).stdout
     assert page.startswith("usage: lightning-recipes letters [")
     assert "--ckpt runs/letters/NAME/" in page
-    script = "from recipes.registry import recipe_class; print(recipe_class('letters'))"
-    found = _call(sys.executable, "-c", script, root=with_letters, folder=with_letters)
-    assert found.stdout == "<class 'recipes.letters.recipe.LetterClassifier'>\n", found.stderr
 
 
-def test_a_copied_folder_trains_into_its_own_runs(console: str, with_letters: Path, tmp_path: Path) -> None:
+def test_a_copied_folder_trains_into_its_own_runs(with_letters: Path, tmp_path: Path) -> None:
+    script = "from recipes.__main__ import main; from recipes.registry import recipe_class\n"
+    script += "try: main()\nfinally: print(recipe_class('letters'))"
     flags = "--dataset digits --max-epochs 1 --limit-train-batches 1 --logger none --name first"
-    done = _call(console, "letters", *flags.split(), root=with_letters, folder=tmp_path)
+    done = _call(sys.executable, "-c", script, "letters", *flags.split(), root=with_letters, folder=tmp_path)
     assert "\nletters: 1 x " in done.stdout, done.stderr
+    assert done.stdout.endswith("\n<class 'recipes.letters.recipe.LetterClassifier'>\n"), "fit('letters') finds it"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["letters"]
     assert (tmp_path / "runs" / "letters" / "first" / "checkpoints" / "best.ckpt").is_file()
 

@@ -8,12 +8,14 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from callbacks.lib.lightning_internals import OneLightningCallback
 from datamodules.errors import UserError
 from datamodules.lightning_package import VARIABLE, lightning_package
+from tests.support.nodes import Program
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -23,13 +25,15 @@ if find_spec("pytorch_lightning") is None:
     pytest.skip("pip install pytorch-lightning: the tests compare both packages", allow_module_level=True)
 
 RUNS = """
-import hashlib, json, sys, tempfile
+import hashlib, json, signal, sys
+from multiprocessing import get_context
 from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import callbacks
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from recipes.runner.start import start_fork_server, start_method
 from tables import CALLBACKS, TOGETHER, Tiny, image_network, noisy_images, quiet_trainer
 
 torch.set_num_threads(1)
@@ -46,16 +50,24 @@ def run(names, *more, ckpt_path=None):
     assert isinstance(module, pl.LightningModule) and all(isinstance(callback, pl.Callback) for callback in used)
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in module.state_dict().values())).hexdigest()
 
-found = {name: run((name,)) for name in CALLBACKS}
 class Stop(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
         trainer.should_stop = trainer.global_step == 4
-with tempfile.TemporaryDirectory() as folder:
+if __name__ == "__main__":
+    found = {name: run((name,)) for name in CALLBACKS}
+    folder = sys.argv[1]
     found["together"] = run(TOGETHER)
     found["stopped"] = run(TOGETHER, ExactCheckpoint(folder, last_every="1 steps"), Stop())
     found["resumed"] = run(TOGETHER, ExactCheckpoint(folder, last_every="1 steps"), ckpt_path=f"{folder}/last.ckpt")
-loaded = {name.partition(".")[0] for name in sys.modules}
-print(json.dumps([found, sorted(loaded & {"lightning", "lightning_fabric", "pytorch_lightning"})]))
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    loaded &= {"lightning", "lightning_fabric", "pytorch_lightning"}
+    worker = []
+    if "pytorch_lightning" in loaded:
+        start_fork_server([])
+        pool = get_context(start_method()).Pool(1)
+        worker.append(pool.apply(eval, ("__import__('datamodules.lightning').lightning.pl.__name__",)))
+        worker.append(pool.apply(signal.getsignal, (signal.SIGTERM,)) is signal.SIG_DFL)
+    print(json.dumps({"hashes": found, "loaded": sorted(loaded), "worker": worker}))
 """
 
 
@@ -99,27 +111,13 @@ print(json.dumps(found))
 """
 
 
-FORKED = """
-import sys
-import signal
-import pytorch_lightning
-from recipes.runner.start import start_fork_server, start_method
-from multiprocessing import get_context
-
-if __name__ == "__main__":
-    start_fork_server([])
-    pool = get_context(start_method()).Pool(1)
-    print(pool.apply(eval, ("__import__('datamodules.lightning').lightning.pl.__name__",)))
-    print(pool.apply(signal.getsignal, (signal.SIGTERM,)) is signal.SIG_DFL)
-"""
-
-
 def as_users_of(package: str, source: str) -> str:
     """A program that names `lightning.pytorch`, as users of a package write it."""
     return source if package == "lightning.pytorch" else source.replace("lightning.pytorch", package)
 
 
 def python(*args: object, path: Path = ROOT) -> str:
+    """What a program prints in a new process."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{path}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, args)], env=environment, capture_output=True, text=True, timeout=800
@@ -128,23 +126,43 @@ def python(*args: object, path: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_every_callback_trains_alike_under_both_packages(tmp_path: Path) -> None:
-    found, loaded = {}, {}
+def forked(file: Path, *args: object, path: Path) -> str:
+    """What a program prints in a process that has imported `lightning` and our packages, as its users begin."""
+    ended = Program(path, "forked", [str(file), *map(str, args)]).wait()
+    assert ended.status == 0, ended.err
+    return ended.out
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what each package ends with, and what a worker of its fork server says."""
+    found = {}
     for package in PACKAGES:
-        folder = tmp_path / package
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp(package)
         tables = (ROOT / "tests/support/tables.py").read_text()
         (folder / "tables.py").write_text(as_users_of(package, tables))
         (folder / "runs.py").write_text(as_users_of(package, RUNS))
-        found[package], loaded[package] = json.loads(python(folder / "runs.py", path=folder).splitlines()[-1])
-    assert found["pytorch_lightning"] == found["lightning.pytorch"]
-    hashes = found["lightning.pytorch"]
+        start = python if package == "pytorch_lightning" else forked
+        found[package] = json.loads(start(folder / "runs.py", folder, path=folder).splitlines()[-1])
+    return found
+
+
+def test_every_callback_trains_alike_under_both_packages(trained: dict[str, Any]) -> None:
+    hashes = trained["lightning.pytorch"]["hashes"]
+    assert trained["pytorch_lightning"]["hashes"] == hashes
     assert hashes["resumed"] == hashes["together"] != hashes["stopped"]
     # Neither package brings the other one.
-    assert loaded == {
-        "lightning.pytorch": ["lightning"],
-        "pytorch_lightning": ["lightning_fabric", "pytorch_lightning"],
-    }
+    assert trained["lightning.pytorch"]["loaded"] == ["lightning"]
+    assert trained["pytorch_lightning"]["loaded"] == ["lightning_fabric", "pytorch_lightning"]
+
+
+def test_workers_are_given_the_package_of_their_program(trained: dict[str, Any]) -> None:
+    assert trained["pytorch_lightning"]["worker"][0] == "pytorch_lightning"
+
+
+def test_sigterm_ends_a_worker_of_the_fork_server(trained: dict[str, Any]) -> None:
+    """The server itself ignores it, and a pool or a loader ends its workers by it."""
+    assert trained["pytorch_lightning"]["worker"][1] is True
 
 
 @pytest.mark.parametrize(
@@ -184,7 +202,8 @@ def test_a_trainer_of_the_other_package_is_one_line(
     monkeypatch.setenv(VARIABLE, ours)
     (tmp_path / "tables.py").write_text(as_users_of(package, (ROOT / "tests/support/tables.py").read_text()))
     (tmp_path / "mixed.py").write_text(as_users_of(of_trainer, MIXED))
-    errors = json.loads(python(tmp_path / "mixed.py", path=tmp_path).splitlines()[-1])
+    start = python if ours == "pytorch_lightning" else forked
+    errors = json.loads(start(tmp_path / "mixed.py", path=tmp_path).splitlines()[-1])
     ways = f"set {VARIABLE}={theirs}, or import {theirs} before callbacks, datamodules and recipes, and before whatever"
     for name, error in errors.items():
         # Our own run has a Trainer of our package: there, the callback is the one of the other package.
@@ -200,22 +219,6 @@ def test_every_callback_knows_its_lightning() -> None:
     callbacks = [value for value in classes if any(base.__name__ == "Callback" for base in value.__mro__)]
     assert callbacks != []
     assert [value for value in callbacks if not issubclass(value, OneLightningCallback)] == []
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return what a worker of the fork server says of its package, and of SIGTERM."""
-    file = tmp_path_factory.mktemp("forked") / "forked.py"
-    file.write_text(FORKED)
-    return python(file).splitlines()[-2:]
-
-
-def test_workers_are_given_the_package_of_their_program(forked: list[str]) -> None:
-    assert forked[0] == "pytorch_lightning"
-
-
-def test_sigterm_ends_a_worker_of_the_fork_server(forked: list[str]) -> None:
-    assert forked[1] == "True", "the server itself ignores it, and a pool or a loader ends its workers by it"
 
 
 def test_our_modules_name_lightning_in_one_place_only() -> None:

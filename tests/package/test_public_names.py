@@ -38,11 +38,11 @@ def test_folders_of_a_program_stand_beside_ours(tmp_path: Path) -> None:
         lines = "from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n"
         (tmp_path / name / "__init__.py").write_text(lines)
         (tmp_path / name / "mine.py").write_text("value = 'mine'")
-    script = "import callbacks.mine, datamodules.mine\nfrom callbacks.warmup_lr import WarmupLR\n"
-    script += "print(callbacks.mine.value, datamodules.mine.value, WarmupLR(3).duration)"
+    script = "import callbacks.mine, datamodules.mine\nfrom callbacks.lib.signals import name_of\n"
+    script += "print(callbacks.mine.value, datamodules.mine.value, name_of(15))"
     (tmp_path / "program.py").write_text(script)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
-    assert done.stdout.split()[:2] == ["mine", "mine"], done.stderr
+    assert done.stdout.split() == ["mine", "mine", "SIGTERM"], done.stderr

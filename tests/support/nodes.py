@@ -4,23 +4,24 @@ Like those of `tests.support.ranks` the processes are forked from a server that 
 end in any way.
 """
 
+import multiprocessing
 import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from recipes.runner import agent
 from tests.support.ranks import context
 
-__all__ = ["Ended", "Shell", "start"]
+__all__ = ["Ended", "Program", "Shell", "start"]
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """What became of a process: its exit status (negative for a signal) and its output."""
 
     status: int
@@ -28,7 +29,8 @@ class Ended:
     err: str
 
 
-def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
+def _enter(env: dict[str, str], folder: str, name: str) -> None:
+    """Make this process one of a folder, with these variables and its output in files."""
     os.chdir(folder)
     for stream, number in (("out", 1), ("err", 2)):
         file = os.open(f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -36,6 +38,20 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(env)
+
+
+def _run(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
+    os.setsid()
+    _enter(env, folder, name)
+    multiprocessing.set_start_method(None, force=True)
+    torch.set_num_threads(1)
+    sys.argv = args
+    sys.path.insert(0, str(Path(args[0]).resolve().parent))
+    runpy.run_path(args[0], run_name="__main__")
+
+
+def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
+    _enter(env, folder, name)
     if env.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
     else:
@@ -43,20 +59,25 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     # This process has imported everything, like the server that an agent forks its workers from.
     agent.start_method = lambda: "fork"  # type: ignore[assignment]
     agent.start_fork_server = list  # type: ignore[assignment]
+    # torch names the caller in each event of a rendezvous: here it would search all modules for the source, for seconds.
+    dynamic_rendezvous.get_method_name = lambda: ""  # type: ignore[assignment]
     agent._SECONDS_TO_SAVE = float(env.get("SECONDS_TO_SAVE", 600))
     sys.argv = [str(Path(__file__).with_name("launch_recipe.py")), *args]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-class Shell:
-    """A command line that runs, on one thread; with an empty OMP_NUM_THREADS nobody has set a number."""
+class Program:
+    """A program that runs, on one thread and in a session of its own, as `python FILE ARGUMENTS` does.
 
-    def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str]) -> None:
-        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)
+    Everything that it imports has been imported.
+    """
+
+    target = staticmethod(_run)
+
+    def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env or {})
         self.folder, self.name = folder, name
-        fit = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "2"]
-        arguments = [*args] if args[:1] == ["verify"] else [*fit, *args]
-        self.process = context.Process(target=_type, args=(arguments, variables, str(folder), name))
+        self.process = context.Process(target=self.target, args=([*args], variables, str(folder), name))
         self.process.start()
 
     def read(self, stream: str) -> str:
@@ -76,6 +97,16 @@ class Shell:
             raise AssertionError(f"{self.name} did not end within {timeout} s:\n{self.read('out')}{self.read('err')}")
         assert self.process.exitcode is not None
         return Ended(self.process.exitcode, self.read("out"), self.read("err"))
+
+
+class Shell(Program):
+    """A command line that runs, on one thread; with an empty OMP_NUM_THREADS nobody has set a number."""
+
+    target = staticmethod(_type)
+
+    def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str]) -> None:
+        fit = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "2"]
+        super().__init__(folder, name, [*args] if args[:1] == ["verify"] else [*fit, *args], env)
 
 
 def start(folder: Path, each: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[Ended]:

@@ -2,8 +2,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +16,8 @@ from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import epoch_order
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch, WorkerEvaluationLoader, WorkerTrainLoader
+from tests.support.agents import wait_until
+from tests.support.nodes import Program
 
 N = 23
 ROWS = torch.arange(N)
@@ -57,8 +57,6 @@ def _workers(loader: WorkerTrainLoader) -> set[int]:
 
 
 def _wait_for_the_end_of(pids: Iterable[int]) -> None:
-    from tests.support.agents import wait_until  # It imports what the processes below have no need of.
-
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the workers")
 
 
@@ -169,28 +167,18 @@ while True:
 
 
 @pytest.mark.parametrize("tensors", [0, 20])
-def test_ctrl_c_ends_without_a_complaint_of_a_worker(tensors):
+def test_ctrl_c_ends_without_a_complaint_of_a_worker(tensors, tmp_path):
     """At any time, or while a tensor is fetched from a worker, whose thread waits to be told which."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _ENDLESS, str(tensors)],
-        cwd=Path(__file__).parents[3],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        pids = {int(process.stdout.readline()) for _ in range(4)}
-        if not tensors:
-            # To the whole group, as a terminal does.
-            os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    assert errors.count("Traceback") == 1
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    _wait_for_the_end_of(pids)
+    (tmp_path / "endless.py").write_text(_ENDLESS)
+    program = Program(tmp_path, "endless", ["endless.py", str(tensors)])
+    wait_until(lambda: program.read("out").count("\n") >= 4, "four batches")
+    if not tensors:
+        # To the whole group, as a terminal does.
+        os.killpg(program.process.pid, signal.SIGINT)
+    _, out, err = program.wait()
+    assert err.count("Traceback") == 1
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    _wait_for_the_end_of(set(map(int, out.split())))
 
 
 def test_a_worker_that_dies_is_named_where_its_batch_is_awaited(monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import wait_until
+from tests.support.nodes import Program
 
 SCRIPT = """
     import gc
@@ -142,16 +143,13 @@ run(MNISTClassifier, MNISTDataModule)
 
 def test_a_signal_is_kept_while_the_program_imports(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SLOW_IMPORTS)
-    command = [sys.executable, "program.py", "--dataset", "digits"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
-    ) as process:
-        wait_until((tmp_path / "imports").exists, "the imports have begun")
-        process.send_signal(signal.SIGUSR1)
-        (tmp_path / "signaled").touch()
-        output = process.communicate(timeout=600)[0]
-    assert process.returncode == 128 + signal.SIGUSR1, output
-    assert "ended by SIGUSR1" in output
+    program = Program(tmp_path, "run", ["program.py", "--dataset", "digits"])
+    wait_until((tmp_path / "imports").exists, "the imports have begun")
+    os.kill(program.process.pid, signal.SIGUSR1)
+    (tmp_path / "signaled").touch()
+    ended = program.wait()
+    assert ended.status == 128 + signal.SIGUSR1, ended
+    assert "ended by SIGUSR1" in ended.out + ended.err
     assert not (tmp_path / "runs").exists(), "nothing was trained"
 
 
