@@ -12,7 +12,7 @@ import pytest
 
 from callbacks.lib.threads import available_cores
 from tests.support.agents import Agent, children_of, is_fork_server, wait_until, weights_of
-from tests.support.nodes import Ended, Shell, start
+from tests.support.nodes import Ended, Program, Shell, start
 from tests.support.ranks import free_port
 
 Environment = dict[str, str]
@@ -280,10 +280,9 @@ GUARD
 def test_a_program_gets_the_result_of_its_processes(tmp_path):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM.replace("GUARD", 'if __name__ == "__main__":'))
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    program = Agent(tmp_path, "guarded", [sys.executable, str(file)], environment)
-    assert program.wait() == 0, program.output()
-    printed = [line for line in program.output().splitlines() if line.startswith("> ")]
+    ended = Program(tmp_path, "guarded", [str(file)]).wait()
+    assert ended.status == 0, ended
+    printed = [line for line in ended.out.splitlines() if line.startswith("> ")]
     one, two, again, error = [line.removeprefix("> ") for line in printed]
     assert one == two == again
     assert len(one) == 64
@@ -291,10 +290,10 @@ def test_a_program_gets_the_result_of_its_processes(tmp_path):
     folders = {path.name for path in (tmp_path / "runs/mine").iterdir()}
     assert folders == {"on-1", "on-2", "on-2-2"}, "the run that failed had logged and saved nothing"
     file.write_text(PROGRAM.replace("GUARD", "if True:").replace('print(">", train(1))', ""))
-    program = Agent(tmp_path, "bare", [sys.executable, str(file)], environment)
-    assert program.wait() != 0
-    assert f"several processes import {file} for its classes" in program.output()
-    assert 'put the call under if __name__ == "__main__":' in program.output()
+    ended = Program(tmp_path, "bare", [str(file)]).wait()
+    assert ended.status != 0, ended
+    assert f"several processes import {file} for its classes" in ended.err
+    assert 'put the call under if __name__ == "__main__":' in ended.err
 
 
 def test_an_error_on_one_node_is_printed_on_every_node(tmp_path):
