@@ -22,7 +22,7 @@ import tempfile
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -111,12 +111,34 @@ class NodeAgent(LocalElasticAgent):
             failed = [failure.local_rank for failure in result.failures.values()]
         if failed:
             self._record_failure(failed)
-        elif result.state == WorkerState.HEALTHY and self._is_closed():
-            self.failure = _ELSEWHERE
+        elif result.state == WorkerState.HEALTHY and self._has_ended_elsewhere():
             self._remaining_restarts = 0  # The node that failed has closed the rendezvous: a restart cannot join it.
-            self._end_workers(_SECONDS_TO_END)
             return RunResult(WorkerState.FAILED)
         return result
+
+    def _has_ended_elsewhere(self) -> bool:
+        """Return whether another node has failed; if so, end the workers and record the failure of this node.
+
+        Raises:
+            RendezvousConnectionError: node 0 has ended, and this node's workers have no error for the user.
+        """
+        # Each node detects some mistakes by itself, such as another number of devices; another node may only be faster.
+        try:
+            if not self._is_closed():
+                return False
+            self._end_workers(_SECONDS_TO_END)
+            mistakes = self._mistakes()
+        except RendezvousConnectionError:
+            self._join_workers(_SECONDS_TO_END)
+            mistakes = self._mistakes()
+            if not mistakes:
+                raise
+        self.failure = first_cause([*mistakes, _ELSEWHERE])
+        return True
+
+    def _mistakes(self) -> list[Failure]:
+        """Return the recorded errors of this node's workers that the user has to correct."""
+        return [failure for failure in self._read_failures({}) if failure.kind == "user"]
 
     def _is_closed(self) -> bool:
         """Return whether another node has closed the rendezvous after a failure."""
@@ -138,15 +160,7 @@ class NodeAgent(LocalElasticAgent):
         statuses = {rank: self._processes[rank].exitcode for rank in failed}
         have_saved = any(status - 128 in SIGNALS for status in statuses.values())
         self._end_workers(_SECONDS_TO_SAVE if have_saved else _SECONDS_TO_END)
-        assert self._pcontext is not None
-        failures = []
-        for rank, worker in enumerate(self._worker_group.workers):
-            failure = Failure.read(self._pcontext.error_files[rank])
-            if failure is None and rank in statuses:
-                failure = Failure.of_exit(statuses[rank])
-            if failure:
-                failures.append(failure.of_rank(worker.global_rank, self.launch.where))
-        self.failure = first_cause(failures)
+        self.failure = first_cause(self._read_failures(statuses))
         # After a signal, all workers have saved, and the run is over. In an elastic run, the signal may have been for
         # another node; the remaining nodes continue.
         nodes = self._worker_group.group_world_size or 1
@@ -155,6 +169,18 @@ class NodeAgent(LocalElasticAgent):
         if self._remaining_restarts:
             left = self._remaining_restarts - 1
             print_error(f"error: {self.failure.message}; starting again, {left} restart{'s' * (left != 1)} left")
+
+    def _read_failures(self, statuses: Mapping[int, int]) -> list[Failure]:
+        """Return the failures of the workers, from their records or their exit statuses by local rank."""
+        assert self._pcontext is not None
+        failures = []
+        for rank, worker in enumerate(self._worker_group.workers):
+            failure = Failure.read(self._pcontext.error_files[rank])
+            if failure is None and rank in statuses:
+                failure = Failure.of_exit(statuses[rank])
+            if failure:
+                failures.append(failure.of_rank(worker.global_rank, self.launch.where))
+        return failures
 
     def _end_workers(self, seconds: float, signum: int | None = None) -> None:
         """Wait until the workers have ended, and kill the remaining workers after some seconds.
@@ -168,16 +194,20 @@ class NodeAgent(LocalElasticAgent):
             for process in running.values():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, sent)
-        deadline = time.monotonic() + seconds
         try:
-            for process in running.values():
-                process.join(max(0.0, deadline - time.monotonic()))
+            self._join_workers(seconds)
         finally:  # Also after a second signal, such as another Ctrl-C, while the workers are saving.
             for rank, process in running.items():
                 if process.is_alive():
                     global_rank = self._worker_group.workers[rank].global_rank
                     self.killed.append(f"rank {global_rank} (process {process.pid})")
                     process.kill()
+
+    def _join_workers(self, seconds: float) -> None:
+        """Wait until the workers have ended, for some seconds at most."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:

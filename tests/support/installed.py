@@ -1,4 +1,4 @@
-"""What is installed is looked up once in a process: each Trainer asks it of all packages, which takes as long as a run."""
+"""A cache of the installed entry points: each Trainer asks all packages for them, which takes as long as a tiny run."""
 
 import functools
 import importlib.metadata

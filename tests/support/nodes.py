@@ -59,7 +59,7 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     # This process has imported everything, like the server that an agent forks its workers from.
     agent.start_method = lambda: "fork"  # type: ignore[assignment]
     agent.start_fork_server = list  # type: ignore[assignment]
-    # torch names the caller in each event of a rendezvous: here it would search all modules for the source, for seconds.
+    # For the caller in each event of a rendezvous, torch would search all modules for the source, for seconds.
     dynamic_rendezvous.get_method_name = lambda: ""  # type: ignore[assignment]
     agent._SECONDS_TO_SAVE = float(env.get("SECONDS_TO_SAVE", 600))
     sys.argv = [str(Path(__file__).with_name("launch_recipe.py")), *args]
