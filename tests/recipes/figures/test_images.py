@@ -12,12 +12,12 @@ from recipes.runner.report import figures_of
 from tests.support.ranks import run_ranks
 from tests.support.tables import quiet_trainer
 
-NORMALISE = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+NORMALIZE = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
 def test_a_normalized_image_is_shown_as_it_was() -> None:
     images = torch.randint(0, 256, (3, 3, 20, 30), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    assert torch.equal(displayed(NORMALISE(images), NORMALISE), images)
+    assert torch.equal(displayed(NORMALIZE(images), NORMALIZE), images)
     assert torch.equal(displayed(images), images)
 
 
@@ -25,7 +25,7 @@ def test_a_wrong_order_of_channels_is_seen() -> None:
     red = torch.zeros(1, 3, 112, 112, dtype=torch.uint8)
     red[:, 0] = 255
     for channels, color in (([0, 1, 2], (255, 0, 0)), ([2, 1, 0], (0, 0, 255))):
-        grid = training_grid(NORMALISE(red)[:, channels], torch.tensor([0]), ["red"], NORMALISE)
+        grid = training_grid(NORMALIZE(red)[:, channels], torch.tensor([0]), ["red"], NORMALIZE)
         image: Image.Image = grid.image()
         found = image.getpixel((60, 60))
         assert isinstance(found, tuple)
