@@ -257,7 +257,8 @@ def _write_pt2(graph: _Graph, path: Path, metadata: Mapping[str, Any]) -> str:
             node.meta.pop("stack_trace", None)  # Stack traces name folders of this machine.
         with path.open("wb") as file:
             torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
-        loaded = torch.export.load(str(path)).module()
+        with path.open("rb") as file:  # torch warns of a path that does not end in .pt2, such as this temporary one.
+            loaded = torch.export.load(file).module()
     except OSError:
         raise
     except Exception as error:  # The exporter may raise any exception for a network.

@@ -1,6 +1,7 @@
 """Exports hold the network of the checkpoint: they compute the same, on batches of other sizes too."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -96,9 +97,10 @@ print("recipes" in sys.modules)
 """
 
 
-def test_a_program_of_torch_has_the_bits_of_the_network(tmp_path: Path):
+def test_a_program_of_torch_has_the_bits_of_the_network(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     recipe, checkpoint = _resnet(tmp_path)
     exported = export(ResNetFineTuner(**recipe.hparams), str(checkpoint), "pt2", str(tmp_path / "graph.pt2"))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert list(exported.inputs) == ["images"]
     generator = torch.Generator().manual_seed(1)
     images = [torch.randint(256, (n, 3, 64, 64), dtype=torch.uint8, generator=generator) for n in (1, 2, 7)]
@@ -239,7 +241,7 @@ def program_of(marker: str) -> str:
 def _resnet(folder: Path, size: int = 64) -> tuple[ResNetFineTuner, Path]:
     """A network with statistics, whose classes depend on the image, and its checkpoint."""
     torch.manual_seed(1)
-    options = {"num_classes": 10, "image_size": size, "weights": "none", "arch": "resnet20"}
+    options = {"num_classes": 10, "image_size": size, "weights": "none", "arch": "cifarnet"}
     recipe = ResNetFineTuner(**options)
     recipe.network(torch.randn(64, 3, size, size))
     data = ImageFolderDataModule(dataset="digits", image_size=size)
