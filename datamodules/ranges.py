@@ -57,6 +57,8 @@ NOT_NEGATIVE = Range(0)
 SHARE = Range(0, 1)
 NATURAL = Range(0, _INT32_MAX, whole=True)
 COUNT = Range(1, _INT32_MAX, whole=True)
+COUNT_OR_NO_LIMIT = Range(-1, _INT32_MAX, whole=True)
+"""A count; -1 stands for all, or for no limit."""
 SIZE = Range(1, 2**16, whole=True)
 """Size of a layer."""
 RATE = Range(0, 10**6, above=True)

@@ -26,7 +26,7 @@ from callbacks.lib.updates import read_time
 from datamodules.contract import Advanced, Changeable, Transient
 from datamodules.errors import UserError, spelled
 from datamodules.lightning import DDPStrategy, MisconfigurationException, Timer, pl
-from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
+from datamodules.ranges import COUNT, COUNT_OR_NO_LIMIT, NATURAL, NOT_NEGATIVE, Range, check_ranges
 from recipes.runner.command import type_name
 from recipes.runner.hints import TRAINER_FLAG, managed_parameters, nearest
 from recipes.runner.loggers import logger_names
@@ -418,7 +418,12 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         check_ranges(
+            max_epochs=(self.max_epochs, COUNT_OR_NO_LIMIT),
+            max_steps=(self.max_steps, COUNT_OR_NO_LIMIT),
+            fast_dev_run=(int(self.fast_dev_run), NATURAL),
             check_val_every_n_epoch=(self.check_val_every_n_epoch, COUNT),
+            num_sanity_val_steps=(self.num_sanity_val_steps, COUNT_OR_NO_LIMIT),
+            log_every_n_steps=(self.log_every_n_steps, NATURAL),
             gradient_clip_val=(self.gradient_clip_val, NOT_NEGATIVE),
         )
         for name in _TIMES:
@@ -507,7 +512,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_ranges(
             seed=(0 if self.seed == "random" else self.seed, Range(0, 2**63 - 1, whole=True)),
-            save_top_k=(self.save_top_k, Range(-1, 2**31 - 1, whole=True)),
+            save_top_k=(self.save_top_k, COUNT_OR_NO_LIMIT),
             threads=(self.threads, Range(1, 4096, whole=True)),
             global_batch_size=(self.global_batch_size, COUNT),
             patience=(self.patience, COUNT),

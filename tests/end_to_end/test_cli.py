@@ -239,6 +239,7 @@ def test_a_mistake_ends_in_one_line_without_a_run_folder(tmp_path: Path) -> None
         "--limit-train-batches 0": "--limit-train-batches 0 trains nothing; --max-epochs 0 scores the initial weights",
         "--num-nodes 0": "--num-nodes 0: expected a number of nodes, or MIN:MAX as in 1:4",
         "--check-val-every-n-epoch 0": "--check-val-every-n-epoch 0: expected a whole number, 1 or more",
+        "--max-epochs -5": "--max-epochs -5: expected a whole number, -1 or more",
         "--gradient-clip-val -1": "--gradient-clip-val -1: expected 0 or more",
         "predict --ckpt a b.png --top-k 1 c.png": "pass all inputs beside each other, also c.png",
         f"--seed {10**20}": f"--seed {10**20}: expected a whole number from 0 to 9,223,372,036",

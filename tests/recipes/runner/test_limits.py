@@ -55,6 +55,15 @@ def test_a_number_of_batches_is_whole_or_a_share(value: float, is_right: bool):
             TrainerSettings(**settings)
 
 
+@pytest.mark.parametrize(("name", "lowest"), [("max_epochs", -1), ("max_steps", -1), ("log_every_n_steps", 0)])
+def test_a_count_below_its_range_is_rejected(name: str, lowest: int):
+    lowest_settings: dict[str, Any] = {name: lowest}
+    TrainerSettings(**lowest_settings)
+    below: dict[str, Any] = {name: lowest - 1}
+    with pytest.raises(UserError, match=re.escape(f"{name}={lowest - 1}: expected a whole number, {lowest} or more")):
+        TrainerSettings(**below)
+
+
 def test_shares_stay_as_they_are():
     options = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "limit_val_batches": 0, "other": 3}
     assert limits_per_device(options | {"limit_test_batches": None}, 0, 2) == {}
