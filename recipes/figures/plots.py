@@ -123,7 +123,8 @@ def curve_plot(title: str, series: Mapping[str, Points], may_be_log: bool = True
     # A minimum height of the axis: nearly equal values of one epoch should look equal.
     margin = ((abs(low) + abs(high)) * 0.1 or 1.0) - (high - low) / 2
     if high == low or (is_single and margin > 0):
-        low -= margin
+        # The axis of a score without a negative value, such as a BLEU of 0, has none either.
+        low = low - margin if low < 0 else max(0.0, low - margin)
         high += margin
     inner_width = _WIDTH - _LEFT - _RIGHT
     inner_height = _HEIGHT - _TOP - _BOTTOM

@@ -36,6 +36,14 @@ def test_a_curve_of_any_few_points_lies_within_its_figure(points: list[tuple[flo
     assert all(0 <= dot.x <= figure.width and 0 <= dot.y <= figure.height for dot in dots)
 
 
+def test_the_axis_of_a_constant_score_of_0_begins_at_0() -> None:
+    figure = curve_plot("BLEU", {"validation": [(5, 0.0), (9, 0.0)]})
+    assert figure is not None
+    labels = [float(shape.text) for shape in figure.shapes if isinstance(shape, Text) and shape.anchor == "end"]
+    assert min(labels) == 0
+    assert max(labels) == 1
+
+
 def test_a_loss_that_falls_far_has_a_logarithmic_axis() -> None:
     series = {"training": [(1, 2.0), (2, 0.02)]}
     logarithmic, linear = curve_plot("loss", series), curve_plot("loss", series, may_be_log=False)
