@@ -552,12 +552,10 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: RunCla
     predicts = command == "predict"
     ckpt = settings["ckpt"]
     output = settings["output"]
+    typed = request.given.typed
     bare = ", or --weights FILE, weights alone" if command in SCORING else ""
     _reject(
-        (
-            ckpt and "weights" in request.given.typed,
-            "--ckpt and --weights are two sources of weights; leave one of them out",
-        ),
+        (ckpt and "weights" in typed, "--ckpt and --weights are two sources of weights; leave one of them out"),
         (
             fits and settings["limit_train_batches"] == 0,
             f"{spelled('limit_train_batches', 0)} trains nothing; {spelled('max_epochs', 0)} scores the initial"
@@ -571,6 +569,7 @@ def check_request(request: Request, settings: Mapping[str, Any], classes: RunCla
             settings["graph"] is not None and settings["format"] != "onnx",
             f"{spelled('graph')} is the input of an onnx file; pass it to export with --format onnx",
         ),
+        (command in ("validate", "export") and typed.get("tta"), "--tta is for test and predict; leave it out"),
         (fits and ckpt, "fit begins with new weights; pass --resume FILE to resume from a checkpoint"),
         (fits and output, "fit writes results.json into its run's folder; --output is for the other commands"),
         (not fits and settings["resume"], f"--resume continues training; pass --ckpt FILE to {command}"),

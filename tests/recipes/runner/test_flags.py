@@ -5,9 +5,11 @@ from typing import Literal
 
 import pytest
 
+from datamodules import ImageFolderDataModule
 from datamodules.errors import UserError
+from recipes.resnet import ResNetFineTuner
 from recipes.runner.command import flags_text, type_name
-from recipes.runner.flags import FlagGroup, FlagParser
+from recipes.runner.flags import FlagGroup, FlagParser, ParsedArguments, Request, RunClasses, check_request
 
 
 def given(parser: FlagParser, args: list[str]) -> SimpleNamespace:
@@ -217,3 +219,13 @@ def test_a_list_takes_its_values_as_a_shell_expands_a_pattern():
         parser.parse(["--weight", "2", "c"])
     # With arguments of its own a command takes all but the first value.
     assert parser.parse(["--files", "a.de", "c.de"], takes_inputs=True).inputs == ["c.de"]
+
+
+@pytest.mark.parametrize(("command", "file_format"), [("validate", None), ("export", "onnx")])
+def test_tta_is_rejected_by_commands_that_do_not_use_it(command, file_format):
+    classes = RunClasses(ResNetFineTuner, ImageFolderDataModule)
+    settings = {**classes.parser("prog").defaults(), "ckpt": "best.ckpt", "format": file_format, "tta": True}
+    with pytest.raises(UserError, match="--tta is for test and predict; leave it out"):
+        check_request(Request(command, ParsedArguments({"tta": True}, {})), settings, classes)
+    # The setting of a saved run: validate uses its checkpoint.
+    check_request(Request(command, ParsedArguments({}, {})), settings, classes)
