@@ -55,6 +55,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("names", "runs", "threads"),
     [
@@ -80,6 +81,7 @@ def test_a_measurement_writes_no_file_unless_it_is_asked_to(names, runs, threads
         assert len(set(hashes[-len(runs) :])) == 1
 
 
+@pytest.mark.ranks
 def test_a_kept_measurement_goes_on_where_it_was(files, monkeypatch) -> None:
     trained = []
 
