@@ -73,8 +73,8 @@ def move_link(text: str, target: str, source: str, page: str) -> str:
     """A link of the file `source` on a page of the site: to another page, or only its text if the site lacks the file.
 
     Example:
-        >>> move_link("forms of data", "../../docs/start.md#files", "recipes/mnist/README.md", "recipes/mnist.md")
-        '[forms of data](../start.md#files)'
+        >>> move_link("data formats", "../../docs/start.md#files", "recipes/mnist/README.md", "recipes/mnist.md")
+        '[data formats](../start.md#files)'
         >>> move_link("the figures", "../../benchmarks/README.md", "recipes/mnist/README.md", "recipes/mnist.md")
         'the figures'
     """

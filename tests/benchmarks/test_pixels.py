@@ -1,4 +1,4 @@
-"""The comparison of pixels on every way, with a few images."""
+"""The consistency of image preprocessing, with a few images."""
 
 from pathlib import Path
 

@@ -66,7 +66,7 @@ def test_blocks_are_read_with_their_marks() -> None:
 
 LINKS = {
     "../../docs/recipes/resnet-data.md": "[text](resnet-data.md)",
-    "../../docs/start.md#use-it": "[text](../start.md#use-it)",
+    "../../docs/start.md#use-the-model": "[text](../start.md#use-the-model)",
     "../../docs/same-weights.svg": "text",
     "../mnist/README.md": "text",
 }

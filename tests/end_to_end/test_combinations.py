@@ -1,4 +1,4 @@
-"""Every two settings of a run together give the weights of a plain PyTorch loop.
+"""Pairwise combinations of settings give the weights of a plain PyTorch loop.
 
 Each row of the table trains three epochs in float64, with a value for each factor in `tests/support/combinations.py`.
 The rows are a covering set: every two values of every two factors stand together in one of them, or have no meaning. A

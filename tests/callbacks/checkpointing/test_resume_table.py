@@ -380,5 +380,5 @@ def test_an_end_where_none_resumes_is_saved_with_a_line(tmp_path: Path, caplog: 
 
 
 def test_the_page_lists_what_the_table_shows() -> None:
-    section = PAGE.read_text().split("## What a resume restores")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## State that a resume restores")[1].split("\n## ")[0]
     assert re.findall(r"^\| (.*?) \|", section, re.MULTILINE)[1:] == list(ROWS)
