@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -172,6 +172,28 @@ def test_an_early_stop_leaves_its_last_update_in_last_ckpt(tmp_path: Path) -> No
         saved = torch.load(tmp_path / name / "last.ckpt", weights_only=True)
         assert saved["global_step"] == stopped.global_step > 0
         assert equal(saved["state_dict"], model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("last_every", "options", "saved"),
+    [
+        pytest.param("500 steps", {}, [12], id="at the run's end"),
+        pytest.param("2 epochs", {}, [8, 12], id="after epochs"),
+        pytest.param("500 steps", {"max_steps": 8}, [8], id="at max_steps"),
+        pytest.param("500 steps", {"min_epochs": 2}, [8], id="at a stop, but not at one before min_epochs"),
+    ],
+)
+def test_last_ckpt_is_saved_at_its_interval_or_the_runs_end(
+    last_every: str, options: dict[str, Any], saved: list[int], tmp_path: Path
+) -> None:
+    steps: list[int] = []
+    observer = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", "min_epochs" in options),
+        on_save_checkpoint=lambda trainer, *_: steps.append(trainer.global_step),
+    )
+    last = ExactCheckpoint(tmp_path, save_top_k=0, last_every=last_every)
+    fit(tmp_path, 1, Model(), observer, last, **{"max_epochs": 3} | options)
+    assert steps == saved
 
 
 def test_a_resume_with_nothing_left_to_train_keeps_last_ckpt(tmp_path: Path) -> None:
