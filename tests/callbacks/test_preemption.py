@@ -8,6 +8,7 @@ and the SHA-256 of its weights.
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -18,6 +19,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
@@ -25,6 +28,7 @@ from typing_extensions import override
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
 from callbacks.lib.signals import Preempted, SignalFlag
+from callbacks.preemption import Preemption
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
 from tests.support.ranks import run_ranks
@@ -361,6 +365,30 @@ def _hung_up() -> list[int]:
 
 def test_a_closed_terminal_is_no_longer_written_to() -> None:
     assert run_ranks(_hung_up, 1) == [[0, signal.SIGHUP]]
+
+
+@pytest.mark.parametrize(
+    ("exception", "agreed", "status"),
+    [
+        pytest.param(Preempted(signal.SIGTERM), True, 0, id="after they have agreed to stop"),
+        pytest.param(Preempted(signal.SIGTERM), False, -signal.SIGKILL, id="before they have agreed"),
+        pytest.param(ValueError(), True, None, id="on another exception"),
+    ],
+)
+def test_the_processes_of_lightnings_launcher_end_with_a_stop(
+    exception: BaseException, agreed: bool, status: int | None
+) -> None:
+    preemption, trainer, model = Preemption(), quiet_trainer(), Tiny(image_network(), adamw)
+    preemption._stopping = agreed
+    launcher: Any = _SubprocessScriptLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    trainer.strategy._launcher = launcher
+    with subprocess.Popen(["sleep", "0.5" if status == 0 else "60"]) as child:
+        launcher.procs = [child]
+        preemption.on_exception(trainer, model, exception)
+        ended = child.poll()
+        child.kill()
+    assert ended == status
+    assert launcher.procs == ([child] if status is None else [])
 
 
 def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(tmp_path: Path) -> None:

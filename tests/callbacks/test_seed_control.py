@@ -2,6 +2,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,22 @@ def test_constructing_it_seeds_as_torch_manual_seed_does():
     large = _draw()
     seed_generators(2**62 + 1)
     assert _draw() == large
+
+
+def _drawn_on(accelerator: Callable[[], AbstractContextManager[torch.device]]) -> list[list[float]]:
+    drawn = []
+    with accelerator() as device:
+        for _ in range(2):
+            SeedControl(seed=3)
+            drawn.append(torch.rand(3, device=device).tolist())
+    return drawn
+
+
+def test_constructing_it_seeds_the_generators_of_accelerators():
+    from tests.rehearsal.stand_in import stand_in_device  # This skips the test with torch 2.9.
+
+    (drawn,) = run_ranks(_drawn_on, 1, stand_in_device)
+    assert drawn[0] == drawn[1]
 
 
 def test_a_seed_determines_every_number_of_a_run():

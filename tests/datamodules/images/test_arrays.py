@@ -251,6 +251,7 @@ def test_an_unusable_archive_is_rejected_by_name(tmp_path: Path):
         tmp_path / "text.npz": "text.npz is no NumPy file",
         objects: "objects.npz is no NumPy file .* Object arrays cannot be loaded",
         _npz(tmp_path / "half.npz", images=IMAGES): "half.npz holds images; expected images and labels",
+        _npz(tmp_path / "many.npz", **dict.fromkeys("abcdefghijkl", LABELS)): "many.npz holds a, .*, i, j; expected",
     }
     for path, reason in cases.items():
         with pytest.raises(UserError, match=reason):

@@ -19,8 +19,9 @@ from datamodules.base import Process
 from datamodules.errors import UserError
 from datamodules.images.augmentation import normalizer
 from datamodules.images.decoding import UnreadableImage, load_image
+from datamodules.images.file_pipeline import pixel_statistics
 from datamodules.images.image_folder import ImageFolderDataModule
-from datamodules.images.source import split_by_class
+from datamodules.images.source import ArrayImages, split_by_class
 from datamodules.images.tensor_pipeline import gray_image
 
 CLASSES = ("ant", "bee", "cow")
@@ -398,6 +399,9 @@ def test_the_image_size_follows_a_folders_files(tree, notes):
     every = torch.cat([images.flatten(2) for images, _ in _batches(_data(tree, image_size=32, augment="none"), 1)])
     assert float(every.mean()) == pytest.approx(0, abs=0.02)
     assert float(every.std()) == pytest.approx(1, abs=0.03)
+    arrays = [np.full((1, 32, 32, 3), color, np.uint8) for color in ([0, 255, 51], [0, 0, 51])]
+    statistics = pixel_statistics(ArrayImages(np.concatenate(arrays), "images"), 32)
+    assert statistics == ((0.0, 0.5, 0.2), (0.0039, 0.5, 0.0039)), "the standard deviation is at least 1/255"
     # What is damaged is left to the loaders.
     for file in (tree / "train" / "ant").iterdir():
         file.write_bytes(b"no image")

@@ -49,6 +49,16 @@ def test_a_missing_label_is_named() -> None:
     assert "brightness is stretched" in hard.note
 
 
+def test_a_group_of_images_is_not_divided_between_rows() -> None:
+    images, captions = torch.zeros(20, 1, 4, 4, dtype=torch.uint8), [("a",)] * 20
+    for group, columns, fitting in ((5, 8, 10), (5, 7, 5), (5, 2, 5), (3, 8, 9)):
+        grouped = ImageGrid("mistakes", images, captions, group=group)
+        assert grouped.image(columns).size == ImageGrid("mistakes", images, captions).image(fitting).size
+        row, *others = grouped.html().split("</div>")
+        assert row.count("<img") == group
+        assert len(others) == -(-20 // group) + 1
+
+
 def test_what_is_no_image_has_no_grid() -> None:
     for inputs in (torch.zeros(2, 5), torch.zeros(0, 1, 4, 4), torch.zeros(2, 2, 4, 4), [1, 2]):
         assert not is_image_batch(inputs)

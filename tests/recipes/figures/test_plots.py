@@ -33,7 +33,9 @@ def test_a_curve_of_any_few_points_lies_within_its_figure(points: list[tuple[flo
     assert figure is not None
     dots = [shape for shape in figure.shapes if isinstance(shape, Dot)]
     assert len(dots) == len(points)
-    assert all(0 <= dot.x <= figure.width and 0 <= dot.y <= figure.height for dot in dots)
+    drawn = [(shape.x, shape.y) for shape in figure.shapes if isinstance(shape, (Dot, Text))]
+    drawn += [point for shape in figure.shapes if isinstance(shape, Line) for point in shape.points]
+    assert all(0 <= x <= figure.width and 0 <= y <= figure.height for x, y in drawn)
 
 
 def test_the_axis_of_a_constant_score_of_0_begins_at_0() -> None:

@@ -133,6 +133,7 @@ def test_what_recipe_shares_with_the_data_is_saved_as_found(tmp_path: Path) -> N
     (tmp_path / "open.yaml").write_text("num_classes: null\nthreads: null\nlr: null\nshade: auto\n")
     for line in (["validate", "--ckpt", last], ["--resume", last, "--max-epochs", "2"]):
         assert run_ranks(_typed, 1, [*line, "--config", "open.yaml"], str(tmp_path))[0][0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "open.yaml"}, "a validation logs into no folder"
 
 
 def test_the_recipes_wishes_are_set_in_a_passed_data_module(tmp_path: Path, monkeypatch) -> None:

@@ -1,7 +1,8 @@
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -229,3 +230,21 @@ def test_tta_is_rejected_by_commands_that_do_not_use_it(command, file_format):
         check_request(Request(command, ParsedArguments({"tta": True}, {})), settings, classes)
     # The setting of a saved run: validate uses its checkpoint.
     check_request(Request(command, ParsedArguments({}, {})), settings, classes)
+
+
+@dataclass
+class Trailer:
+    """What is pulled.
+
+    Args:
+        load: in kilograms, or what it is.
+    """
+
+    load: Any
+
+
+@pytest.mark.parametrize(("passed", "is_missing"), [({}, True), ({"load": None}, False), ({"load": 0}, False)])
+def test_null_is_a_value_only_if_the_user_passes_it(passed, is_missing):
+    parser = FlagParser([FlagGroup("Trailer", Trailer)], "prog")
+    with pytest.raises(UserError, match="has no default") if is_missing else nullcontext():
+        parser.check_required(parser.defaults() | passed, passed)

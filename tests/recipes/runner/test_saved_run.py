@@ -1,11 +1,19 @@
-"""The file of a run's results, and the peak of its memory."""
+"""The file of a run's results, and its clock."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from datamodules.errors import UserError
-from recipes.runner.saved_run import RESULTS, read_results, write_rows
+from recipes.runner import saved_run
+from recipes.runner.saved_run import RESULTS, Stopwatch, read_results, write_rows
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 
 def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
@@ -28,3 +36,31 @@ def test_a_file_that_holds_no_results_is_rejected(tmp_path: Path, text: str | No
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError, match=problem):
         read_results(tmp_path)
+
+
+class Clock(pl.Callback):
+    """Seconds that pass in a run: 1 in each training step, 10 in a batch of its validation, 100 in one around it."""
+
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += 1
+
+    @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.now += 100 if trainer.sanity_checking or trainer.state.fn != "fit" else 10
+
+
+def test_seconds_of_training_have_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch, clock = Stopwatch(started_at=2.0), Clock()
+    monkeypatch.setattr(saved_run, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    model = Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
+    loader = DataLoader(TensorDataset(*noisy_images(8)), 2)
+    trainer = quiet_trainer(stopwatch, clock, max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(model, loader, loader)
+    trainer.validate(model, loader, verbose=False)
+    start_up = 5 - 2 + 100
+    assert stopwatch.seconds() == {"start_up": start_up, "train": 8, "total": start_up + 8 + 2 * 4 * 10 + 4 * 100}
+    assert (stopwatch.epochs, stopwatch.sizes) == (2, {"train": 8, "val": 8})

@@ -2,9 +2,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from recipes.runner.training import evaluate_each_sample_once, shard_loader
+from recipes.runner.training import _last_logged, evaluate_each_sample_once, shard_loader
+from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 
 class Several(pl.LightningDataModule):
@@ -46,3 +47,19 @@ def test_loaders_whose_order_is_their_own_are_left_to_lightning():
     short, unbatched = DataLoader(range(2), batch_size=2), DataLoader(range(8), batch_size=None)
     for loader in (weighted, short, unbatched, DataLoader(Stream(), batch_size=2), [1, 2]):
         assert shard_loader(loader, 0, 3) is loader
+
+
+class Logged(Tiny):
+    """Logs values of steps and of the epoch."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("train/batch", float(batch_idx), on_step=True, on_epoch=True)
+        self.log_dict({"last": float(batch_idx), "lr": 1.0, "lr/group": 1.0})
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_last_logged_values_are_means_of_epochs_without_rates():
+    trainer = quiet_trainer(max_epochs=1)
+    loader = DataLoader(TensorDataset(*noisy_images(8)), 2)
+    trainer.fit(Logged(image_network().double(), torch.optim.SGD, lr=0.1), loader)
+    assert _last_logged(trainer) == {"train/batch": 1.5, "last": 3.0}
