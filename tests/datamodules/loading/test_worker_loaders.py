@@ -195,6 +195,23 @@ def test_a_worker_that_dies_is_named_where_its_batch_is_awaited(monkeypatch):
         list(batches)
 
 
+class _Exits(Numbers):
+    """Ends its process with a status."""
+
+    status = 0
+
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
+        os._exit(self.status)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_status_of_a_worker_that_ends_is_named(status, monkeypatch):
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    monkeypatch.setattr(_Exits, "status", status)
+    with pytest.raises(RunFailedError, match=rf"^worker 0 \(process \d+\) ended with status {status}; "):
+        list(_loader(reader=_Exits(), num_workers=1))
+
+
 class _Unsendable(Tensor):
     """A tensor that cannot be put into shared memory."""
 

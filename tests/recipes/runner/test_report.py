@@ -47,15 +47,22 @@ def test_a_page_shows_what_the_run_has(tmp_path: Path) -> None:
         scores={"test/loss": 1.5, "val/accuracy": 0.75, "val/accuracy_class_0": 0.25},
         headline=[Headline("val accuracy", "val/accuracy", "75 %")],
         best={"checkpoint": "best.ckpt", "epoch": 1, "step": 20, "monitor": "val/accuracy", "value": 0.75},
-        config={"lr": 0.1, "seed": 1},
+        config={"lr": 0.1, "seed": 1, "layers": ["fc", None], "data_dir": "été"},
         command="python -m recipes.mnist --lr 0.1",
         hardware="1 x cpu",
+        host="node-7",
+        num_nodes=3,
+        started_at="09:30",
+        ended_at="10:45",
         versions={"torch": "2.15"},
     )
     assert page.text.index("0.125") > page.text.index("test_per_class.csv")
     assert page.text.count("dog") == 24, "a page holds the first rows"
-    for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "2 settings", "1 x cpu"):
+    for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "4 settings", "1 x cpu"):
         assert text in page.text
+    lines = page.text.splitlines()
+    assert {"lr0.1", "seed1", 'layers["fc", null]', "data_dirété"} <= {*lines}, "as in a file of settings"
+    assert {"epochs2", "nodes3", "hostnode-7", "started09:30", "ended10:45"} <= {*lines}
     assert "8.5 s" in page.text
 
 
