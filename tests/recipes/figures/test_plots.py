@@ -1,6 +1,7 @@
 """What plots show of numbers: curves without holes, confusions by class, and the same figure as SVG and as an image."""
 
 import re
+from itertools import pairwise
 
 import pytest
 from PIL import Image
@@ -60,6 +61,13 @@ def test_a_confusion_matrix_keeps_the_order_of_the_classes() -> None:
     texts = [shape.text for shape in figure.shapes if isinstance(shape, Text)]
     assert texts[2:8] == ["owl", "cat", "dog", "owl", "9", "1"]
     assert figure.note.startswith("The largest confusions: dog taken for owl: 4 times, 40 % of dog; owl taken for dog")
+
+
+@pytest.mark.parametrize(("classes", "side"), [(2, 44), (7, 42), (12, 25), (20, 21)])
+def test_the_cells_of_few_classes_fill_300_pixels_at_most(classes: int, side: int) -> None:
+    figure = confusion_plot([[1] * classes] * classes, [str(number) for number in range(classes)], "test")
+    left = sorted({round(shape.x, 6) for shape in figure.shapes if isinstance(shape, Box)})
+    assert [round(after - before, 6) for before, after in pairwise(left)] == [side] * (classes - 1)
 
 
 def test_of_many_classes_the_most_confused_are_shown() -> None:

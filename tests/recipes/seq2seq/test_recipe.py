@@ -332,6 +332,9 @@ def test_a_run_that_begins_with_weights_takes_their_vocabularies(tmp_path):
         sizes = Seq2SeqTranslator.settings_from_data(by_flags, weights=path)
         quiet_trainer(**one).fit(Seq2SeqTranslator(**sizes, **TINY, weights=path), attached)
         assert module.vocabularies() == by_flags.vocabularies() == attached.vocabularies()
+    renormalized = data(file, normalization="tutorial")
+    rate = Seq2SeqTranslator.settings_from_data(renormalized, weights=path, max_epochs=1)["lr"]
+    assert rate == Seq2SeqTranslator.settings_from_data(module, max_epochs=1)["lr"], "it depends on the number of pairs"
     for new in (["source_embedding", "target_embedding", "output"], ["*_embedding", "network.output"]):
         other = data(file, **SUBWORDS, seed=2)
         quiet_trainer(**one).fit(translator(other, weights=path, weights_skip=new), other)
