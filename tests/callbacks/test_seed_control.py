@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
@@ -229,9 +230,14 @@ def test_a_closure_that_is_called_again_draws_the_same_numbers():
         assert all(torch.equal(mask, found["SGD"][i // calls]) for i, mask in enumerate(found[name]))
 
 
-def test_the_environment_is_put_back():
+def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch):
     _fit(max_steps=1)
     assert "PL_GLOBAL_SEED" not in os.environ
+    monkeypatch.setenv("PL_GLOBAL_SEED", "9")  # As `seed_everything` of Lightning does.
+    seen: list[str | None] = []
+    look = LambdaCallback(on_fit_start=lambda *_: seen.append(os.environ.get("PL_GLOBAL_SEED")))
+    quiet_trainer(SeedControl(2**32 + 3), look, max_steps=1).fit(Noisy(), DataLoader(Augmented(), 2))
+    assert (seen, os.environ["PL_GLOBAL_SEED"]) == (["3"], "9")
 
 
 def test_a_negative_seed_is_rejected():

@@ -172,6 +172,18 @@ def test_a_checkpoint_saved_after_a_test_holds_what_trains_on(tmp_path: Path, te
         assert equal(rest.after[15], whole.after[15])
 
 
+def test_a_test_of_weights_without_an_average_leaves_none(tmp_path: Path) -> None:
+    plain, path = tmp_path / "plain.ckpt", tmp_path / "last.ckpt"
+    train(module(Renamed), max_epochs=1)[0].save_checkpoint(plain)
+    model = module(Renamed)
+    trainer, _ = train(model, WeightAveraging(ema=0.9), max_epochs=1)
+    loader = EvaluationLoader(INPUTS[20:], TARGETS[20:], torch.arange(7), 7)
+    trainer.test(model, loader, ckpt_path=plain, verbose=False, weights_only=True)
+    trainer.save_checkpoint(path)
+    assert RAW_WEIGHTS not in saved(path)
+    assert equal(saved(path)["state_dict"], saved(plain)["state_dict"])
+
+
 def test_an_average_without_its_raw_weights_is_not_resumed(tmp_path: Path) -> None:
     trainer, _ = train(module(), WeightAveraging(ema=0.9), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
