@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -124,6 +124,33 @@ def test_a_seed_determines_every_number_of_a_run():
     assert len(_differences(one.drawn, other.drawn)) == len(one.drawn)
 
 
+class Restless(Noisy):
+    """Draws when an epoch starts, before the loader's iterator is made."""
+
+    def on_train_epoch_start(self) -> None:
+        _draw()
+
+
+class OwnOrder(Sampler[int]):
+    """Draws an order that only its iterator knows."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(12).tolist()
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_numbers_drawn_as_an_epoch_starts_change_no_order():
+    for options in ({"shuffle": True}, {"sampler": OwnOrder()}):
+        nets: list[Noisy] = []
+        for kind in (Noisy, Restless):
+            trainer = quiet_trainer(SeedControl(1), max_epochs=2)
+            nets.append(kind())
+            trainer.fit(nets[-1], DataLoader(Augmented(), 2, **options))
+        assert _differences(nets[0].drawn, nets[1].drawn) == []
+
+
 def test_a_second_fit_draws_as_a_new_trainer_does():
     trainer, net, drawn = quiet_trainer(SeedControl(1), max_epochs=2), Noisy(), []
     net.on_fit_start = lambda: drawn.append(_draw())  # type: ignore[method-assign]
@@ -165,6 +192,8 @@ def _on_two_ranks() -> dict[str, Any]:
 
 def test_two_ranks_together_draw_what_one_device_draws():
     first, second = run_ranks(_on_two_ranks, 2)
+    torch.manual_seed(1)
+    assert torch.equal(first["initial"], nn.Linear(16, 1).weight), "it is seeded again before `configure_model`"
     assert torch.equal(first["initial"], second["initial"])
     alone = [drawn[0] for drawn in _fit().drawn.values()]
     masks = [mask for pair in zip(first["masks"], second["masks"], strict=True) for mask in pair]
