@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 from recipes.runner import saved_run
-from recipes.runner.saved_run import RESULTS, Stopwatch, read_results, write_rows
+from recipes.runner.saved_run import RESULTS, Stopwatch, processor, read_results, read_run, write_rows
 from tests.support.tables import Tiny, image_network, noisy_images, quiet_trainer
 
 
@@ -36,6 +36,24 @@ def test_a_file_that_holds_no_results_is_rejected(tmp_path: Path, text: str | No
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError, match=problem):
         read_results(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"state_dict": {}}, {"state_dict": {}, "loops": {}}])
+def test_a_file_of_weights_is_no_checkpoint_of_a_run(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(UserError, match="a.ckpt is not a checkpoint of a run, which holds settings beside the weights"):
+        read_run(tmp_path / "a.ckpt")
+
+
+def test_the_processor_is_named_as_the_system_names_it() -> None:
+    maker, model = processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    fields = {tuple(text.strip() for text in line.split(":", 1)) for line in lines if ":" in line}
+    reported = dict(fields)
+    assert ("vendor_id", maker) in fields or "vendor_id" not in reported
+    assert ("model name", model) in fields or "model name" not in reported
+    assert maker
+    assert model
 
 
 class Clock(pl.Callback):

@@ -42,11 +42,13 @@ class Stream(IterableDataset):
         return iter(range(4))
 
 
-def test_loaders_whose_order_is_their_own_are_left_to_lightning():
+def test_loaders_whose_order_is_their_own_are_left_to_lightning(caplog):
     weighted = DataLoader(range(8), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8))
     short, unbatched = DataLoader(range(2), batch_size=2), DataLoader(range(8), batch_size=None)
     for loader in (weighted, short, unbatched, DataLoader(Stream(), batch_size=2), [1, 2]):
         assert shard_loader(loader, 0, 3) is loader
+    (warning,) = caplog.messages
+    assert "of fewer samples (2) than devices (3) some are evaluated twice" in warning
 
 
 class Logged(Tiny):
