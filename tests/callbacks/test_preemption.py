@@ -305,6 +305,32 @@ def test_what_cannot_be_resumed_is_not_saved_over_what_can(
     assert stream(tmp_path / "run", resume=last if saved else None) == stream(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("signum", "save_last", "line"),
+    [
+        pytest.param(signal.SIGTERM, True, "SIGTERM after update 3: saved {}", id="a signal"),
+        pytest.param(signal.SIGINT, True, "Ctrl-C after update 3: saved {}", id="the keyboard"),
+        pytest.param(signal.SIGTERM, "link", "SIGTERM after update 3: saved {}", id="in place of a link"),
+        pytest.param(signal.SIGTERM, None, "SIGTERM after update 3: nothing was saved", id="without checkpoints"),
+    ],
+)
+def test_the_line_of_a_stop_names_what_was_saved(
+    signum: int, save_last: Any, line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
+) -> None:
+    saves = [ExactCheckpoint(tmp_path, "best", every_n_train_steps=2, save_last=save_last)] if save_last else []
+    trainer = quiet_trainer(*saves, Preemption(), Alarm(("train", 0, 2), signum))
+    loader = TrainLoader(*TRAIN, torch.arange(len(TRAIN[1])), BATCH_SIZE, 1)
+    with pytest.raises(Preempted) as ended:
+        trainer.fit(Tiny(image_network(), adamw), loader)
+    assert ended.value.code == 128 + signum
+    assert caplog.messages[-1] == line.format(tmp_path / "last.ckpt")
+    asks = "Ctrl-C: saving after this update; press it again to end at once"
+    assert (asks in capfd.readouterr().err) == (signum == signal.SIGINT)
+    if save_last:
+        steps = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] for name in ("best", "last")]
+        assert steps == [2, 3]
+
+
 def test_a_run_that_another_callback_saves_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Replace(pl.Callback):
         """Takes the checkpoint callbacks out, as a library's does."""
