@@ -1,5 +1,10 @@
 """Images are shown as the network gets them, with their normalization undone."""
 
+import base64
+import io
+import re
+
+import pytest
 import torch
 from PIL import Image
 
@@ -57,6 +62,22 @@ def test_a_group_of_images_is_not_divided_between_rows() -> None:
         row, *others = grouped.html().split("</div>")
         assert row.count("<img") == group
         assert len(others) == -(-20 // group) + 1
+
+
+@pytest.mark.parametrize(
+    ("side", "group", "kind"), [(64, 1, "png"), (65, 1, "jpeg"), (32, 2, "png"), (33, 2, "jpeg"), (64, 2, "jpeg")]
+)
+def test_a_page_has_small_images_as_png(side: int, group: int, kind: str) -> None:
+    color = torch.tensor([200, 100, 50], dtype=torch.uint8).view(3, 1, 1)
+    page = ImageGrid("training", color.expand(2, 3, side, side), [("a",), ("b",)], group=group).html()
+    found = re.findall(r'src="data:image/(\w+);base64,([^"]+)"', page)
+    assert [name for name, _ in found] == [kind] * 2
+    assert ('class="small"' in page) == (side <= 64), "they are magnified"
+    for _, data in found:
+        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+            assert image.size == (side, side)
+            pixel = torch.tensor(image.getpixel((5, 5)))
+            assert (pixel - color.flatten().int()).abs().max() <= 3
 
 
 def test_what_is_no_image_has_no_grid() -> None:
