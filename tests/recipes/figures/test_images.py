@@ -10,6 +10,7 @@ from PIL import Image
 
 from datamodules.images.augmentation import Normalize
 from datamodules.images.mnist import MNISTDataModule
+from recipes.figures.drawing import PALETTE
 from recipes.figures.images import ImageGrid, displayed
 from recipes.mistakes import MistakeImages, is_image_batch, mistakes_grid, most_confident, training_grid
 from recipes.mnist import MNISTClassifier
@@ -62,6 +63,15 @@ def test_a_group_of_images_is_not_divided_between_rows() -> None:
         row, *others = grouped.html().split("</div>")
         assert row.count("<img") == group
         assert len(others) == -(-20 // group) + 1
+
+
+def test_a_caption_is_cut_to_the_width_of_its_image() -> None:
+    images = torch.zeros(2, 1, 96, 96, dtype=torch.uint8)
+    image = ImageGrid("training", images, [("W" * 60, "second line"), ("",)]).image(2)
+    below, gap = image.crop((8, 104, 104, image.height)), image.crop((104, 0, 112, image.height))
+    colors = {color for _, color in below.getcolors(1 << 16) or ()}
+    assert {PALETTE["paper"], PALETTE["ink"], PALETTE["faint"]} <= colors
+    assert gap.getcolors() == [(gap.width * gap.height, PALETTE["paper"])]
 
 
 @pytest.mark.parametrize(
