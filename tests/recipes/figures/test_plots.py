@@ -7,7 +7,16 @@ import pytest
 from PIL import Image
 
 from recipes.figures.drawing import PALETTE, Box, Dot, Figure, Line, Text
-from recipes.figures.plots import attention_plot, confusion_plot, curve_plot, most_confused, thinned
+from recipes.figures.plots import (
+    _log_ticks,
+    attention_plot,
+    confusion_plot,
+    curve_plot,
+    most_confused,
+    short,
+    thinned,
+    ticks,
+)
 
 
 def test_thinning_keeps_the_peaks() -> None:
@@ -56,10 +65,34 @@ def test_a_loss_that_falls_far_has_a_logarithmic_axis() -> None:
     assert "logarithmic" not in linear.html()
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1, 30, [1, 2, 5, 10, 20]),
+        (0.02, 2, [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]),
+        (1e-3, 1e3, [10.0**power for power in range(-3, 4)]),
+        (1e-6, 1e6, [10.0**power for power in range(-6, 7, 2)]),
+    ],
+)
+def test_a_logarithmic_axis_has_few_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert _log_ticks(low, high) == pytest.approx(expected)
+
+
+def test_numbers_of_an_axis_are_short() -> None:
+    numbers = {"1M": 1e6, "1000k": 999_999, "10k": 1e4, "9999": 9_999, "0.001": 1e-3, "9.9e-4": 9.9e-4, "-0.5": -0.5}
+    assert [short(number) for number in numbers.values()] == list(numbers)
+    assert ticks(2.0, 2.0) == [2.0]
+
+
 def test_a_confusion_matrix_keeps_the_order_of_the_classes() -> None:
     figure = confusion_plot([[9, 0, 1], [0, 5, 0], [4, 0, 6]], ["owl", "cat", "dog"], "test")
     texts = [shape.text for shape in figure.shapes if isinstance(shape, Text)]
     assert texts[2:8] == ["owl", "cat", "dog", "owl", "9", "1"]
+    cells = [shape for shape in figure.shapes if isinstance(shape, Box) and shape.color != "grid"]
+    assert [(cell.color, round(cell.opacity**2, 6)) for cell in cells] == [
+        *(("train", 0.9), ("val", 0.1), ("train", 1.0)),
+        *(("val", 0.4), ("train", 0.6)),
+    ]
     assert figure.note.startswith("The largest confusions: dog taken for owl: 4 times, 40 % of dog; owl taken for dog")
 
 
@@ -87,6 +120,12 @@ def test_long_sentences_have_a_map_of_their_beginning() -> None:
     figure = attention_plot([[1 / 90] * 90] * 60, tokens, tokens[:60])
     assert max(figure.width, figure.height) < 1000
     assert "first 40 tokens" in figure.note
+
+
+def test_long_tokens_are_cut_with_an_ellipsis() -> None:
+    figure = attention_plot([[0.5, 0.5]], ["a" * 12, "b" * 13], ["c"])
+    assert [shape.text for shape in figure.shapes if isinstance(shape, Text)] == ["a" * 12, "b" * 11 + "…", "c"]
+    assert not figure.note
 
 
 def test_an_image_shows_the_shapes_of_its_figure() -> None:
