@@ -264,6 +264,8 @@ def test_the_counts_of_each_part_add_up(tmp_path: Path, caplog: Any) -> None:
     assert over + data.info.kept == 60
     with caplog.at_level("INFO", "lightning_recipes"):
         data.train_dataloader()
+    source, target = data.vocabularies()
+    assert f"; vocabularies of {len(source)} and {len(target)} tokens" in caplog.text
     assert (
         "validation: val_pairs.tsv: 3 lines read = 1 pairs kept + 1 blank + 1 with fewer cells than the first line"
         in caplog.text
@@ -461,12 +463,13 @@ def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: p
     assert (error.subject, error.problem) == ("line 2 of standard input", "is not in UTF-8; save the file as UTF-8")
 
 
-def test_a_loaded_checkpoint_replaces_the_vocabularies(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_replaces_the_vocabularies(tmp_path: Path, caplog: Any) -> None:
     old = _data(tmp_path, normalization="tutorial")
     other = ["Un neuf!\tone nine\n", "deux.\ttwo\n", "six\tsix\n"]
     new = _words(_file(tmp_path, *other), test_fraction=1)
     new.setup("test")
     new.load_state_dict(old.state_dict())
+    assert caplog.messages[-1] == "note: the saved normalization is used: tutorial"
     assert new.source_vocabulary == old.source_vocabulary
     assert sorted(new.source_sentences(torch.arange(3))) == ["deux", "six", "un neuf !"]
     (batch,) = new.test_dataloader()

@@ -17,7 +17,7 @@ def test_a_drawn_seed_repeats_the_run(tmp_path: Path) -> None:
         tmp_path,
         f"{FIT} --name drawn --seed random --max-steps 3",
         f"{FIT} --name drawn --seed random --resume auto --max-steps 6",
-        f"{FIT} --name other --seed random --max-steps 6",
+        f"{FIT} --name other --seed random --resume auto --max-steps 6",
     )
     seed = re.search(r", seed (\d+) \(drawn\)", first.out)
     assert seed, first
@@ -29,4 +29,6 @@ def test_a_drawn_seed_repeats_the_run(tmp_path: Path) -> None:
     assert [run.status for run in (first, *others, again)] == [0, 0, 0, 0], (first, others, again)
     runs = tmp_path / "runs" / "quadrants"
     assert _hash(runs / "drawn") == _hash(runs / "again") != _hash(runs / "other")
+    assert "nothing to resume in runs/quadrants/other: the run starts fresh" in others[1].out + others[1].err
+    assert "nothing to resume" not in others[0].out + others[0].err + kept.err
     assert f"--seed is random, and {seed[1]} in the checkpoint" in kept.err

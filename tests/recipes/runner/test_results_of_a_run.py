@@ -67,7 +67,8 @@ def test_seconds_agree_with_the_clock(run: Any) -> None:
 
 
 def test_results_describe_the_best_checkpoint(run: Any) -> None:
-    folder, _, results, _ = run
+    folder, out, results, _ = run
+    assert "scoring runs/quadrants/one/checkpoints/best.ckpt ..." in out
     best, saved = results["best"], read_run(folder / "checkpoints" / "best.ckpt")
     assert best["epoch"] < 3
     assert (best["epoch"], best["step"]) == (saved.epochs, saved.updates) == (saved.epoch, 26 * saved.epoch)

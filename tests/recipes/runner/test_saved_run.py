@@ -22,6 +22,18 @@ def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert read_results(tmp_path) == results
 
 
+def test_a_table_has_the_given_columns_or_those_of_its_first_row(tmp_path: Path) -> None:
+    rows, path = [{"name": "été", "value": 1}, {"name": "a, b", "value": 2}], tmp_path / "a.csv"
+    for columns, lines in (
+        (None, ["name,value", "été,1", '"a, b",2']),
+        (["value", "name", "more"], ["value,name,more", "1,été,", '2,"a, b",']),
+    ):
+        write_rows(path, rows, columns)
+        assert path.read_text(encoding="utf-8").splitlines() == lines
+    write_rows(tmp_path / "a.txt", [{"name": "one\ntwo"}], ["name"])
+    assert (tmp_path / "a.txt").read_text() == "one two\n"
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
