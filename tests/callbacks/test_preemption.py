@@ -28,7 +28,7 @@ from typing_extensions import override
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.lightning_internals import callbacks_of, set_callbacks
 from callbacks.lib.signals import Preempted, SignalFlag
-from callbacks.preemption import Preemption
+from callbacks.preemption import Preemption, newest_checkpoint
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
 from tests.support.ranks import run_ranks
@@ -329,6 +329,19 @@ def test_the_line_of_a_stop_names_what_was_saved(
     if save_last:
         steps = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] for name in ("best", "last")]
         assert steps == [2, 3]
+
+
+def test_the_newest_checkpoint_is_one_that_was_written() -> None:
+    scored, newest = ModelCheckpoint(monitor="val_loss"), ModelCheckpoint(save_last=True)
+    trainer: Any = quiet_trainer(scored, newest)
+    assert newest_checkpoint(trainer) is None
+    trainer.strategy.checkpoint_io.failures = failures = {}
+    scored.best_model_path, newest.best_model_path, newest.last_model_path = "scored", "newest", "last"
+    trainer.ckpt_path = "resumed"
+    for path in ("last", "newest", "resumed", "scored"):  # The best by a score may be the oldest.
+        assert newest_checkpoint(trainer) == path
+        failures[path] = "No space left on device"
+    assert newest_checkpoint(trainer) is None
 
 
 def test_a_run_that_another_callback_saves_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
