@@ -220,6 +220,14 @@ def test_a_network_sees_two_samples_for_an_empty_batch():
     assert seen == [2]
 
 
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_convolutions_are_in_the_layout_of_the_setting(channels_last):
+    weights = MNISTClassifier(network="classic", channels_last=channels_last).network.parameters()
+    # With one input channel the two layouts are one.
+    several = [weight for weight in weights if weight.dim() == 4 and weight.shape[1] > 1]
+    assert {weight.is_contiguous(memory_format=torch.channels_last) for weight in several} == {channels_last}
+
+
 def test_a_view_that_needs_another_layout_says_what_to_pass():
     class Viewing(nn.Conv2d):
         def forward(self, input):
