@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.freezing import FreezeLayers
+from callbacks.freezing import FreezeLayers, init_momentum_buffers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.rank_consistency import RankConsistency
 from callbacks.sync_bn import SyncBN
@@ -274,6 +274,22 @@ def test_a_shared_weight_trains_if_one_owner_does(caplog: pytest.LogCaptureFixtu
     after = bits(model)
     moved = {name for name in before if before[name] != after[name] and ".layer1." in name}
     assert moved == {"network.layer1.0.weight"}
+
+
+def test_a_fused_sgd_trains_what_is_unfrozen_later_as_another() -> None:
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        for trains in (False, False, True, True):
+            network[0].requires_grad_(trains)
+            init_momentum_buffers([optimizer])
+            optimizer.zero_grad()
+            network(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in network.parameters()]))
+    assert torch.allclose(*ends)
 
 
 def test_freezing_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -78,6 +78,12 @@ def test_a_logarithmic_axis_has_few_round_numbers(low: float, high: float, expec
     assert _log_ticks(low, high) == pytest.approx(expected)
 
 
+def test_large_counts_of_a_confusion_matrix_are_short() -> None:
+    figure = confusion_plot([[10_000, 9_999], [0, 1_234_567]], ["a", "b"], "test")
+    assert [shape.text for shape in figure.shapes if isinstance(shape, Text)][5:8] == ["10k", "9999", "b"]
+    assert figure.shapes[-1].text == "1.235M"  # type: ignore[union-attr]
+
+
 def test_numbers_of_an_axis_are_short() -> None:
     numbers = {"1M": 1e6, "1000k": 999_999, "10k": 1e4, "9999": 9_999, "0.001": 1e-3, "9.9e-4": 9.9e-4, "-0.5": -0.5}
     assert [short(number) for number in numbers.values()] == list(numbers)
@@ -147,6 +153,8 @@ def test_the_labels_of_an_axis_have_room_beside_it(values: tuple[float, float]) 
     assert labels
     # A digit is about 0.55 of the size of the text wide.
     assert all(label.x - 0.55 * label.size * len(label.text) >= 0 for label in labels), [each.text for each in labels]
+    grid = [shape for shape in figure.shapes if isinstance(shape, Line) and shape.color == "grid"]
+    assert all(label.x < line.points[0][0] for label, line in zip(labels, grid, strict=True))
 
 
 def test_a_curve_of_one_epoch_begins_with_the_run() -> None:
