@@ -42,6 +42,12 @@ def test_a_running_job_is_requeued_once(scontrol):
     assert requeue({}) is None
 
 
+def test_a_job_whose_restarts_slurm_does_not_report_is_requeued(scontrol):
+    scontrol(RUNNING.replace("Restarts=0 ", ""))
+    assert requeue(BATCH) == "71"
+    assert scontrol.asked() == "requeue 71\n"
+
+
 def test_a_request_that_a_signal_ends_is_made_again(scontrol):
     scontrol(killed=2)
     assert requeue(BATCH) == "71"

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from datamodules import UserError
-from datamodules.images.decoding import load_image
+from datamodules.images.decoding import _crop_start, crop_box, load_image
 from datamodules.images.layouts import find_images
 
 
@@ -101,3 +101,17 @@ def test_heic_photographs_are_read_if_the_library_is_installed(tmp_path: Path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.HEIC").write_bytes((tmp_path / "x.heic").read_bytes())
     assert len(find_images(tmp_path).parts["train"].labels) == 2
+
+
+def test_a_crop_begins_at_each_pixel_equally_often():
+    draws = [(number + 0.5) / 8 for number in range(8)]
+    assert [_crop_start(draw, 8, 5) for draw in draws] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert _crop_start(1.0, 8, 5) == 3, "float32 rounds the largest numbers to 1"
+
+
+def test_a_crop_has_the_drawn_area_or_is_the_largest_at_the_center():
+    middle = [0.5, 0.5, 0.5, 0.5] + [0.0] * 18
+    assert crop_box(100, 100, 0.25, middle) == (11, 11, 79, 79), "of 62.5 % of the area"
+    # No attempt fits into a strip.
+    assert crop_box(10, 300, 0.9, [0.0] * 22) == (0, 143, 10, 13)
+    assert crop_box(300, 10, 0.9, [0.0] * 22) == (143, 0, 13, 10)

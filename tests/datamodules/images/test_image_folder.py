@@ -19,7 +19,7 @@ from datamodules.base import Process
 from datamodules.errors import UserError
 from datamodules.images.augmentation import normalizer
 from datamodules.images.decoding import UnreadableImage, load_image
-from datamodules.images.file_pipeline import pixel_statistics
+from datamodules.images.file_pipeline import ImageFiles, held_in_memory, pixel_statistics
 from datamodules.images.image_folder import ImageFolderDataModule
 from datamodules.images.source import ArrayImages, split_by_class
 from datamodules.images.tensor_pipeline import gray_image
@@ -429,6 +429,12 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
         data = _data(tree, image_size=32, num_workers=num_workers, **options)
         assert not data.train_dataloader().reader.is_in_memory
         assert _equal(_batches(data), _batches(expected))
+
+
+def test_small_images_are_held_up_to_the_memory_of_the_machine(monkeypatch):
+    images = ImageFiles(ArrayImages(np.zeros((5, 16, 16, 3), np.uint8), "images"), 16)
+    monkeypatch.setattr("datamodules.images.file_pipeline._MAX_BYTES_IN_MEMORY", 2 * 5 * 3 * 16 * 16)
+    assert [held_in_memory(images, 16, copies) is not None for copies in (1, 2, 3)] == [True, True, False]
 
 
 # Checkpoints and settings

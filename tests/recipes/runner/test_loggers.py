@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from datamodules import UserError
 from recipes import MNISTClassifier
-from recipes.runner.loggers import log_settings, loggers
+from recipes.runner.loggers import curves, log_settings, loggers
 from recipes.runner.saved_run import SavedRun, read_results
 from tests.support.command_lines import MNIST, typed
 from tests.support.ranks import run_ranks
@@ -210,3 +210,27 @@ def test_wandb_without_a_login_is_rejected_with_the_ways_out(tmp_path: Path, mon
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(UserError, match=r"logger='wandb' cannot start: .*`wandb login`.*WANDB_MODE=offline, or leave"):
         loggers(tmp_path / "runs" / "one", None, ["wandb"])
+
+
+LOGGED = [
+    {"step": "0", "train/loss": "2", "train/accuracy": "0.5", "val/accuracy": "0.25", "lr": "0.1", "val/loss": ""},
+    {"step": "1", "train/loss": "1", "train/accuracy": "0.75", "val/accuracy": "0.5", "lr": "0.2", "val/loss": "1.5"},
+]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "score"),
+    [
+        ("val/accuracy", "accuracy over updates: training from 0.5 to 0.75, validation from 0.25 to 0.5"),
+        ("train/accuracy", "accuracy over updates:  from 0.5 to 0.75"),
+        ("val/loss", None),
+        (None, None),
+    ],
+)
+def test_the_curves_are_loss_rate_or_the_score_of_a_run(monitor: str | None, score: str | None) -> None:
+    expected = {
+        "curve_loss": "loss over updates: training from 2 to 1, validation 1.5",
+        "curve_rate": "learning rate over updates: lr from 0.1 to 0.2",
+    }
+    found = {name: plot.name for name, plot in curves(LOGGED, monitor).items()}
+    assert found == expected | ({"curve_score": score} if score else {})
