@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from callbacks import GradientAccumulation
 from datamodules import RunFailedError, TrainLoader, UserError
-from recipes.labels import LabelCheck
+from recipes.labels import LabelCheck, mean_cross_entropy
 from recipes.scores import ClassificationScores
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
@@ -172,6 +172,13 @@ def test_what_a_gpu_has_found_ends_the_run_before(when: str, tmp_path: Path):
 
 
 # Labels of -100
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(CLASSES)])
+def test_without_a_label_the_mean_loss_is_0(weight: Tensor | None) -> None:
+    logits = torch.randn(4, CLASSES)
+    loss, count = mean_cross_entropy(logits, torch.full((4,), IGNORED), weight)
+    assert (float(loss), count) == (0.0, 0)
 
 
 def weights_on_ranks(world_size: int, accumulate: int, known: bool) -> Tensor:

@@ -179,6 +179,7 @@ def test_an_early_stop_leaves_its_last_update_in_last_ckpt(tmp_path: Path) -> No
     [
         pytest.param("500 steps", {}, [12], id="at the run's end"),
         pytest.param("2 epochs", {}, [8, 12], id="after epochs"),
+        pytest.param("3 steps", {}, [3, 6, 9, 12], id="after updates"),
         pytest.param("500 steps", {"max_steps": 8}, [8], id="at max_steps"),
         pytest.param("500 steps", {"min_epochs": 2}, [8], id="at a stop, but not at one before min_epochs"),
     ],

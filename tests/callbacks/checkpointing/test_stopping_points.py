@@ -27,6 +27,15 @@ def test_counters_are_moved_only_where_a_run_may_be_saved():
     assert {rule.adjusts for rule in SAVE_POINTS.values() if not rule.saves} == {""}
 
 
+@pytest.mark.parametrize("place", [place for place, rule in SAVE_POINTS.items() if rule.adjusts == "epoch"])
+def test_an_epoch_that_is_saved_as_the_next_starts_is_processed(place: SavePoint):
+    counters = {"ready": 3, "started": 2, "processed": 2, "completed": 2}
+    loops: dict[str, Any] = {"fit_loop": {"epoch_progress": {"total": {**counters}, "current": {**counters}}}}
+    move_counters(loops, place)
+    as_model_checkpoint_saves = {"ready": 2, "started": 2, "processed": 2, "completed": 1}
+    assert loops["fit_loop"]["epoch_progress"] == dict.fromkeys(("total", "current"), as_model_checkpoint_saves)
+
+
 class SaveAt(pl.Callback):
     """Saves a run at one place of its second epoch, or where the place is first met, whatever the table says of it."""
 

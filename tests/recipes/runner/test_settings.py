@@ -1,7 +1,9 @@
 """Settings are merged once: defaults, then those of a checkpoint, of files, and what was typed."""
 
+import re
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,15 @@ import pytest
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier
 from recipes.runner.flags import RunClasses, marks_of
-from recipes.runner.settings import SettingMarks, TrainerSettings, as_plain, drop_epoch_limit, merge, resolve_auto
+from recipes.runner.settings import (
+    RunSettings,
+    SettingMarks,
+    TrainerSettings,
+    as_plain,
+    drop_epoch_limit,
+    merge,
+    resolve_auto,
+)
 
 MARKS = SettingMarks(
     changeable=frozenset({"logger"}),
@@ -115,3 +125,22 @@ def test_a_time_is_read_as_people_write_it(name: str) -> None:
     assert TrainerSettings(**{name: "00:01:30:00"}).options()[name] == "00:01:30:00", "Lightning reads it"
     with pytest.raises(UserError, match=rf"^{name}='soon': expected a time, as in \"90 minutes\", 1h or 00:01:30:00"):
         TrainerSettings(**{name: "soon"})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("seed", [-1, 0.5, 2**63], [0, "random"]),
+        ("save_top_k", [-2, 0.5], [-1, 0]),
+        ("threads", [0, 1.5, 4097], [1, None]),
+        ("global_batch_size", [0, 1.5], [1, None]),
+        ("patience", [0, 1.5], [1, None]),
+        ("progress_interval", [-1], [0, 0.5]),
+    ],
+)
+def test_a_setting_of_the_run_has_a_range(name: str, wrong: list[Any], right: list[Any]) -> None:
+    for value in wrong:
+        with pytest.raises(UserError, match=f"{name}={re.escape(str(value))}: expected"):
+            RunSettings(**{name: value})
+    for value in right:
+        assert getattr(RunSettings(**{name: value}), name) == value
