@@ -36,6 +36,15 @@ def test_an_epoch_that_is_saved_as_the_next_starts_is_processed(place: SavePoint
     assert loops["fit_loop"]["epoch_progress"] == dict.fromkeys(("total", "current"), as_model_checkpoint_saves)
 
 
+def test_a_validation_that_is_saved_begins_again():
+    counters = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
+    progress: dict[str, Any] = {"total": {**counters}, "current": {**counters}, "is_last_batch": True}
+    move_counters({"fit_loop": {"epoch_loop.val_loop.batch_progress": progress}}, "validation")
+    assert progress["total"] == {"ready": 1, "started": 1, "processed": 0, "completed": 0}, "Lightning enters it again"
+    assert progress["current"] == dict.fromkeys(counters, 0)
+    assert not progress["is_last_batch"]
+
+
 class SaveAt(pl.Callback):
     """Saves a run at one place of its second epoch, or where the place is first met, whatever the table says of it."""
 

@@ -109,7 +109,7 @@ def test_a_crop_begins_at_each_pixel_equally_often():
     assert _crop_start(1.0, 8, 5) == 3, "float32 rounds the largest numbers to 1"
 
 
-def test_a_crop_has_the_drawn_area_or_is_the_largest_at_the_center():
+def test_a_crop_has_the_drawn_area_or_is_the_largest_one():
     middle = [0.5, 0.5, 0.5, 0.5] + [0.0] * 18
     assert crop_box(100, 100, 0.25, middle) == (11, 11, 79, 79), "of 62.5 % of the area"
     # No attempt fits into a strip.

@@ -60,7 +60,7 @@ class Logged(Tiny):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_last_logged_values_are_means_of_epochs_without_rates():
+def test_the_last_logged_values_are_means_of_epochs():
     trainer = quiet_trainer(max_epochs=1)
     loader = DataLoader(TensorDataset(*noisy_images(8)), 2)
     trainer.fit(Logged(image_network().double(), torch.optim.SGD, lr=0.1), loader)
