@@ -255,7 +255,7 @@ def test_subwords_translate_any_text_line_by_line(tmp_path):
 
 
 def test_testing_a_checkpoint_learns_no_subwords_again(tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "lightning_recipes")  # A run in this process has set the level of this logger.
     file = corpus(tmp_path)
     module = data(file, **SUBWORDS)
     recipe, other = translator(module), translator(module)
