@@ -1,11 +1,21 @@
-"""What Slurm is asked for a batch job, and when it is not asked."""
+"""What Slurm is asked for a batch job, and when it is not asked; and a program that a signal ends at once."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from callbacks.lib import signals as slurm_job
-from callbacks.lib.signals import NotRequeued, batch_job, is_batch_job, requeue
+from callbacks.lib.signals import (
+    NotRequeued,
+    Preempted,
+    batch_job,
+    ending_on_signals,
+    is_batch_job,
+    keep_until_imported,
+    requeue,
+)
 from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
 
 
@@ -82,3 +92,22 @@ def test_without_scontrol_the_reason_names_it(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NotRequeued, match=r"scontrol show job 71 ended with 127: .*not found"):
         requeue(BATCH)
+
+
+def test_a_signal_ends_the_block_that_says_so_at_once():
+    def ignore(signum, frame):
+        pass
+
+    before = signal.signal(signal.SIGUSR1, ignore)
+    try:
+        with pytest.raises(Preempted) as ended, ending_on_signals(signal.SIGUSR1):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert (ended.value.code, ended.value.at_once) == (138, True)
+        assert signal.getsignal(signal.SIGUSR1) is ignore
+        keep_until_imported(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(Preempted) as ended, ending_on_signals(signal.SIGUSR1):
+            pytest.fail("the signal that arrived before ends the block as it begins")
+        assert ended.value.code == 138
+    finally:
+        signal.signal(signal.SIGUSR1, before)
