@@ -154,6 +154,15 @@ class ForeignLoader(PassesThrough, UpdateLoader):
         if self._set_epoch is not None:
             self._set_epoch(epoch)
 
+    @property
+    def _iterator(self) -> Any:
+        """The iterator whose workers persist, or None: after an error, Lightning ends them by this name of torch."""
+        return (self.source if self._reader is None else self._reader)._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        (self.source if self._reader is None else self._reader)._iterator = iterator
+
     def __len__(self) -> int:
         return -(-len(self.source) // self.size)
 
@@ -197,7 +206,7 @@ class ForeignLoader(PassesThrough, UpdateLoader):
             return
         order = self._order()
         self._hash_at_start = _state_hash(order, source.dataset) if self._may_keep_state() else ""
-        reader = self._reader or self._counting_copy(source)
+        reader = self._counting_copy(source) if self._reader is None else self._reader
         if source.persistent_workers:
             self._reader = reader  # The workers belong to the copy.
         if source.batch_sampler is not None:

@@ -183,6 +183,15 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
         """The sampler of the stock loader, or a sequential one if the loader does not shuffle."""
         return InOrder(self) if self.keeps_order else self.source.sampler
 
+    @property
+    def _iterator(self) -> Any:
+        """The iterator whose workers persist, or None: after an error, Lightning ends them by this name of torch."""
+        return self._loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._loader._iterator = iterator
+
     def _number_of_samples(self, keeps_order: bool) -> int:
         """Return the number of samples of an epoch over all ranks."""
         sampler: Any = self._sampler

@@ -75,6 +75,10 @@ LOADERS: dict[str, tuple[Callable[[], Any], list[int | None]]] = {
         lambda: DataLoader(range(SAMPLES), 4, collate_fn=joined, persistent_workers=True, **WORKER),
         [4, 4, 2],
     ),
+    "a stream, a worker that persists": (
+        lambda: DataLoader(Stream(), 4, collate_fn=joined, persistent_workers=True, **WORKER),
+        [4, 4, 2],
+    ),
     "lists of rows": (
         lambda: DataLoader(Rows(), batch_size=None, sampler=BatchSampler(SequentialSampler(Rows()), 4, False)),
         [4, 4, 2],

@@ -1,12 +1,14 @@
 """A stock DataLoader whose micro-batches are dealt by their numbers: the same samples and noise on any ranks."""
 
+import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,8 +21,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from callbacks import GradientAccumulation, SeedControl
 from datamodules.loading.numbered import NumberedDataLoader, can_be_numbered
 from datamodules.loading.sampling import epoch_order
+from tests.support.tables import quiet_trainer
 
 N = 23
 SIZE = 3
@@ -249,6 +253,39 @@ def test_a_worker_shows_the_users_data_set_to_its_function(persistent: bool) -> 
         assert torch.equal(samples[:, 0], samples[:, 3])
         reads.append(int(samples[:, 1].max()))
     assert (reads[1] > reads[0]) == persistent, "workers that persist go on with their data set"
+
+
+class Fails(pl.LightningModule):
+    """Raises in its second micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise ZeroDivisionError
+        return self.layer(batch.float()).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows whose micro-batches have no numbers."""
+
+    def __iter__(self) -> Any:
+        return (Rows()[row] for row in range(N))
+
+
+@pytest.mark.parametrize("dataset", [Rows, Stream])
+def test_workers_end_with_a_fit_that_raises(dataset: Callable[[], Any]) -> None:
+    """Left to the garbage collector, each would keep its process waiting for 5 seconds."""
+    before = set(multiprocessing.active_children())
+    loader = DataLoader(dataset(), SIZE, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    with pytest.raises(ZeroDivisionError):
+        quiet_trainer(SeedControl(1), GradientAccumulation(SIZE)).fit(Fails(), loader)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_data_set_is_asked_for_whole_batches_where_it_can() -> None:
