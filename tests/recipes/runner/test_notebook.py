@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[3]
 CELLS = [
     f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
     "from recipes import fit, predict\n"
-    "result = fit('mnist', dataset='digits', max_epochs=2, accelerator='cpu', log_every_n_steps=2)",
+    "result = fit('mnist', dataset='digits', max_epochs=2, accelerator='cpu', threads=1, limit_train_batches=6,"
+    " log_every_n_steps=2)",
     "result",
     "len(predict(result.model, result.data))",
     "fit('mnist', dataset='digits', max_epochs=2, lr=-1.0)",
