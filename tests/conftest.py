@@ -32,7 +32,7 @@ def _asks_for_cuda(config: pytest.Config) -> bool:
     return "cuda" in config.option.markexpr.replace("not cuda", "")
 
 
-_STARTERS = ("run_ranks", "typed", "type_line", "subprocess")
+_STARTERS = ("Agent", "Program", "Shell", "run_ranks", "subprocess", "type_line", "typed")
 
 
 def _starts_processes(item: pytest.Item) -> bool:
