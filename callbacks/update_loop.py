@@ -218,7 +218,7 @@ class UpdateLoop(_TrainingEpochLoop):
         is_due = self._should_check_val_fx(data_fetcher)
         if is_due and self.val_loop.restarted_mid_evaluation:
             return True
-        if self.training_is_over:
+        if self.epoch_trains_no_more:
             raise StopIteration  # The checkpoint was saved after the epoch's last update: only the epoch's end is left.
         if is_due and not self.restarted_on_last:
             # The validation after the update of the checkpoint counts as done, as in Lightning's loop.
@@ -232,9 +232,14 @@ class UpdateLoop(_TrainingEpochLoop):
         return progress.is_last_batch or progress.current.ready == self.trainer.num_training_batches
 
     @property
-    def training_is_over(self) -> bool:
+    def max_steps_is_reached(self) -> bool:
+        """Whether the run has made `max_steps` updates; never without a limit, which is -1."""
+        return 0 <= self.max_steps <= self.global_step
+
+    @property
+    def epoch_trains_no_more(self) -> bool:
         """Whether the epoch is over or `max_steps` is reached."""
-        return self.epoch_is_over or 0 <= self.max_steps <= self.global_step
+        return self.epoch_is_over or self.max_steps_is_reached
 
     @property
     def updates_made(self) -> int | None:
@@ -275,7 +280,7 @@ class UpdateLoop(_TrainingEpochLoop):
             if trainer.should_stop:
                 for logger in trainer.loggers:
                     logger.save()
-            if self.watches_sigterm and trainer.received_sigterm and not self.training_is_over:
+            if self.watches_sigterm and trainer.received_sigterm and not self.epoch_trains_no_more:
                 raise SIGTERMException
         if trainer.should_stop and not self.batch_progress.is_last_batch:
             self.drop_early_stop()

@@ -345,7 +345,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         loop.drop_early_stop()
         if self._last_every is not None:
             is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-            run_ends = is_last_epoch or trainer.should_stop or 0 <= loop.max_steps <= loop.global_step
+            run_ends = is_last_epoch or trainer.should_stop or loop.max_steps_is_reached
             if self._last_is_due(trainer, epoch_ends=True) or self._last_waits or run_ends:
                 self._save_last(trainer)
             self._last_waits = False

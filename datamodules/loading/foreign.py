@@ -131,7 +131,6 @@ class ForeignLoader(PassesThrough, UpdateLoader):
         self.rank = rank
         self.world_size = world_size
         self._set_epoch = set_epoch
-        self._reader: Any = None
         self._hash_at_start = ""
 
     @property
@@ -153,15 +152,6 @@ class ForeignLoader(PassesThrough, UpdateLoader):
     def set_epoch(self, epoch: int) -> None:
         if self._set_epoch is not None:
             self._set_epoch(epoch)
-
-    @property
-    def _iterator(self) -> Any:
-        """The iterator whose workers persist, or None: after an error, Lightning ends them by this name of torch."""
-        return (self.source if self._reader is None else self._reader)._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        (self.source if self._reader is None else self._reader)._iterator = iterator
 
     def __len__(self) -> int:
         return -(-len(self.source) // self.size)

@@ -167,7 +167,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
             }
         self._generator = stock.generator or torch.Generator()
         batches: Any = _Batches(stock.dataset, stock.collate_fn, at_once=stock.batch_sampler is None)
-        self._loader: DataLoader[Any] = DataLoader(
+        self._reader = DataLoader(
             batches,
             batch_size=None,
             sampler=self._requests,
@@ -182,15 +182,6 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
     def sampler(self) -> Any:
         """The sampler of the stock loader, or a sequential one if the loader does not shuffle."""
         return InOrder(self) if self.keeps_order else self.source.sampler
-
-    @property
-    def _iterator(self) -> Any:
-        """The iterator whose workers persist, or None: after an error, Lightning ends them by this name of torch."""
-        return self._loader._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._loader._iterator = iterator
 
     def _number_of_samples(self, keeps_order: bool) -> int:
         """Return the number of samples of an epoch over all ranks."""
@@ -260,7 +251,7 @@ class NumberedDataLoader(PassesThrough, ResumableLoader[Any]):
             # Workers draw their base seeds from this generator. The seeds have to differ between ranks and epochs.
             seed = derive_seed(self.seed, "workers", epoch, start_at, self.rank)
             self._generator.manual_seed(seed)
-        yield from self._loader
+        yield from self._reader
 
     def _noise_seed(self, epoch: int, start: int) -> int | None:
         """Return the seed of a micro-batch, from its first position in the epoch, the same on any number of ranks."""

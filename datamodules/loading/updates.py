@@ -100,6 +100,17 @@ class PassesThrough:
     """Mixin of a loader's wrapper: attributes and methods that it lacks are forwarded to `source`."""
 
     source: Any
+    _reader: Any = None
+    """A `DataLoader` made from `source`, which has the workers; None if `source` has them."""
+
+    @property
+    def _iterator(self) -> Any:
+        """The iterator whose workers persist, or None: after an error, Lightning ends them by this name of torch."""
+        return (self.source if self._reader is None else self._reader)._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        (self.source if self._reader is None else self._reader)._iterator = iterator
 
     if not TYPE_CHECKING:  # A type checker would not detect misspelled attributes.
 
