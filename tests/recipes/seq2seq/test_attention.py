@@ -11,10 +11,12 @@ from torch import Tensor
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
-from datamodules.translation.text import SOS
+from datamodules.translation.loaders import TranslationBatch
+from datamodules.translation.text import EOS, SOS
 from recipes.prediction import predict
 from recipes.seq2seq import translate
-from recipes.seq2seq.network import target_positions
+from recipes.seq2seq.attention import add_examples
+from recipes.seq2seq.network import Seq2SeqNet, TranslationNetwork, target_positions
 from recipes.seq2seq.recipe import Seq2SeqTranslator
 from recipes.seq2seq.vocabularies import known
 from tests.recipes.seq2seq.test_network import TRANSFORMER, batch, network
@@ -113,6 +115,17 @@ def test_a_test_shows_the_attention_of_four_translations(tmp_path: Path) -> None
     assert "--attention a.html is for predict" in rejected.err
     saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     assert "attention" not in {**saved["hyper_parameters"], **saved["config"]}
+
+
+class WithoutAttention(Seq2SeqNet):
+    attention = TranslationNetwork.attention
+
+
+def test_a_network_without_attention_has_no_example() -> None:
+    figures: dict[str, Any] = {}
+    pairs = TranslationBatch(*batch([0]), torch.tensor([0]))
+    add_examples(figures, WithoutAttention(9, 9, 8), pairs, torch.tensor([[5, 6, EOS]]), None)
+    assert figures == {}
 
 
 @pytest.mark.parametrize(
