@@ -7,8 +7,6 @@ processor, this hash must equal the hash in the row.
 import argparse
 import datetime
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +15,13 @@ from typing import Any
 import torch
 
 from datamodules.errors import RunFailedError, UserError
+from datamodules.lightning import pl
+from recipes.registry import recipe_class
 from recipes.runner.errors import print_error, rank_zero_print
+from recipes.runner.flags import RunClasses
 from recipes.runner.machine import bf16_unit
 from recipes.runner.report import print_pairs
+from recipes.runner.run import fit
 from recipes.runner.saved_run import processor, versions, write_text
 from recipes.runner.verify import read_saves
 
@@ -89,17 +91,15 @@ def train(training: str, way: str, folder: Path) -> str:
     """Train in a folder in one of `WAYS`, and return the first 12 digits of the hash of the weights.
 
     Raises:
-        RunFailedError: a command failed.
+        RunFailedError: a run failed.
     """
-    recipe, *flags = training.split()
+    name, *flags = training.split()
+    recipe = recipe_class(name)
+    parser = RunClasses(recipe, recipe.data_class or pl.LightningDataModule).parser()
     for flags_of_way in WAYS[way]:
-        command = [sys.executable, "-m", f"recipes.{recipe}", *_ALWAYS.split(), *flags]
-        process = subprocess.run([*command, *flags_of_way.split()], cwd=folder, capture_output=True, text=True)
-        if process.returncode:
-            reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise RunFailedError(f"{' '.join(command[1:])} {flags_of_way} ended with {process.returncode}: {reason}")
-    (record,) = folder.glob("runs/*/*/weights.jsonl")
-    saves = read_saves(record.parent)
+        settings = parser.parse([*_ALWAYS.split(), *flags, *flags_of_way.split()]).typed
+        fit(name, run_dir=str(folder), verbose=False, **settings)
+    saves = read_saves(folder / name / "run")
     (sha256,) = saves[max(saves)].hashes
     return sha256[:12]
 
