@@ -122,18 +122,8 @@ class FlagParser(ArgumentParser):
         super().__init__(prog=prog, **{"add_help": False, "exit_on_error": False} | options)
         self.names: dict[str, list[str]] = {}
         self.shown: list[tuple[FlagGroup, list[str]]] = []
-        self._classes = [group.cls for group in groups]
-        names_so_far: set[str] = set()
         for group in groups:
-            try:
-                names = ArgumentParser(exit_on_error=False).add_class_arguments(group.cls, skip=set(group.skip))
-            except ValueError as error:
-                name = group.cls.__name__
-                raise UserError(f"the parameters of {name} are the flags of its command line: {error}") from error
-            self.names[group.title] = names
-            self.add_class_arguments(group.cls, skip=set(group.skip) | (names_so_far & set(names)), instantiate=False)
-            self.shown.append((group, [name for name in names if name not in names_so_far]))
-            names_so_far |= set(names)
+            self._add_group(group)
         self.flags = {a.dest: a for a in self._actions if a.option_strings and not a.dest.endswith(".help")}
         for action in self.flags.values():
             annotation = getattr(action, "_typehint", None)
@@ -144,6 +134,18 @@ class FlagParser(ArgumentParser):
         for name in self._required:
             self.flags[name].required = False
 
+    def _add_group(self, group: FlagGroup) -> None:
+        """Add a flag for each parameter of a class; a name that is a flag already is shared."""
+        existing = set().union(*self.names.values())
+        try:
+            added = self.add_class_arguments(group.cls, skip={*group.skip, *existing}, instantiate=False)
+            shared = ArgumentParser(exit_on_error=False).add_class_arguments(group.cls, skip={*group.skip, *added})
+        except ValueError as error:
+            name = group.cls.__name__
+            raise UserError(f"the parameters of {name} are the flags of its command line: {error}") from error
+        self.names[group.title] = [*added, *shared]
+        self.shown.append((group, added))
+
     def type_of(self, name: str) -> Any:
         """Return the type of a flag."""
         action = self.flags[name]
@@ -151,7 +153,7 @@ class FlagParser(ArgumentParser):
 
     def marked(self, mark: Any) -> frozenset[str]:
         """Return the flags whose parameters have a mark, such as `Changeable`."""
-        return frozenset().union(*(marked_parameters(cls, mark) for cls in self._classes))
+        return frozenset().union(*(marked_parameters(group.cls, mark) for group, _ in self.shown))
 
     def defaults(self) -> dict[str, Any]:
         """Return the defaults of all flags."""
@@ -453,9 +455,7 @@ class RunClasses:
 
     def with_inputs(self, options: dict[str, Any], inputs: Sequence[str]) -> dict[str, Any]:
         """Return the arguments of the data module, and the inputs of predict among them."""
-        if not inputs:
-            return options
-        return {**options, PREDICT_INPUTS: list(inputs)}
+        return {**options, PREDICT_INPUTS: list(inputs)} if inputs else options
 
 
 def marks_of(parser: FlagParser) -> SettingMarks:

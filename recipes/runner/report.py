@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,14 @@ def split_scores(
     return list(headline[:_TILES]), other_scores, signatures
 
 
+@cache
+def _page_template() -> Any:
+    from jinja2 import Template
+
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+
 def write_page(
     path: Path,
     results: Mapping[str, Any],
@@ -267,9 +276,6 @@ def write_page(
     Raises:
         OSError: the page cannot be written; an earlier page is unchanged.
     """
-    from jinja2 import Template
-
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     folder = path.parent
     best = results["best"]
     left_out = results["data"]["left_out"]
@@ -298,7 +304,7 @@ def write_page(
             is_wide = isinstance(picture, ImageGrid) and picture.group > 1
             (wide_pictures if is_wide else other_pictures).append(picture)
     translations, number_of_translations = _translations(folder / _TRANSLATIONS)
-    page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
+    page = _page_template().render(
         colors=color_style(),
         title=f"{results['recipe']}: {folder.resolve().name}",
         state=results["stopped_early"],
