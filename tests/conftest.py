@@ -3,29 +3,34 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
-from torch.utils.data import BatchSampler, DataLoader
 
 import tests.support.installed  # noqa: F401  Before Lightning.
+
+gc.disable()  # Until tests begin.
 
 # A shared machine is slow at times; that is no defect of the code under test.
 settings.register_profile("any speed", deadline=None)
 settings.load_profile("any speed")
-
-# As the ranks of `tests.support.ranks`, whose weights are compared with this process's to the bit.
-torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script: the processes of tests would inherit that Ctrl-C does nothing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ROOT = Path(__file__).parents[1]
-
+collect_ignore = ["support/imported.py"]  # It is imported by the server of `tests.support.ranks`, and changes it.
 
 _NO_GPU = "there is no CUDA GPU here"
+
+
+def _has_gpu() -> bool:
+    # Imported here and in a fixture: the process that hands out tests would take 5 seconds to import it, before others.
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _asks_for_cuda(config: pytest.Config) -> bool:
@@ -52,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not _asks_for_cuda(config):
         items[:] = [item for item in items if not item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=needs_gpu)
-    elif not torch.cuda.is_available():
+    elif not _has_gpu():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason=_NO_GPU))
 
@@ -60,6 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Leave the objects of the imports out of garbage collections, of which each would take a third of a second."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -67,7 +73,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if _asks_for_cuda(config) and not torch.cuda.is_available():
+    if _asks_for_cuda(config) and not _has_gpu():
         terminalreporter.write_line(f"{_NO_GPU}: no test marked cuda has run", yellow=True)
 
 
@@ -79,14 +85,22 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
-_UNPATCHED = {cls: dict(vars(cls)) for cls in (DataLoader, BatchSampler)}
+@pytest.fixture(autouse=True, scope="session")
+def stock_loaders() -> dict[type, dict[str, Any]]:
+    """The members of torch's classes before a test; from here on, this process computes on one thread."""
+    import torch
+    from torch.utils.data import BatchSampler, DataLoader
+
+    # As the ranks of `tests.support.ranks`, whose weights are compared with this process's to the bit.
+    torch.set_num_threads(1)
+    return {cls: dict(vars(cls)) for cls in (DataLoader, BatchSampler)}
 
 
 @pytest.fixture(autouse=True)
-def unpatched_loaders() -> Iterator[None]:
+def unpatched_loaders(stock_loaders: dict[type, dict[str, Any]]) -> Iterator[None]:
     """Lightning patches these classes while it asks for a loader, and leaves them so where that raises an error."""
     yield
-    for cls, members in _UNPATCHED.items():
+    for cls, members in stock_loaders.items():
         for name in vars(cls).keys() - members.keys():
             delattr(cls, name)
         for name in ("__init__", "__setattr__", "__delattr__"):

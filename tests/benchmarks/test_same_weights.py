@@ -55,15 +55,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("names", "runs", "threads"),
     [
-        (("lightning-recipes",), ("1 process",), 1),
-        pytest.param(("stock Lightning", "lightning-recipes"), ("1 process", "2 processes"), 2, marks=pytest.mark.slow),
-        pytest.param(("Fabric", "Accelerate", "HF Trainer"), ("2, stopped, then 4",), 1, marks=pytest.mark.slow),
+        (("stock Lightning", "lightning-recipes"), ("1 process", "2 processes"), 2),
+        (("Fabric", "Accelerate", "HF Trainer"), ("2, stopped, then 4",), 1),
     ],
-    ids=["alone", "2 threads", "other programs"],
+    ids=["2 threads", "other programs"],
 )
 def test_a_measurement_writes_no_file_unless_it_is_asked_to(names, runs, threads, files, monkeypatch, capsys) -> None:
     """It starts the processes as a user does: by Lightning's launcher, without OMP_NUM_THREADS."""

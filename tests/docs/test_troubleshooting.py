@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,19 +65,22 @@ def strings_of(tree: ast.AST) -> Iterator[list[str]]:
                 yield text.split(FILLED)
 
 
-STRINGS = [
-    parts
-    for package in ("recipes", "callbacks", "datamodules")
-    for path in (ROOT / package).rglob("*.py")
-    for parts in strings_of(ast.parse(path.read_text(encoding="utf-8")))
-    if max(map(len, parts), default=0) >= SHORTEST
-]
+@cache
+def strings_of_code() -> list[list[str]]:
+    """The strings of our packages that are long enough to count."""
+    return [
+        parts
+        for package in ("recipes", "callbacks", "datamodules")
+        for path in (ROOT / package).rglob("*.py")
+        for parts in strings_of(ast.parse(path.read_text(encoding="utf-8")))
+        if max(map(len, parts), default=0) >= SHORTEST
+    ]
 
 
 def without_strings_of_code(message: str) -> str:
     """A message without what strings of the code say of it."""
     rest = message
-    for parts in STRINGS:
+    for parts in strings_of_code():
         place = 0
         spans = []
         for part in parts:

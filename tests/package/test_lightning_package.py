@@ -25,7 +25,7 @@ if find_spec("pytorch_lightning") is None:
     pytest.skip("pip install pytorch-lightning: the tests compare both packages", allow_module_level=True)
 
 RUNS = """
-import hashlib, json, signal, sys
+import hashlib, json, runpy, signal, sys
 from multiprocessing import get_context
 from pathlib import Path
 import lightning.pytorch as pl
@@ -68,6 +68,8 @@ if __name__ == "__main__":
         worker.append(pool.apply(eval, ("__import__('datamodules.lightning').lightning.pl.__name__",)))
         worker.append(pool.apply(signal.getsignal, (signal.SIGTERM,)) is signal.SIG_DFL)
     print(json.dumps({"hashes": found, "loaded": sorted(loaded), "worker": worker}))
+    for file in sys.argv[2:]:
+        runpy.run_path(file)
 """
 
 
@@ -135,15 +137,17 @@ def forked(file: Path, *args: object, path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what each package ends with, and what a worker of its fork server says."""
+    """Return what each package ends with, what a worker of its fork server says, and what `MIXED` finds after that."""
     found = {}
-    for package in PACKAGES:
+    for package, other in (PACKAGES, PACKAGES[::-1]):
         folder = tmp_path_factory.mktemp(package)
         tables = (ROOT / "tests/support/tables.py").read_text()
         (folder / "tables.py").write_text(as_users_of(package, tables))
         (folder / "runs.py").write_text(as_users_of(package, RUNS))
+        (folder / "mixed.py").write_text(as_users_of(other, MIXED))
         start = python if package == "pytorch_lightning" else forked
-        found[package] = json.loads(start(folder / "runs.py", folder, path=folder).splitlines()[-1])
+        runs, mixed = start(folder / "runs.py", folder, folder / "mixed.py", path=folder).splitlines()[-2:]
+        found[package] = json.loads(runs) | {"mixed": json.loads(mixed)}
     return found
 
 
@@ -195,15 +199,10 @@ def test_a_package_of_another_name_is_rejected(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("package", "of_trainer"), [PACKAGES, PACKAGES[::-1]])
-def test_a_trainer_of_the_other_package_is_one_line(
-    package: str, of_trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_of_the_other_package_is_one_line(package: str, of_trainer: str, trained: dict[str, Any]) -> None:
     ours, theirs = package.partition(".")[0], of_trainer.partition(".")[0]
-    monkeypatch.setenv(VARIABLE, ours)
-    (tmp_path / "tables.py").write_text(as_users_of(package, (ROOT / "tests/support/tables.py").read_text()))
-    (tmp_path / "mixed.py").write_text(as_users_of(of_trainer, MIXED))
-    start = python if ours == "pytorch_lightning" else forked
-    errors = json.loads(start(tmp_path / "mixed.py", path=tmp_path).splitlines()[-1])
+    errors = trained[package]["mixed"]
+    assert "ExactCheckpoint" in errors
     ways = f"set {VARIABLE}={theirs}, or import {theirs} before callbacks, datamodules and recipes, and before whatever"
     for name, error in errors.items():
         # Our own run has a Trainer of our package: there, the callback is the one of the other package.

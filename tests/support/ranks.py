@@ -20,9 +20,7 @@ from typing import Any
 import torch
 
 context = multiprocessing.get_context("forkserver")
-_PRELOADED = "tests.support.installed torch torchmetrics lightning.pytorch pytest hypothesis torch.utils.tensorboard"
-_PRELOADED += " recipes.runner.run recipes.mnist.recipe datamodules.images.mnist"
-context.set_forkserver_preload(_PRELOADED.split())
+context.set_forkserver_preload(["tests.support.imported"])
 
 
 _ports = itertools.count()

@@ -10,11 +10,16 @@ from recipes.runner.flags import RunClasses
 from recipes.runner.hints import ALIASES, flag_meant, meant, unknown_flag, unsupported_settings
 
 PAGE = Path(__file__).parents[3] / "docs/help/coming-from.md"
-OURS = {
-    name
-    for recipe in (MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator)
-    for name in RunClasses(recipe, recipe.data_class).parser().flags  # type: ignore[arg-type]
-}
+
+
+@pytest.fixture(scope="module")
+def ours() -> set[str]:
+    """The flags of all recipes."""
+    return {
+        name
+        for recipe in (MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator)
+        for name in RunClasses(recipe, recipe.data_class).parser().flags  # type: ignore[arg-type]
+    }
 
 
 def rows() -> list[tuple[str, str]]:
@@ -29,15 +34,15 @@ def settings_in(cell: str) -> list[str]:
     return [(flag or argument).replace("-", "_") for flag, argument in found]
 
 
-def test_a_flag_of_another_program_leads_to_ours():
+def test_a_flag_of_another_program_leads_to_ours(ours: set[str]):
     tried = 0
-    for theirs, ours in rows():
-        wanted = settings_in(ours)
+    for theirs, right in rows():
+        wanted = settings_in(right)
         for name in settings_in(theirs):
-            if name in OURS or not wanted or "(" in theirs:
+            if name in ours or not wanted or "(" in theirs:
                 continue
             tried += 1
-            found = meant(name, OURS)
+            found = meant(name, ours)
             assert found is None or found.partition(" ")[0] in wanted, f"{name} leads to {found}, and not to {wanted}"
     assert tried > 20
 
@@ -63,11 +68,11 @@ def test_a_name_leads_to_a_flag_that_is_near_or_to_none(name: str, recipe: type[
     assert flag_meant(name.replace("-", "_"), RunClasses(recipe, recipe.data_class).parser().flags) == expected
 
 
-def test_what_other_names_stand_for_are_flags():
+def test_what_other_names_stand_for_are_flags(ours: set[str]):
     meanings = {text.partition(" ")[0] for texts in ALIASES.values() for text in texts}
-    assert meanings - OURS == set()
-    assert ALIASES.keys() & OURS == set(), "a flag of ours is no other name"
-    assert unsupported_settings().keys() & (OURS | ALIASES.keys()) == set()
+    assert meanings - ours == set()
+    assert ALIASES.keys() & ours == set(), "a flag of ours is no other name"
+    assert unsupported_settings().keys() & (ours | ALIASES.keys()) == set()
 
 
 @pytest.mark.parametrize(

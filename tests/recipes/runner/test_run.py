@@ -53,16 +53,16 @@ def _digits(folder: str) -> list[RunResult]:
     os.chdir(folder)
     digits = load_digits()
     images, labels = digits.images / 16, digits.target
-    whole = fit("mnist", (images, labels), **FEW, threads=2)
+    whole = fit("mnist", (images[:300], labels[:300]), **FEW, threads=2)
     assert torch.get_num_threads() == 1, "as before"
-    parts = {"train": (images[:1000], labels[:1000]), "val": (images[1000:1400], labels[1000:1400])}
-    given = fit("mnist", parts | {"test": (images[1400:], labels[1400:])}, **FEW)
+    parts = {"train": (images[:200], labels[:200]), "val": (images[200:240], labels[200:240])}
+    given = fit("mnist", parts | {"test": (images[240:300], labels[240:300])}, **FEW)
     module = MNISTDataModule(batch_size=64)
-    module.set_samples((images, labels))
+    module.set_samples((images[:300], labels[:300]))
     built = fit(MNISTClassifier, module, **{name: value for name, value in FEW.items() if name != "batch_size"})
     assert built.data is module
     assert given.data is not None
-    assert given.data.sizes == {"train": 1000, "val": 400, "test": 397}
+    assert given.data.sizes == {"train": 200, "val": 40, "test": 60}
     return [sorted(result.scores) == sorted(whole.scores) for result in (given, built)]
 
 
@@ -73,7 +73,7 @@ def test_data_are_arrays_parts_or_a_data_module(tmp_path: Path) -> None:
 def _other_arrays(folder: str) -> list[str]:
     os.chdir(folder)
     digits = load_digits()
-    images, labels = digits.images / 16, digits.target
+    images, labels = digits.images[:300] / 16, digits.target[:300]
     rejected = []
     fit("mnist", (images, labels), name="one", **FEW)
     for other in ((images[:-1], labels[:-1]), (images[::-1], labels[::-1])):
@@ -86,21 +86,21 @@ def _other_arrays(folder: str) -> list[str]:
 
 def test_a_run_is_not_resumed_with_other_arrays(tmp_path: Path) -> None:
     ((fewer, others),) = run_ranks(_other_arrays, 1, str(tmp_path))
-    assert "of a run on 1,475 samples, found 1,474; resume" in fewer
+    assert "of a run on 249 samples, found 248; resume" in fewer
     assert "others or in another order; resume with the same data" in others
 
 
 def _named(folder: str) -> None:
     os.chdir(folder)
     digits = load_digits()
-    names = np.array(["even", "odd"])[digits.target % 2]
-    result = fit("mnist", (digits.images / 16, names), **FEW, network="classic", lr=0.005, rotation=0)
+    images, names = digits.images[:300], np.array(["even", "odd"])[digits.target[:300] % 2]
+    result = fit("mnist", (images / 16, names), **FEW, network="classic", lr=0.005, rotation=0)
     assert list(result.model.class_names) == ["even", "odd"]
     assert (result.model.hparams.lr, result.model.hparams.num_classes) == (0.005, 2)
     assert result.data is not None
     assert result.data.hparams.rotation == 0
     with pytest.raises(UserError, match="the train images are float64 from 0 to 16, .* pass images / 16"):
-        fit("mnist", (digits.images, names), **FEW)
+        fit("mnist", (images, names), **FEW)
 
 
 def test_fit_takes_the_classes_from_the_labels(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_fit_takes_the_classes_from_the_labels(tmp_path: Path) -> None:
 def _folds(folder: str) -> list[tuple[str, float]]:
     os.chdir(folder)
     digits = load_digits()
-    folds = [(digits.images[start : start + 500] / 16, digits.target[start : start + 500]) for start in (0, 500)]
+    folds = [(digits.images[start : start + 200] / 16, digits.target[start : start + 200]) for start in (0, 200)]
     return [(run.folder.name, run.scores["val/loss"]) for run in [fit("mnist", fold, **FEW) for fold in folds]]
 
 
