@@ -359,8 +359,6 @@ class TranslationDataModule(BaseDataModule):
         self._load()
         if part == "train" or self._fraction(part) > 0:
             self._part_to_use(part)
-        if stage == "fit":
-            self.vocabularies()
 
     @override
     def train_dataloader(self) -> SentenceTrainLoader:

@@ -320,31 +320,36 @@ class Seq2SeqTranslator(Recipe):
         return from_data
 
     @override
-    def setup(self, stage: str) -> None:
-        """Set the vocabularies of the training data. A checkpoint is read later, and its vocabularies replace them."""
-        super().setup(stage)
+    def initialize_weights(self, resumes: bool) -> None:
         data = self.data_module()
-        if stage == "fit" and isinstance(data, TranslationDataModule):
-            if not self.has_weights and self.trainer.ckpt_path is None:
-                load_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
-            self._set_vocabularies(data)
+        if not (self.has_weights or resumes) and isinstance(data, TranslationDataModule):
+            load_vocabularies(data, self.hparams.weights, self.hparams.weights_skip)
+        super().initialize_weights(resumes)
 
-    def _set_vocabularies(self, data: TranslationDataModule) -> None:
-        self.vocabularies = data.vocabularies()
-        self.normalization = data.normalization
+    def _set_vocabularies(self) -> None:
+        data = self.data_module()
+        if isinstance(data, TranslationDataModule):
+            self.vocabularies = data.vocabularies()
+            self.normalization = data.normalization
 
     @override
     def on_fit_start(self) -> None:
+        """Set the vocabularies of the training data; a run that resumes has the vocabularies of its checkpoint."""
+        if self.trainer.ckpt_path is None:
+            self._set_vocabularies()
+        self.on_validation_start()
+
+    @override
+    def on_validation_start(self) -> None:
         """Reject data whose vocabularies have other sizes than the network's.
 
         An evaluation without a checkpoint takes the vocabularies from the data. Learning them again takes seconds.
         """
-        data = self.data_module()
-        if self.vocabularies is None and isinstance(data, TranslationDataModule):
-            self._set_vocabularies(data)
+        if self.vocabularies is None:
+            self._set_vocabularies()
         check_sizes(self.vocabularies, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
 
-    on_validation_start = on_test_start = on_fit_start
+    on_test_start = on_validation_start
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

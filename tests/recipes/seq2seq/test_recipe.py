@@ -19,6 +19,7 @@ from datamodules.translation.loaders import TranslationBatch
 from datamodules.translation.text import UNK, Vocabulary
 from recipes.export import export
 from recipes.prediction import all_rows, predict
+from recipes.runner.run import fit
 from recipes.runner.saved_run import write_rows
 from recipes.seq2seq.decoding import sentences_of
 from recipes.seq2seq.recipe import Seq2SeqTranslator
@@ -127,6 +128,17 @@ def test_a_run_resumed_within_an_epoch_ends_with_the_same_bits(network, options,
         exact_run(file, tmp_path / "cut", network, options, Stop())
     found = exact_run(file, tmp_path / "cut", network, options, ckpt=tmp_path / "cut" / "last.ckpt")
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_resume_learns_no_vocabularies(tmp_path, monkeypatch):
+    file = corpus(tmp_path)
+    settings = TINY | SUBWORDS | {"run_dir": str(tmp_path), "name": "run", "logger": "none", "accelerator": "cpu"}
+    settings["verbose"] = False
+    first = fit("seq2seq", file, max_epochs=1, **settings)
+    monkeypatch.setattr("datamodules.translation.corpus.Corpus.subwords", None)
+    resumed = fit("seq2seq", file, max_epochs=2, resume="auto", **settings)
+    assert resumed.epochs == 2
+    assert resumed.data.vocabularies() == resumed.model.vocabularies == first.model.vocabularies
 
 
 @pytest.fixture(scope="module")
