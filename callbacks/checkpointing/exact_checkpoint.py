@@ -408,7 +408,7 @@ class ExactCheckpoint(OneLightningCallback, ModelCheckpoint):
         if self.monitor in scores and update != trainer.global_step:
             internals.save_after_validation(self)
             return False
-        if trainer.world_size > 1 and self.monitor is not None:
+        if self.monitor is not None:
             check_decision(self.monitor, current, type(self).__name__)
         is_equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         return is_equal or super().check_monitor_top_k(trainer, current)

@@ -1,13 +1,17 @@
 """A user's own recipe: a subclass in a file, with the command line in one line."""
 
-from torch import nn
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
 
 from datamodules import MNISTDataModule
 from recipes import MNISTClassifier, run
 
 
 class Plain(MNISTClassifier):
-    """A small network without BatchNorm or dropout.
+    """A small network without BatchNorm or dropout; it learns slowly while there is a file ``slow`` in its folder.
 
     Args:
         hidden: width of the hidden layer.
@@ -27,6 +31,11 @@ class Plain(MNISTClassifier):
             nn.ReLU(),
             nn.Linear(self.hparams.hidden, 10),
         )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if Path("slow").exists():
+            time.sleep(0.4)
+        return super().training_step(batch, batch_idx)
 
 
 if __name__ == "__main__":
