@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from datamodules.errors import RunFailedError, UserError
-from datamodules.lightning import pl
 from recipes.registry import recipe_class
 from recipes.runner.errors import print_error, rank_zero_print
 from recipes.runner.flags import RunClasses
@@ -95,10 +94,14 @@ def train(training: str, way: str, folder: Path) -> str:
     """
     name, *flags = training.split()
     recipe = recipe_class(name)
-    parser = RunClasses(recipe, recipe.data_class or pl.LightningDataModule).parser()
+    assert recipe.data_class is not None
+    parser = RunClasses(recipe, recipe.data_class).parser()
     for flags_of_way in WAYS[way]:
         settings = parser.parse([*_ALWAYS.split(), *flags, *flags_of_way.split()]).typed
-        fit(name, run_dir=str(folder), verbose=False, **settings)
+        try:
+            fit(name, run_dir=str(folder), verbose=False, **settings)
+        except (RunFailedError, UserError) as error:
+            raise RunFailedError(f"{training} {flags_of_way}: {error}") from error
     saves = read_saves(folder / name / "run")
     (sha256,) = saves[max(saves)].hashes
     return sha256[:12]
@@ -165,6 +168,8 @@ def main(args: list[str], program: str) -> int:
     except (RunFailedError, UserError) as error:
         print_error(f"error: {error}")
         return error.exit_status
+    except KeyboardInterrupt:
+        return 130
     row = golden_of(own.processor, own.versions, rows)
     compared = differences_from(own, row)
     rank_zero_print("")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 from recipes import goldens
 from recipes.goldens import TRAININGS, WAYS, Golden, differences_from, golden_of, read_goldens, write_golden
 
@@ -66,6 +66,20 @@ def test_the_status_says_whether_all_hashes_are_as_expected(
     monkeypatch.setattr(goldens, "train", lambda _training, way, _folder: of_ways[way])
     assert goldens.main([], "lightning-recipes") == status
     assert said in "".join(capfd.readouterr())
+
+
+def test_the_error_of_a_run_names_the_training(tmp_path: Path) -> None:
+    training = "mnist --dataset digits --lr -1"
+    with pytest.raises(RunFailedError, match=f"{training} --devices 1: lr=-1.0: expected above 0"):
+        goldens.train(training, "one device", tmp_path)
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(goldens, "train", interrupt)
+    assert goldens.main([], "lightning-recipes") == 130
 
 
 @pytest.mark.slow
