@@ -203,14 +203,8 @@ def start_fork_server(modules: Iterable[str]) -> None:
         os.environ.update(previous)
 
 
-def _import_everything(modules: Iterable[str]) -> None:
-    """Import the modules and prepare the fork server; called when the server imports this module."""
-    # In a separate session, the server's workers receive no Ctrl-C from the terminal: the agent passes it on, once.
-    os.setsid()
-    # The server ends with its last client. Its children get the handlers back, so that their parents can end them.
-    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    previous_handlers: dict[int, Any] = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
-    os.register_at_fork(after_in_child=lambda: restore_handlers(previous_handlers))
+def import_and_freeze(modules: Iterable[str]) -> None:
+    """Import modules in a fork server, whose children share them."""
     atexit.register(os._exit, 0)  # A regular exit would take a second for clean-up, and print warnings.
     # Collections during imports free nothing, and frozen objects stay on pages that parent and children share.
     gc.disable()
@@ -219,6 +213,17 @@ def _import_everything(modules: Iterable[str]) -> None:
             import_module(name)
     gc.freeze()
     gc.enable()
+
+
+def _import_everything(modules: Iterable[str]) -> None:
+    """Import the modules and prepare the fork server; called when the server imports this module."""
+    # In a separate session, the server's workers receive no Ctrl-C from the terminal: the agent passes it on, once.
+    os.setsid()
+    # The server ends with its last client. Its children get the handlers back, so that their parents can end them.
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    previous_handlers: dict[int, Any] = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    os.register_at_fork(after_in_child=lambda: restore_handlers(previous_handlers))
+    import_and_freeze(modules)
 
 
 if _MODULES in os.environ:
