@@ -10,8 +10,6 @@ from hypothesis import settings
 
 import tests.support.installed  # noqa: F401  Before Lightning.
 
-gc.disable()  # Until tests begin.
-
 # A shared machine is slow at times; that is no defect of the code under test.
 settings.register_profile("any speed", deadline=None)
 settings.load_profile("any speed")
@@ -27,7 +25,7 @@ _NO_GPU = "there is no CUDA GPU here"
 
 
 def _has_gpu() -> bool:
-    # Imported here and in a fixture: the process that hands out tests would take 5 seconds to import it, before others.
+    # Not at the top: the process that hands out the tests would import torch before it starts the others.
     import torch
 
     return torch.cuda.is_available()
@@ -65,7 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Leave the objects of the imports out of garbage collections, of which each would take a third of a second."""
     gc.freeze()
-    gc.enable()
 
 
 def pytest_unconfigure() -> None:
